@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's settings: every environment variable, its default and its values."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Self, get_args
+
+KernelName = Literal["cudnn", "flash_attn", "reference"]
+
+KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
+
+ENV_KERNEL = "VLLM_FLASHINFER_VIT_KERNEL"
+ENV_STRICT = "VLLM_FLASHINFER_VIT_STRICT"
+ENV_DISABLE_PATCHES = "VLLM_FLASHINFER_VIT_DISABLE_PATCHES"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one engine process.
+
+    Attributes:
+        kernel: The kernel that every FLASHINFER layer uses, or None to choose by
+            the table in `choices.py`. `VLLM_FLASHINFER_VIT_KERNEL`, default `auto`.
+        strict: Whether a layer or call that the plugin cannot serve is an error
+            instead of a logged fall-back to the kernel in vLLM's tree.
+            `VLLM_FLASHINFER_VIT_STRICT`, 0 or 1, default 0.
+        disabled_patches: Names of model patches that are not applied, as
+            `vllm-flashinfer-vit doctor` lists them.
+            `VLLM_FLASHINFER_VIT_DISABLE_PATCHES`, comma-separated, default empty.
+    """
+
+    kernel: KernelName | None = None
+    strict: bool = False
+    disabled_patches: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Self:
+        """Read the settings from the environment.
+
+        Raises:
+            ValueError: A variable holds a value that is not listed as valid.
+        """
+        kernel = env.get(ENV_KERNEL, "auto")
+        if kernel not in ("auto", *KERNEL_NAMES):
+            good = ", ".join(("auto", *KERNEL_NAMES))
+            raise ValueError(f"{ENV_KERNEL}={kernel!r}: use one of {good}")
+        strict = env.get(ENV_STRICT, "0")
+        if strict not in ("0", "1"):
+            raise ValueError(f"{ENV_STRICT}={strict!r}: use 0 or 1")
+        names = env.get(ENV_DISABLE_PATCHES, "").split(",")
+        return cls(
+            kernel=None if kernel == "auto" else kernel,
+            strict=strict == "1",
+            disabled_patches=frozenset(name.strip() for name in names if name.strip()),
+        )
