@@ -1,1 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Every change to vLLM's objects: the list, and when each is applied."""
+
+import logging
+from collections.abc import Iterable
+
+from vllm_flashinfer_vit.config import Settings
+from vllm_flashinfer_vit.patches import platform, qwen_vl
+from vllm_flashinfer_vit.patches._patch import Patch, PatchError
+
+__all__ = [
+    "Patch",
+    "PatchError",
+    "all_patches",
+    "apply_model_patches",
+    "apply_platform_patches",
+    "revert_all",
+]
+
+logger = logging.getLogger("vllm.plugins.flashinfer_vit")
+
+
+def all_patches() -> tuple[Patch, ...]:
+    """Return every patch, in the order in which they are applied."""
+    return (*platform.PATCHES, *qwen_vl.PATCHES)
+
+
+def apply_platform_patches() -> None:
+    """Wrap the backend selection of the platforms that are loaded.
+
+    Raises:
+        PatchError: A platform's selection is not what this package was written for.
+    """
+    # Resolving the platform loads its module; no device is initialised.
+    from vllm.platforms import current_platform  # noqa: F401
+
+    _apply(platform.PATCHES)
+
+
+def apply_model_patches(settings: Settings) -> None:
+    """Apply the patches of the models that are loaded, once a FLASHINFER layer exists.
+
+    A patch that does not fit leaves all model patches out: the models run on the
+    q, k, v entry of the layer, right but with stock's rotary pass.
+
+    Raises:
+        PatchError: A patch does not fit, and the settings are strict.
+        ValueError: The settings disable a patch that does not exist.
+    """
+    names = {patch.name for patch in qwen_vl.PATCHES}
+    if unknown := settings.disabled_patches - names:
+        raise ValueError(
+            f"no model patch is named {', '.join(sorted(unknown))}; "
+            f"the names are {', '.join(sorted(names))}"
+        )
+    wanted = (p for p in qwen_vl.PATCHES if p.name not in settings.disabled_patches)
+    try:
+        _apply(wanted)
+    except PatchError as error:
+        if settings.strict:
+            raise
+        logger.warning("vllm-flashinfer-vit leaves model patches out: %s", error)
+
+
+def _apply(patches: Iterable[Patch]) -> None:
+    pending = [patch for patch in patches if patch.loaded and not patch.applied]
+    for patch in pending:
+        patch.check()
+    for patch in pending:
+        patch.apply()
+
+
+def revert_all() -> None:
+    """Put every original object back."""
+    for patch in reversed(all_patches()):
+        patch.revert()

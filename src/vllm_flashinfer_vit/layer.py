@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The encoder attention layer that vLLM builds in place of `MMEncoderAttention`."""
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mm_encoder_attention import (
+    MMEncoderAttention,
+)
+from vllm.model_executor.models.vision import get_multimodal_config
+
+from vllm_flashinfer_vit import __version__, ops, patches
+from vllm_flashinfer_vit.choices import encode, select
+from vllm_flashinfer_vit.config import ENV_STRICT, Settings
+from vllm_flashinfer_vit.selection import flashinfer_requested, served
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
+
+
+class FlashInferViTAttention(MMEncoderAttention):
+    """Encoder attention by this package's custom op, if FLASHINFER was asked for.
+
+    Otherwise the object becomes a plain `MMEncoderAttention` before it is built, so
+    that other backends run exactly what they run without this package.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float | None = None,
+        num_kv_heads: int | None = None,
+        prefix: str = "",
+    ) -> None:
+        """Build the layer; see `MMEncoderAttention` for the arguments.
+
+        Raises:
+            NotServedError: FLASHINFER cannot be had; see `selection.served`.
+            ValueError: FP8 attention was asked for, which this version does not have.
+        """
+        choices = None
+        if flashinfer_requested():
+            _refuse_fp8(prefix)
+            choices = served(head_size, torch.get_default_dtype())
+        if choices is None:
+            self.__class__ = MMEncoderAttention
+            self.__init__(num_heads, head_size, scale, num_kv_heads, prefix)
+            return
+        super().__init__(num_heads, head_size, scale, num_kv_heads, prefix)
+        settings = Settings.from_env()
+        self._strict = settings.strict
+        self._plan = encode(choices)
+        patches.apply_model_patches(settings)
+        for choice in choices:
+            logger.info_once(
+                "vllm-flashinfer-vit %s: sequences %s tokens, head dim %d, %s: %s (%s)",
+                __version__,
+                f"of up to {choice.max_len}" if choice.max_len else "of any other",
+                head_size,
+                self.dtype,
+                choice.kernel,
+                choice.reason,
+            )
+
+    def _init_fp8_state(self) -> None:
+        # The base class would judge FP8 by the backend that the models are told.
+        self.fp8_enabled = False
+
+    def kernel_for(self, max_seqlen: int) -> str:
+        """Return the kernel's name for sequences of up to `max_seqlen` tokens."""
+        return select(self._plan, max_seqlen)
+
+    def forward_cuda(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: torch.Tensor | None = None,
+        sequence_lengths: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend within each sequence.
+
+        Args:
+            query: `[B, S, H, D]` or `[B, S, H * D]`, any strides.
+            key: `[B, S_kv, H_kv, D]` or `[B, S_kv, H_kv * D]`, any strides.
+            value: As `key`.
+            cu_seqlens: `[N + 1] int32`, prefix sums over the B * S tokens, or None for
+                B sequences of S tokens.
+            max_seqlen: `[]`, an upper bound of the sequence lengths.
+            sequence_lengths: Not used; lengths come from `cu_seqlens`.
+
+        Returns:
+            A contiguous tensor of the query's shape and dtype.
+
+        Raises:
+            ValueError: The tensors do not fit each other; the layer is named.
+        """
+        batch, q_len = query.shape[:2]
+        if key.shape[1] != q_len:
+            return self._fall_back("query and key lengths differ", query, key, value)
+        q = query.reshape(batch * q_len, self.num_heads, self.head_size)
+        k = key.reshape(batch * q_len, self.num_kv_heads, self.head_size)
+        v = value.reshape(batch * q_len, self.num_kv_heads, self.head_size)
+        out = self.attend(
+            q,
+            k,
+            v,
+            None,
+            None,
+            cu_seqlens,
+            max_seqlen,
+            seq_len=q_len if cu_seqlens is None else 0,
+        )
+        return out.view(query.shape)
+
+    forward_cpu = forward_cuda
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: torch.Tensor | None,
+        seq_len: int = 0,
+    ) -> torch.Tensor:
+        """Run the custom op on checked arguments; see `ops.attention` for them."""
+        self._check(q, k, v, cu_seqlens)
+        if isinstance(max_seqlen, int):
+            max_seqlen = torch.tensor(max_seqlen, dtype=torch.int32)
+        return ops.attention(
+            q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len, self.scale, self._plan
+        )
+
+    def _check(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+    ) -> None:
+        where = f"layer {self.layer_name!r}"
+        if not q.dtype == k.dtype == v.dtype:
+            raise ValueError(
+                f"{where}: query, key and value are {q.dtype}, {k.dtype}, {v.dtype}; "
+                "they must share one dtype"
+            )
+        if q.dtype != self.dtype:
+            raise ValueError(
+                f"{where}: built for {self.dtype}, called with {q.dtype}; "
+                "convert the input or set --dtype to the activation dtype"
+            )
+        if not q.device == k.device == v.device:
+            raise ValueError(
+                f"{where}: query, key and value are on {q.device}, {k.device}, "
+                f"{v.device}; they must share one device"
+            )
+        if cu_seqlens is None:
+            return
+        if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+            raise ValueError(
+                f"{where}: cu_seqlens is {cu_seqlens.dtype} of shape "
+                f"{tuple(cu_seqlens.shape)}; it must be int32 of shape [N + 1]"
+            )
+        if cu_seqlens.shape[0] < 2:
+            raise ValueError(
+                f"{where}: cu_seqlens has {cu_seqlens.shape[0]} entries, thus no "
+                "sequence; was the list of grids empty?"
+            )
+        if cu_seqlens.device != q.device:
+            raise ValueError(
+                f"{where}: cu_seqlens is on {cu_seqlens.device}, the query on "
+                f"{q.device}; move it once per forward pass, not per layer"
+            )
+
+    def _fall_back(
+        self,
+        reason: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        if self._strict:
+            raise ValueError(
+                f"layer {self.layer_name!r}: FLASHINFER cannot serve it: {reason}. "
+                f"Unset {ENV_STRICT} to run vLLM's own kernel instead."
+            )
+        logger.warning_once(
+            "FLASHINFER cannot serve layer %s: %s. vLLM's TORCH_SDPA runs it instead.",
+            self.layer_name,
+            reason,
+        )
+        # The FLASH_ATTN path in vLLM's tree takes the key length from the query.
+        return self._forward_sdpa(query, key, value)
+
+
+def _refuse_fp8(layer_name: str) -> None:
+    config = get_multimodal_config()
+    if config is not None and config.mm_encoder_attn_dtype is not None:
+        raise ValueError(
+            f"layer {layer_name!r}: mm_encoder_attn_dtype="
+            f"{config.mm_encoder_attn_dtype!r} is not in vllm-flashinfer-vit "
+            f"{__version__}; leave --mm-encoder-attn-dtype out to run in the model's "
+            "dtype"
+        )

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backend selection on CUDA and on the CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_flashinfer_vit.patches._patch import Patch
+from vllm_flashinfer_vit.support import SUPPORTED_VLLM
+
+
+def _answer_flash_attn(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_flashinfer_vit.selection import answer_flash_attn
+
+    return answer_flash_attn(original)
+
+
+def _selection(name: str, target: str, why: str) -> Patch:
+    return Patch(
+        name=name,
+        target=target,
+        why=why,
+        vllm_range=SUPPORTED_VLLM,
+        remove_when="vLLM lets a plugin register an encoder attention backend",
+        parameters=("cls", "head_size", "dtype", "backend"),
+        replace=_answer_flash_attn,
+    )
+
+
+PATCHES = (
+    _selection(
+        "select-cuda",
+        "vllm.platforms.cuda:CudaPlatformBase.get_vit_attn_backend",
+        "vLLM's own FLASHINFER needs metadata that most models do not compute",
+    ),
+    _selection(
+        "select-cpu",
+        "vllm.platforms.interface:Platform.get_vit_attn_backend",
+        "vLLM refuses FLASHINFER on a machine without a GPU",
+    ),
+)

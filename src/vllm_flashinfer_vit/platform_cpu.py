@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build vLLM's vision towers on a machine without a GPU.
+
+vLLM's CUDA wheel finds no platform there, and its CPU platform expects operators that
+only the CPU wheel has. Vision towers need none of them, once they run on plain PyTorch.
+"""
+
+import sys
+
+_MODELS = "vllm.model_executor.models."
+
+
+def use_cpu_platform(*, force: bool = False) -> bool:
+    """Make vLLM run models on the CPU; call it before vLLM's models are imported.
+
+    Without `force`, nothing happens where vLLM has found a platform of its own.
+
+    Args:
+        force: Take the CPU even where vLLM sees a GPU.
+
+    Returns:
+        Whether vLLM runs on the CPU now.
+
+    Raises:
+        RuntimeError: A model has been imported for another platform already.
+    """
+    import vllm.platforms
+    from vllm.platforms.interface import PlatformEnum
+
+    platform = vllm.platforms.current_platform
+    if platform._enum == PlatformEnum.CPU:
+        return True
+    if platform._enum != PlatformEnum.UNSPECIFIED:
+        if not force:
+            return False
+        if loaded := sorted(name for name in sys.modules if name.startswith(_MODELS)):
+            raise RuntimeError(
+                f"{loaded[0]} was imported for {platform.device_name} before "
+                "use_cpu_platform() was called; call it first in the process"
+            )
+    # vLLM's modules hold this very object, so its class is what must change.
+    platform.__class__ = _cpu_platform_class()
+    _disable_pinned_memory()
+    _replace_quick_gelu()
+    return True
+
+
+def _cpu_platform_class() -> type:
+    from vllm.platforms.cpu import CpuPlatform
+
+    class VisionCpuPlatform(CpuPlatform):
+        """vLLM's CPU platform for vision towers alone, from any vLLM wheel."""
+
+        @classmethod
+        def check_and_update_config(cls, vllm_config: object) -> None:
+            """Leave the process alone: no engine is tuned, no thread is bound."""
+
+        @classmethod
+        def import_kernels(cls) -> None:
+            """Load none: only the CPU wheel has them."""
+
+        @classmethod
+        def is_pin_memory_available(cls) -> bool:
+            return False
+
+        def is_zen_cpu(self) -> bool:
+            return False
+
+    return VisionCpuPlatform
+
+
+def _disable_pinned_memory() -> None:
+    from vllm.utils import platform_utils, torch_utils
+
+    platform_utils.is_pin_memory_available.cache_clear()
+    # A constant since vLLM 0.23, which some modules may have copied by now.
+    torch_utils.PIN_MEMORY = False
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and hasattr(module, "PIN_MEMORY"):
+            module.PIN_MEMORY = False
+
+
+def _replace_quick_gelu() -> None:
+    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+    from vllm.model_executor.layers.activation import QuickGELU
+
+    class PlainQuickGELU(QuickGELU):
+        """QuickGELU that does not look for its compiled operator."""
+
+        def __init__(self) -> None:
+            CustomOp.__init__(self)
+
+    if QuickGELU.__name__ not in op_registry_oot:
+        QuickGELU.register_oot(PlainQuickGELU)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared fixtures: GPU tests skip without a GPU, unwritten memory shows as NaN."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+
+# Triton reads it at import; kernels then run in its interpreter on CPU tensors.
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def nan_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what `torch.empty` and its relatives return, so that a gap in a kernel's
+    output is seen: NaN in floating tensors, the smallest value in integer ones.
+
+    The fill is captured in CUDA graphs, so every replay starts from poison too.
+    """
+
+    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = allocate(*args, **kwargs)
+            if tensor.is_floating_point():
+                return tensor.fill_(float("nan"))
+            if tensor.dtype == torch.bool or tensor.is_complex():
+                return tensor
+            return tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+        return wrapper
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))

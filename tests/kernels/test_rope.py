@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rotary kernel returns the bits of the plain PyTorch reference."""
+
+import pytest
+import torch
+
+from cases import Case, make_cos_sin, make_qkv
+from vllm_flashinfer_vit.kernels._triton import stride_unit
+from vllm_flashinfer_vit.kernels.rope import rope
+from vllm_flashinfer_vit.reference.rope import rope_ref
+
+pytestmark = pytest.mark.usefixtures("nan_empty")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter truncates when it converts to bf16.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+
+
+def _assert_same_bits(q, k, cos, sin) -> None:
+    for out, expected in zip(
+        rope(q, k, cos, sin), rope_ref(q, k, cos, sin), strict=True
+    ):
+        assert out.is_contiguous()
+        assert out.dtype == expected.dtype
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim"),
+    [(64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (128, 64), (80, 40), (6, 2)],
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 16), (3, 1)])
+def test_rope_of_projection_views(head_dim, rotary_dim, heads, kv_heads, dtype):
+    case = Case("37", (37,))
+    q, k, _ = make_qkv(case, heads, head_dim, dtype, kv_heads=kv_heads, device=DEVICE)
+    cos, sin = make_cos_sin(case, rotary_dim, dtype, device=DEVICE)
+    _assert_same_bits(q, k, cos, sin)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 129])
+def test_rope_of_few_tokens(tokens):
+    case = Case("few", (tokens,))
+    q, k, _ = make_qkv(case, 2, 80, torch.float16, device=DEVICE)
+    _assert_same_bits(q, k, *make_cos_sin(case, 80, device=DEVICE))
+
+
+def test_rope_of_other_layouts():
+    case = Case("21", (21,))
+    q, k, _ = make_qkv(case, 4, 72, torch.float16, device=DEVICE)
+    heads_first = q.transpose(0, 1).contiguous().transpose(0, 1)
+    # Rows of 4 * 72 + 1 elements: nothing is aligned to more than one element.
+    odd = torch.zeros(21, 4 * 72 + 1, dtype=torch.float16, device=DEVICE)
+    odd = odd[:, 1:].unflatten(1, (4, 72)).copy_(k)
+    both = torch.cat(make_cos_sin(case, 72, device=DEVICE), dim=1)
+    cos, sin = both.chunk(2, dim=1)
+    _assert_same_bits(heads_first, odd, cos, sin)
+    # One row of angles for all tokens, and angles that are not contiguous.
+    _assert_same_bits(q, k, cos[:1].expand(21, -1), sin[:1].expand(21, -1))
+    _assert_same_bits(q, k, cos.T.contiguous().T, sin.T.contiguous().T)
+
+
+def test_rope_copies_the_rest_as_it_is():
+    case = Case("5", (5,))
+    q, k, _ = make_qkv(case, 2, 64, torch.float16, device=DEVICE)
+    q[..., 32] = float("inf")
+    k[..., 63] = float("-inf")
+    _assert_same_bits(q, k, *make_cos_sin(case, 32, device=DEVICE))
+
+
+def test_rope_rejects_what_it_cannot_read():
+    case = Case("8", (8,))
+    q, k, _ = make_qkv(case, 2, 64, torch.float32, device=DEVICE)
+    cos, sin = make_cos_sin(case, 64, device=DEVICE)
+    for bad_q, bad_k, message in [
+        (q, k[:7], "must be"),
+        (q, k.half(), "q's dtype"),
+        (q[:, :1], k, "at most its heads"),
+        (q, k.mT.contiguous().mT, "D-stride 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            rope(bad_q, bad_k, cos, sin)
+    with pytest.raises(ValueError, match="must be"):
+        rope(q, k, cos[:, :31], sin)
+
+
+def test_stride_unit_is_the_widest_load_that_fits():
+    assert stride_unit(40, 3840, 80) == 8
+    assert stride_unit(36, 3456, 72) == 4
+    assert stride_unit(64, 289) == 1
+    assert stride_unit(0, 64) == 8
+
+
+@pytest.mark.gpu
+def test_rope_in_a_graph():
+    case = Case("300", (300,))
+    q, k, _ = make_qkv(case, 4, 80, torch.bfloat16, device="cuda")
+    cos, sin = make_cos_sin(case, 80, torch.bfloat16, device="cuda")
+    rope(q, k, cos, sin)  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = rope(q, k, cos, sin)
+    for seed in (1, 2):
+        new_q, new_k, _ = make_qkv(
+            case, 4, 80, torch.bfloat16, device="cuda", seed=seed
+        )
+        q.copy_(new_q)
+        k.copy_(new_k)
+        graph.replay()
+        for out, expected in zip(outs, rope_ref(q, k, cos, sin), strict=True):
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_rope_of_more_than_int32_elements():
+    tokens = 600_000
+    qkv = torch.randn(tokens, 3 * 16, 80, dtype=torch.bfloat16, device="cuda")
+    assert qkv.numel() > 2**31
+    q, k, _ = qkv.split(16, dim=1)
+    cos, sin = make_cos_sin(Case("600k", (tokens,)), 80, device="cuda")
+    q_out, k_out = rope(q, k, cos, sin)
+    for start in (0, 2**31 // 3840 - 8, tokens - 16):
+        part = slice(start, start + 16)
+        expected = rope_ref(q[part], k[part], cos[part], sin[part])
+        assert torch.equal(q_out[part], expected[0])
+        assert torch.equal(k_out[part], expected[1])
