@@ -14,7 +14,7 @@ _MAX_LEN_STEP = 128 * 1024
 def bucket_num_seqs(num_seqs: int) -> int:
     """Round a number of sequences up to one that plans are built for.
 
-    8, 16, 32, 64, then each step half as large again, in multiples of 64: five buckets
+    8, 16, 32, 64, then steps of about x1.5 in multiples of 64: five buckets
     hold the 84 to 736 windows of Qwen2.5-VL's images.
 
     Raises:

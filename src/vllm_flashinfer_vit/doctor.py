@@ -337,22 +337,21 @@ def _plugin_problems(
     elif not plugin.get("active"):
         problems.append(
             Problem(
-                "the plugin leaves this vLLM alone: its attention layer is not in place",
-                None,
+                "the plugin was loaded, but its attention layer is not in place",
+                f"{ENV_STRICT}=1 makes vLLM say why at start",
                 True,
             )
         )
     for row in patches:
         if row["state"].startswith("unavailable"):
             problems.append(Problem(row["state"].partition(": ")[2]))
-    unknown = set()
-    if settings is not None and patches:
-        unknown = settings.disabled_patches - {row["name"] for row in patches}
-    for name in sorted(unknown):
+    names = {row["name"] for row in patches}
+    disabled = settings.disabled_patches if settings and names else frozenset()
+    for name in sorted(disabled - names):
         problems.append(
             Problem(
                 f"{ENV_DISABLE_PATCHES} names {name!r}, which is no patch",
-                f"use names of the list of patches in {ENV_DISABLE_PATCHES}",
+                f"use only names of the list of patches: {', '.join(sorted(names))}",
                 True,
             )
         )
@@ -425,7 +424,7 @@ def _kernel_table(report: Report) -> RenderableType:
     for row in report.kernels:
         mark = "yes"
         if not row["ok"]:
-            # One letter for each distinct reason, explained below the table.
+            # One number for each distinct reason, explained below the table.
             key = f"{row['kernel']}: {row['reason']}"
             if row["dtype"].startswith("float8"):
                 key = row["reason"]
@@ -469,10 +468,11 @@ def _settings_table(report: Report) -> Table:
 def _patch_table(report: Report) -> RenderableType:
     if not report.patches:
         return Text("unknown: the plugin could not be activated")
-    table = _table("name", "why", "vLLM", "state")
+    table = _table("name", "vLLM", "state", "why")
+    table.columns[0].no_wrap = True
     for row in report.patches:
         first, last = row["vllm_range"]
-        table.add_row(row["name"], row["why"], f"{first} to {last}", row["state"])
+        table.add_row(row["name"], f"{first} to {last}", row["state"], row["why"])
     text = "Model patches are applied when the first FLASHINFER layer is built."
     return Group(table, Text(text))
 

@@ -7,8 +7,7 @@ language model, the scheduler and the workers around them are left out.
 
 import importlib
 import json
-import logging
-import os
+import re
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +22,6 @@ from torch import nn
 import vllm_flashinfer_vit
 from vllm_flashinfer_vit.platform_cpu import use_cpu_platform
 
-logger = logging.getLogger(__name__)
-
 Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 _ARCHITECTURES: Mapping[str, str] = {
@@ -38,6 +35,8 @@ _TRANSFORMERS: Mapping[str, str] = {
     "qwen3_vl": "Qwen3_VisionTransformer",
 }
 _VISUAL_PREFIXES = ("visual.", "model.visual.")
+_BLOCK = re.compile(r"blocks\.(\d+)\.")
+_DEEPSTACK = re.compile(r"deepstack_merger_list\.(\d+)\.")
 
 
 class TowerError(ValueError):
@@ -542,6 +541,114 @@ def _fill_with_random_weights(visual: nn.Module, seed: int) -> None:
             std=std, generator=generator
         )
         parameter.data.copy_(values.to(torch.bfloat16))
+
+
+def _load_weights(visual: nn.Module, spec: TowerSpec) -> None:
+    from vllm.model_executor.models import utils
+
+    assert spec.checkpoint is not None
+    # What stays NaN was in no file, not even as a part of a stacked parameter.
+    for parameter in visual.parameters():
+        parameter.data.fill_(float("nan"))
+    model_cls = getattr(_model_module(spec.family), _ARCHITECTURES[spec.family])
+    weights = _read_weights(spec, model_cls.hf_to_vllm_mapper)
+    try:
+        if hasattr(visual, "load_weights"):
+            visual.load_weights(weights)
+        else:
+            utils.AutoWeightsLoader(visual).load_weights(weights)
+    except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+        if isinstance(error, TowerError):
+            raise
+        raise CheckpointError(
+            f"the vision weights in {spec.checkpoint} do not fit its config.json "
+            f"({error}); download the checkpoint again"
+        ) from error
+    missing = [
+        name for name, parameter in visual.named_parameters() if parameter.isnan().any()
+    ]
+    if missing:
+        raise CheckpointError(
+            f"{spec.checkpoint} lacks {len(missing)} vision weights or holds NaN in "
+            f"them, the first is {missing[0]}; download the checkpoint again"
+        )
+
+
+def _read_weights(spec: TowerSpec, mapper: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    for path, names in _files_with_vision_weights(spec.checkpoint):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in names if names is not None else file.keys():
+                    if not name.startswith(_VISUAL_PREFIXES):
+                        continue
+                    (mapped,) = mapper.apply_list([name])
+                    own_name = mapped.removeprefix("visual.")
+                    if _is_built(own_name, spec):
+                        tensor = file.get_tensor(name)
+                        _refuse_quantized(path, name, tensor)
+                        yield own_name, tensor
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} does not exist, but the checkpoint's index lists it; download "
+                "the checkpoint again"
+            ) from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error}): it is truncated, or a pointer in "
+                "place of the file; download it again"
+            ) from error
+
+
+def _files_with_vision_weights(
+    folder: Path,
+) -> list[tuple[Path, list[str] | None]]:
+    index_path = folder / "model.safetensors.index.json"
+    single_path = folder / "model.safetensors"
+    if not index_path.exists():
+        if single_path.exists():
+            return [(single_path, None)]
+        raise CheckpointError(
+            f"{folder} holds neither {single_path.name} nor {index_path.name}; only "
+            "safetensors weights are read. Random weights need no file"
+        )
+    try:
+        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        pairs = [(folder / file, name) for name, file in weight_map.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index_path} is not an index of safetensors files ({error!r}); download "
+            "it again"
+        ) from None
+    files: dict[Path, list[str] | None] = {}
+    for path, name in pairs:
+        if name.startswith(_VISUAL_PREFIXES):
+            names = files.setdefault(path, [])
+            assert names is not None
+            names.append(name)
+    if not files:
+        raise CheckpointError(
+            f"{index_path} lists no weights of a vision tower; give the folder of the "
+            "whole vision-language model"
+        )
+    return sorted(files.items())
+
+
+def _is_built(name: str, spec: TowerSpec) -> bool:
+    taps = len(spec.vision_config.get("deepstack_visual_indexes", ()))
+    for pattern, count in ((_BLOCK, spec.depth), (_DEEPSTACK, taps)):
+        if (match := pattern.match(name)) and int(match[1]) >= count:
+            return False
+    return True
+
+
+def _refuse_quantized(path: Path, name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise CheckpointError(
+            f"{path}: {name} is {tensor.dtype}; quantized vision weights are not "
+            "supported here, give an unquantized checkpoint"
+        )
 
 
 def _finish_weights(visual: nn.Module, config: Any, device: torch.device) -> None:

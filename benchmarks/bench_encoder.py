@@ -1,0 +1,531 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times whole vision towers: stock vLLM with FLASH_ATTN and FLASHINFER, and the plugin.
+
+Every provider has a process of its own, since the plugin would change stock. All of them
+hold the same tower, and take turns on one GPU, one at a time. Outputs are compared with
+the tower in fp32 on TORCH_SDPA, with the same weights.
+
+    python benchmarks/bench_encoder.py --models Qwen/Qwen2.5-VL-7B-Instruct
+    python benchmarks/bench_encoder.py --smoke --output out/encoder.csv   # no GPU
+"""
+
+import argparse
+import math
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from common import (
+    DTYPES,
+    Clock,
+    CsvLog,
+    Environment,
+    Failures,
+    Run,
+    attention_flops,
+    capture,
+    check_error,
+    device,
+    print_row,
+    relative_error,
+    result_row,
+    results_path,
+    rounds_within,
+)
+
+Grids = tuple[tuple[int, int, int], ...]
+
+# Frames, rows and columns of patches of each image. 8160 patches are 1920 x 1080 pixels
+# in patches of 16; the mixed images are those of bench_attention.py.
+CASES: dict[str, Grids] = {
+    "1x256": ((1, 16, 16),),
+    "1x1024": ((1, 32, 32),),
+    "1x4096": ((1, 64, 64),),
+    "1x8160": ((1, 68, 120),),
+    "1x15376": ((1, 124, 124),),
+    "1x35344": ((1, 188, 188),),
+    "8x1024": ((1, 32, 32),) * 8,
+    "8x4096": ((1, 64, 64),) * 8,
+    "20x400": ((1, 20, 20),) * 20,
+    "video16x1024": ((16, 32, 32),),
+    "mixed": (
+        (1, 16, 16),
+        (1, 36, 36),
+        (1, 44, 80),
+        (1, 68, 120),
+        (1, 64, 64),
+        (1, 22, 38),
+    ),
+}
+SMOKE_CASES: dict[str, Grids] = {"1x64": ((1, 8, 8),), "video2x48": ((2, 6, 8),)}
+MODELS = (
+    "Qwen/Qwen2-VL-7B-Instruct",
+    "Qwen/Qwen2.5-VL-7B-Instruct",
+    "Qwen/Qwen3-VL-8B-Instruct",
+)
+MODES = ("eager", "graph", "compiled")
+REFERENCE = "reference"
+# A tower that is wrong is off by more than this; bf16 over 32 blocks by a few percent.
+GATE = 0.2
+# The bar for the plugin's error, in units of the error of stock FLASH_ATTN.
+ERROR_BAR = 2.0
+# Below this a process is called once unmeasured when its turn comes.
+WARM_UP_BELOW_MS = 20.0
+ANSWER_WITHIN_S = 300.0
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What one process holds.
+
+    Attributes:
+        provider: Name in the rows, or `REFERENCE`.
+        backend: The encoder attention backend that its engine configuration names.
+        is_stock: Whether the plugin stays out of the process.
+        dtype: A key of `DTYPES`, or `fp32`.
+        is_compiled: Whether the blocks are compiled, as by `compile_mm_encoder`.
+        environment: Variables of the process.
+    """
+
+    provider: str
+    backend: str
+    is_stock: bool
+    dtype: str
+    is_compiled: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, provider: str, dtype: str, is_compiled: bool) -> "Contender":
+        """Return the contender of a provider's name.
+
+        Raises:
+            ValueError: There is no such provider.
+        """
+        origin, _, kernel = provider.partition("-")
+        if origin == "stock" and kernel:
+            # vLLM loads no plugin then, and this script registers none.
+            env = {"VLLM_PLUGINS": ""}
+            return cls(provider, kernel.upper(), True, dtype, is_compiled, env)
+        if origin == "plugin":
+            env = {"VLLM_FLASHINFER_VIT_KERNEL": kernel} if kernel else {}
+            return cls(provider, "FLASHINFER", False, dtype, is_compiled, env)
+        raise ValueError(
+            f"provider {provider!r}: use stock-<backend>, plugin or plugin-<kernel>"
+        )
+
+
+class Worker:
+    """A tower in its own process, and what is asked of it there."""
+
+    def __init__(self, contender: Contender, model: str, depth: int | None) -> None:
+        """Build the tower and make sure that it is the one that the name promises."""
+        import vllm_flashinfer_vit
+        from vllm_flashinfer_vit.tower import build_tower, resolve_spec
+
+        if contender.is_stock:
+            # The tower's builder would register the plugin.
+            vllm_flashinfer_vit.register = lambda: None
+        torch.set_float32_matmul_precision("highest")
+        self._dtype = DTYPES.get(contender.dtype, torch.float32)
+        self._is_compiled = contender.is_compiled
+        self._tower = build_tower(
+            resolve_spec(model, random_weights=not Path(model).is_dir(), depth=depth),
+            backend=contender.backend,
+            dtype=self._dtype,
+            device=device(),
+            compile=contender.is_compiled,
+        )
+        layers = self._tower.attention_layers()
+        self._layer = next(iter(layers.values()))
+        is_stock = not type(self._layer).__module__.startswith("vllm_flashinfer_vit")
+        if is_stock != contender.is_stock:
+            raise RuntimeError(
+                f"{contender.provider} got attention layers of {type(self._layer)}"
+            )
+        if contender.is_compiled and not self._compiled_modules():
+            raise RuntimeError("this vLLM compiles no part of this tower")
+        self._clock = Clock(device())
+        self._runs: dict[str, Run] = {}
+        self._pixels = self._reference = torch.empty(0)
+        self._grids: list[list[int]] = []
+
+    def _compiled_modules(self) -> int:
+        flags = (
+            getattr(module, "do_not_compile", True)
+            for module in self._tower.visual.modules()
+        )
+        return sum(not flag for flag in flags)
+
+    def head_dim(self) -> int:
+        """Return the attention's head dim."""
+        return self._layer.head_size
+
+    def load(self, grids: Grids, reference: str | None) -> None:
+        """Draw a case's pixels, and read the output that is right for them."""
+        self._runs.clear()
+        self._grids = [list(grid) for grid in grids]
+        patches = sum(math.prod(grid) for grid in grids)
+        random = torch.Generator(device()).manual_seed(0)
+        shape = (patches, self._tower.spec.patch_dim)
+        pixels = torch.randn(shape, device=device(), generator=random)
+        # Rounded, so that every dtype sees the same values.
+        self._pixels = pixels.bfloat16().to(self._dtype)
+        if reference is not None:
+            self._reference = load_file(reference, device=str(device()))["output"]
+
+    def write_reference(self, path: str) -> float:
+        """Write this tower's output; return the operations that it takes."""
+        output = self._eager()
+        save_file({"output": output.float().contiguous().cpu()}, path)
+        del output
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return self._flops()
+
+    def check(self, mode: str) -> float:
+        """Make a mode ready, and return its output's relative error."""
+        run = self._eager
+        if mode == "graph":
+            run = capture(self._with_metadata())
+        rel_err = relative_error(run(), self._reference)
+        check_error(rel_err, GATE)
+        self._runs[mode] = run
+        return rel_err
+
+    def sample(self, mode: str, count: int, warm_up: bool) -> list[float]:
+        """Return times of `count` calls in milliseconds."""
+        run = self._runs[mode]
+        if warm_up:
+            run()
+        return [self._clock.sample_ms(run, mode) for _ in range(count)]
+
+    def _eager(self) -> torch.Tensor:
+        return self._tower.visual(self._pixels, self._grids)
+
+    def _with_metadata(self) -> Run:
+        # vLLM too prepares the metadata outside its encoder graphs.
+        metadata = self._tower.visual.prepare_encoder_metadata(self._grids)
+        return lambda: self._tower.visual(
+            self._pixels, None, encoder_metadata=dict(metadata)
+        )
+
+    def _flops(self) -> float:
+        visual = self._tower.visual
+        patches = self._pixels.shape[0]
+        tokens = patches // self._tower.spec.merge_size**2
+        total = 0.0
+        for name, parameter in visual.named_parameters():
+            if parameter.dim() < 2 or name.startswith("pos_embed"):
+                continue
+            per_patch = name.startswith(("blocks.", "patch_embed."))
+            total += 2 * parameter.numel() * (patches if per_patch else tokens)
+        metadata = visual.prepare_encoder_metadata(self._grids)
+        full_blocks = getattr(visual, "fullatt_block_indexes", None)
+        for index in range(self._tower.spec.depth):
+            is_full = full_blocks is None or index in full_blocks
+            ends = metadata["cu_seqlens" if is_full else "cu_window_seqlens"]
+            lens = ends.diff().tolist()
+            layer = self._layer
+            total += attention_flops(lens, layer.num_heads, layer.head_size)
+        return total
+
+
+def serve(
+    contender: Contender, model: str, depth: int | None, pipe: Connection
+) -> None:
+    """Run a worker: answer `(method, arguments)` until the other end closes."""
+    try:
+        worker = Worker(contender, model, depth)
+        from vllm.config import set_current_vllm_config
+
+        pipe.send((True, worker.head_dim()))
+        with torch.inference_mode(), set_current_vllm_config(worker._tower.vllm_config):
+            while True:
+                method, arguments = pipe.recv()
+                try:
+                    pipe.send((True, getattr(worker, method)(*arguments)))
+                except Exception as error:
+                    pipe.send((False, f"{type(error).__name__}: {error}"))
+    except EOFError:
+        return
+    except Exception as error:
+        pipe.send((False, f"{type(error).__name__}: {error}"))
+
+
+class RemoteError(RuntimeError):
+    """A worker could not do what it was asked, or is gone."""
+
+
+class Remote:
+    """This side of a worker's pipe."""
+
+    def __init__(self, contender: Contender, model: str, depth: int | None) -> None:
+        """Start the process; `wait` says whether its tower could be built."""
+        self.contender = contender
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(contender, model, depth, theirs)
+        )
+        with _environment(contender.environment):
+            self._process.start()
+        theirs.close()
+
+    def call(self, method: str, *arguments: object) -> Any:
+        """Return what a method of `Worker` returns.
+
+        Raises:
+            RemoteError: It raised, took too long, or the process is gone.
+        """
+        try:
+            self._pipe.send((method, arguments))
+        except OSError:
+            raise self._gone() from None
+        return self.wait()
+
+    def wait(self) -> Any:
+        """Return the next answer; the first one, the head dim, means ready.
+
+        Raises:
+            RemoteError: As `call`.
+        """
+        try:
+            if not self._pipe.poll(ANSWER_WITHIN_S):
+                self._process.kill()
+                raise RemoteError(f"no answer within {ANSWER_WITHIN_S:.0f} s")
+            done, answer = self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._gone() from None
+        if not done:
+            raise RemoteError(answer)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def _gone(self) -> RemoteError:
+        self._process.join(10)
+        return RemoteError(f"its process ended with {self._process.exitcode}")
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@dataclass
+class Bench:
+    """One run of this script."""
+
+    log: CsvLog
+    environment: Environment
+    failures: Failures
+    modes: Sequence[str]
+    dtype: str
+    budget_s: float
+    error_ratios: dict[str, float] = field(default_factory=dict)
+
+    def run_model(
+        self,
+        model: str,
+        providers: Sequence[str],
+        cases: Mapping[str, Grids],
+        depth: int | None,
+    ) -> None:
+        """Time one model's towers on every case."""
+        stock = Contender.of("stock-torch_sdpa", "fp32", False)
+        contenders = [
+            Contender(REFERENCE, stock.backend, True, "fp32", False, stock.environment)
+        ]
+        for is_compiled in (False, True):
+            if {mode == "compiled" for mode in self.modes} >= {is_compiled}:
+                contenders += [
+                    Contender.of(name, self.dtype, is_compiled) for name in providers
+                ]
+        # All at once, since importing and building take longer than measuring.
+        remotes = [Remote(contender, model, depth) for contender in contenders]
+        try:
+            ready, head_dim = [], 0
+            for remote in remotes:
+                with self.failures.noted(f"{model} {_title(remote)}"):
+                    head_dim = remote.wait()
+                    ready.append(remote)
+            if not ready or ready[0].contender.provider != REFERENCE:
+                return
+            for case, grids in cases.items():
+                print(f"{model} {case}", flush=True)
+                with (
+                    self.failures.noted(f"{model} {case} {REFERENCE}"),
+                    tempfile.TemporaryDirectory() as folder,
+                ):
+                    path = str(Path(folder, "reference.safetensors"))
+                    ready[0].call("load", grids, None)
+                    flops = ready[0].call("write_reference", path)
+                    self._run_case(model, case, grids, ready[1:], path, flops, head_dim)
+        finally:
+            for remote in remotes:
+                remote.close()
+
+    def _run_case(
+        self,
+        model: str,
+        case: str,
+        grids: Grids,
+        remotes: Sequence[Remote],
+        reference: str,
+        flops: float,
+        head_dim: int,
+    ) -> None:
+        loaded = []
+        for remote in remotes:
+            with self.failures.noted(f"{model} {case} {_title(remote)}"):
+                remote.call("load", grids, reference)
+                loaded.append(remote)
+        for mode in self.modes:
+            errors: dict[Remote, float] = {}
+            for remote in loaded:
+                if remote.contender.is_compiled == (mode == "compiled"):
+                    with self.failures.noted(f"{model} {case} {_title(remote)} {mode}"):
+                        errors[remote] = remote.call("check", mode)
+            with self.failures.noted(f"{model} {case} {mode}"):
+                samples = self._take_turns(list(errors), mode)
+                for remote, taken in samples.items():
+                    row = result_row(
+                        self.environment,
+                        bench="encoder",
+                        case=case,
+                        provider=remote.contender.provider,
+                        model=model,
+                        head_dim=head_dim,
+                        dtype=self.dtype,
+                        mode=mode,
+                        samples_ms=taken,
+                        flops=flops,
+                        rel_err=errors[remote],
+                    )
+                    self.log.add(row)
+                    print_row(row)
+                self._compare(f"{model} {case} {mode}", errors)
+
+    def _take_turns(
+        self, remotes: Sequence[Remote], mode: str
+    ) -> dict[Remote, list[float]]:
+        samples: dict[Remote, list[float]] = {remote: [] for remote in remotes}
+        if not remotes:
+            return samples
+        slow_ms = {r: r.call("sample", mode, 1, True)[0] for r in remotes}
+        rounds = rounds_within(sum(slow_ms.values()), self.budget_s, 5, 50)
+        turns = min(5, rounds)
+        for turn in range(turns):
+            count = len(range(turn, rounds, turns))
+            first = turn % len(remotes)
+            for remote in [*remotes[first:], *remotes[:first]]:
+                warm_up = slow_ms[remote] < WARM_UP_BELOW_MS
+                samples[remote] += remote.call("sample", mode, count, warm_up)
+        return samples
+
+    def _compare(self, what: str, errors: Mapping[Remote, float]) -> None:
+        by_name = {remote.contender.provider: err for remote, err in errors.items()}
+        stock = by_name.get("stock-flash_attn", by_name.get("stock-torch_sdpa"))
+        if stock and "plugin" in by_name:
+            self.error_ratios[what] = by_name["plugin"] / stock
+
+    def summary(self) -> None:
+        """Print how the plugin's errors compare with stock's, then what did not run."""
+        if self.error_ratios:
+            worst = max(self.error_ratios, key=lambda what: self.error_ratios[what])
+            over = sum(ratio > ERROR_BAR for ratio in self.error_ratios.values())
+            print(
+                f"\nError of the plugin over that of stock: at most "
+                f"{self.error_ratios[worst]:.2f} ({worst}); {over} of "
+                f"{len(self.error_ratios)} over the bar of {ERROR_BAR}"
+            )
+        self.failures.summary()
+
+
+def _title(remote: Remote) -> str:
+    contender = remote.contender
+    return contender.provider + (" compiled" if contender.is_compiled else "")
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", help="names or checkpoint folders")
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, *SMOKE_CASES])
+    parser.add_argument("--modes", nargs="+", choices=MODES)
+    parser.add_argument(
+        "--providers", nargs="+", help="stock-<backend>, plugin, plugin-<kernel>"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--depth", type=int, help="blocks to build; default all")
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=1.0,
+        help="time per case and mode, all providers together",
+    )
+    parser.add_argument("--smoke", action="store_true", help="tiny cases, any machine")
+    parser.add_argument("--output", help="CSV file to append to")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = parse_args()
+    on_gpu = device().type == "cuda"
+    if not on_gpu and not args.smoke:
+        raise SystemExit("no GPU here: only --smoke runs on the CPU")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    known = {**CASES, **SMOKE_CASES}
+    names = args.cases or (SMOKE_CASES if args.smoke else CASES)
+    stock = ("flash_attn", "flashinfer") if on_gpu else ("torch_sdpa",)
+    environment = Environment.probe()
+    output = results_path("encoder", environment.gpu, args.output)
+    bench = Bench(
+        log=CsvLog(output),
+        environment=environment,
+        failures=Failures(),
+        modes=args.modes or (("eager", "graph") if on_gpu else ("eager",)),
+        dtype=args.dtype,
+        budget_s=args.budget_s,
+    )
+    try:
+        for model in args.models or (MODELS[1:2] if args.smoke else MODELS):
+            bench.run_model(
+                model,
+                args.providers or [*(f"stock-{name}" for name in stock), "plugin"],
+                {name: known[name] for name in names},
+                args.depth or (2 if args.smoke else None),
+            )
+    finally:
+        bench.summary()
+    print(f"rows in {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels want to know of a packed batch, derived from cu_seqlens in one launch.
+
+The device alone reads cu_seqlens, so there is no synchronisation, and a captured graph
+derives anew in every replay. Offsets are clamped to [0, T] and never fall: a tail of
+zeros, as vLLM pads cu_seqlens for a graph, reads as empty sequences, and no kernel is
+sent outside of its tensors.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+
+
+class SeqLens(NamedTuple):
+    """Lengths and offsets of Nb sequences, those past the batch's own being empty.
+
+    Attributes:
+        cu_seqlens: `[Nb + 1] int32`, token prefix sums.
+        lengths: `[Nb, 1, 1, 1] int32`, in tokens.
+        offsets: One `[Nb + 1, 1, 1, 1] int64` for each row stride that was asked for,
+            in elements. Equal strides share one tensor.
+    """
+
+    cu_seqlens: torch.Tensor
+    lengths: torch.Tensor
+    offsets: tuple[torch.Tensor, ...]
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _load_offsets(cu_ptr, offs_n, num_seqs, num_tokens):
+    """Load clamped offsets; those past the batch are 0, which a running max skips."""
+    cu = tl.load(cu_ptr + offs_n, mask=offs_n <= num_seqs, other=0)
+    return tl.minimum(tl.maximum(cu, 0), num_tokens)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_slots", "num_tokens"])
+def _seqlens_kernel(
+    cu_ptr,
+    cu_out_ptr,
+    lengths_ptr,
+    offsets_0_ptr,
+    offsets_1_ptr,
+    offsets_2_ptr,
+    offsets_3_ptr,
+    num_seqs,
+    num_slots,
+    num_tokens,
+    stride_0,
+    stride_1,
+    stride_2,
+    stride_3,
+    HAS_OFFSETS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Derive BLOCK sequences; what came before them is only searched for its maximum.
+
+    Grid: (cdiv(num_slots + 1, BLOCK),)
+    """
+    pid = tl.program_id(0)
+    block = tl.arange(0, BLOCK)
+    seen = tl.zeros([BLOCK], dtype=tl.int32)
+    for start in range(0, pid * BLOCK, BLOCK):
+        earlier = _load_offsets(cu_ptr, start + block, num_seqs, num_tokens)
+        seen = tl.maximum(seen, earlier)
+
+    offs_n = pid * BLOCK + block
+    own = _load_offsets(cu_ptr, offs_n, num_seqs, num_tokens)
+    own = tl.maximum(own, tl.max(seen, axis=0))
+    cu = tl.associative_scan(own, 0, _larger)
+    following = _load_offsets(cu_ptr, offs_n + 1, num_seqs, num_tokens)
+    length = tl.maximum(following - cu, 0)
+
+    mask_n = offs_n <= num_slots
+    tl.store(cu_out_ptr + offs_n, cu, mask=mask_n)
+    tl.store(lengths_ptr + offs_n, length, mask=offs_n < num_slots)
+    if HAS_OFFSETS:
+        row = cu.to(tl.int64)
+        tl.store(offsets_0_ptr + offs_n, row * stride_0, mask=mask_n)
+        tl.store(offsets_1_ptr + offs_n, row * stride_1, mask=mask_n)
+        tl.store(offsets_2_ptr + offs_n, row * stride_2, mask=mask_n)
+        tl.store(offsets_3_ptr + offs_n, row * stride_3, mask=mask_n)
+
+
+def derive_seqlens(
+    cu_seqlens: torch.Tensor,
+    num_tokens: int,
+    num_slots: int,
+    row_strides: tuple[int, int, int, int] | None = None,
+) -> SeqLens:
+    """Derive lengths and offsets on the device; may be captured in a CUDA graph.
+
+    Args:
+        cu_seqlens: `[N + 1] int32`, contiguous token prefix sums. Where they fall, or
+            leave [0, T], the sequence is empty or cut.
+        num_tokens: T, the rows of the packed tensors.
+        num_slots: Nb >= N, how many sequences to describe.
+        row_strides: Row strides of q, k, v and the output, in elements, or None if no
+            offsets are needed.
+
+    Returns:
+        Fresh tensors, every element of which is written.
+
+    Raises:
+        ValueError: An argument breaks a demand above.
+    """
+    if (
+        cu_seqlens.dtype != torch.int32
+        or cu_seqlens.dim() != 1
+        or not cu_seqlens.is_contiguous()
+        or cu_seqlens.shape[0] == 0
+    ):
+        raise ValueError(
+            "cu_seqlens must be contiguous int32 of shape [N + 1], got "
+            f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)} with strides "
+            f"{cu_seqlens.stride()}"
+        )
+    num_seqs = cu_seqlens.shape[0] - 1
+    if num_slots < num_seqs:
+        raise ValueError(f"{num_slots} slots cannot hold {num_seqs} sequences")
+    if not 0 <= num_tokens < 2**31:
+        raise ValueError(f"{num_tokens} tokens cannot be counted in int32")
+    device = cu_seqlens.device
+    cu_out = torch.empty(num_slots + 1, dtype=torch.int32, device=device)
+    lengths = torch.empty((num_slots, 1, 1, 1), dtype=torch.int32, device=device)
+    by_stride = {
+        stride: torch.empty((num_slots + 1, 1, 1, 1), dtype=torch.int64, device=device)
+        for stride in dict.fromkeys(row_strides or ())
+    }
+    offsets = tuple(by_stride[stride] for stride in row_strides or ())
+    _seqlens_kernel[(triton.cdiv(num_slots + 1, _BLOCK),)](
+        cu_seqlens,
+        cu_out,
+        lengths,
+        *(offsets or (cu_out,) * 4),
+        num_seqs,
+        num_slots,
+        num_tokens,
+        *(row_strides or (0,) * 4),
+        HAS_OFFSETS=bool(offsets),
+        BLOCK=_BLOCK,
+    )
+    return SeqLens(cu_out, lengths, offsets)

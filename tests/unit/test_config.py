@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: defaults, valid values, and errors that list them."""
+
+import dataclasses
+
+import pytest
+
+from vllm_flashinfer_vit.config import (
+    ENV_DISABLE_PATCHES,
+    ENV_KERNEL,
+    ENV_STRICT,
+    KERNEL_NAMES,
+    Settings,
+)
+
+
+def test_defaults() -> None:
+    assert Settings.from_env({}) == Settings(None, False, frozenset())
+
+
+def test_auto_means_no_forced_kernel() -> None:
+    assert Settings.from_env({ENV_KERNEL: "auto"}).kernel is None
+
+
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+def test_each_kernel_can_be_forced(kernel: str) -> None:
+    assert Settings.from_env({ENV_KERNEL: kernel}).kernel == kernel
+
+
+@pytest.mark.parametrize(("text", "strict"), [("0", False), ("1", True)])
+def test_strict(text: str, strict: bool) -> None:
+    assert Settings.from_env({ENV_STRICT: text}).strict is strict
+
+
+def test_disabled_patches_are_split_and_stripped() -> None:
+    settings = Settings.from_env({ENV_DISABLE_PATCHES: " a, b,,a "})
+    assert settings.disabled_patches == {"a", "b"}
+
+
+@pytest.mark.parametrize("bad", ["", "fa3", "CUDNN", "cudnn "])
+def test_bad_kernel_names_the_variable_and_the_good_values(bad: str) -> None:
+    with pytest.raises(ValueError, match=ENV_KERNEL) as caught:
+        Settings.from_env({ENV_KERNEL: bad})
+    assert repr(bad) in str(caught.value)
+    for name in ("auto", *KERNEL_NAMES):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", ["", "true", "2"])
+def test_bad_strict_names_the_variable_and_the_good_values(bad: str) -> None:
+    with pytest.raises(ValueError, match=f"{ENV_STRICT}.*use 0 or 1"):
+        Settings.from_env({ENV_STRICT: bad})
+
+
+def test_reads_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_KERNEL, "reference")
+    assert Settings.from_env().kernel == "reference"
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().strict = True  # type: ignore[misc]
