@@ -65,7 +65,7 @@ SWEEP_HEAD_DIMS = (80, 72, 64, 96, 128)
 SWEEP_LENGTHS = tuple(2**i for i in range(4, 17))
 SWEEP_COUNTS = tuple(2**i for i in range(11))
 SWEEP_MAX_TOKENS = 2**17
-SWEEP_MAX_FLOPS = 2.5e13
+SWEEP_MAX_FLOPS = 4e13
 
 
 @dataclass(frozen=True)

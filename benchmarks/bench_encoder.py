@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times whole vision towers: stock vLLM with FLASH_ATTN and FLASHINFER, and the plugin.
 
-Every provider has a process of its own, since the plugin would change stock. All of them
-hold the same tower, and take turns on one GPU, one at a time. Outputs are compared with
-the tower in fp32 on TORCH_SDPA, with the same weights.
+Every provider has a process of its own, since the plugin would change stock. All hold
+the same tower, and take turns on one GPU, one at a time. Outputs are compared with the
+tower in fp32 on TORCH_SDPA, with the same weights.
 
     python benchmarks/bench_encoder.py --models Qwen/Qwen2.5-VL-7B-Instruct
     python benchmarks/bench_encoder.py --smoke --output out/encoder.csv   # no GPU
@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from common import (
     capture,
     check_error,
     device,
+    is_replay,
     print_row,
     relative_error,
     result_row,
@@ -72,7 +73,8 @@ MODELS = (
     "Qwen/Qwen2.5-VL-7B-Instruct",
     "Qwen/Qwen3-VL-8B-Instruct",
 )
-MODES = ("eager", "graph", "compiled")
+MODES = ("eager", "graph", "compiled", "compiled_graph")
+PACKAGE = "vllm_flashinfer_vit"
 REFERENCE = "reference"
 # A tower that is wrong is off by more than this; bf16 over 32 blocks by a few percent.
 GATE = 0.2
@@ -112,7 +114,7 @@ class Contender:
         """
         origin, _, kernel = provider.partition("-")
         if origin == "stock" and kernel:
-            # vLLM loads no plugin then, and this script registers none.
+            # vLLM then loads no plugin by itself.
             env = {"VLLM_PLUGINS": ""}
             return cls(provider, kernel.upper(), True, dtype, is_compiled, env)
         if origin == "plugin":
@@ -128,25 +130,22 @@ class Worker:
 
     def __init__(self, contender: Contender, model: str, depth: int | None) -> None:
         """Build the tower and make sure that it is the one that the name promises."""
-        import vllm_flashinfer_vit
         from vllm_flashinfer_vit.tower import build_tower, resolve_spec
 
-        if contender.is_stock:
-            # The tower's builder would register the plugin.
-            vllm_flashinfer_vit.register = lambda: None
         torch.set_float32_matmul_precision("highest")
         self._dtype = DTYPES.get(contender.dtype, torch.float32)
         self._is_compiled = contender.is_compiled
-        self._tower = build_tower(
+        self.tower = build_tower(
             resolve_spec(model, random_weights=not Path(model).is_dir(), depth=depth),
             backend=contender.backend,
             dtype=self._dtype,
             device=device(),
             compile=contender.is_compiled,
+            plugin=not contender.is_stock,
         )
-        layers = self._tower.attention_layers()
+        layers = self.tower.attention_layers()
         self._layer = next(iter(layers.values()))
-        is_stock = not type(self._layer).__module__.startswith("vllm_flashinfer_vit")
+        is_stock = not type(self._layer).__module__.startswith(PACKAGE)
         if is_stock != contender.is_stock:
             raise RuntimeError(
                 f"{contender.provider} got attention layers of {type(self._layer)}"
@@ -161,7 +160,7 @@ class Worker:
     def _compiled_modules(self) -> int:
         flags = (
             getattr(module, "do_not_compile", True)
-            for module in self._tower.visual.modules()
+            for module in self.tower.visual.modules()
         )
         return sum(not flag for flag in flags)
 
@@ -169,18 +168,26 @@ class Worker:
         """Return the attention's head dim."""
         return self._layer.head_size
 
-    def load(self, grids: Grids, reference: str | None) -> None:
-        """Draw a case's pixels, and read the output that is right for them."""
+    def load(self, grids: Grids, reference: str | None) -> str:
+        """Draw a case's pixels, and read the output that is right for them.
+
+        Returns:
+            The kernels that this package picks for the case; empty for stock.
+        """
         self._runs.clear()
         self._grids = [list(grid) for grid in grids]
         patches = sum(math.prod(grid) for grid in grids)
         random = torch.Generator(device()).manual_seed(0)
-        shape = (patches, self._tower.spec.patch_dim)
+        shape = (patches, self.tower.spec.patch_dim)
         pixels = torch.randn(shape, device=device(), generator=random)
         # Rounded, so that every dtype sees the same values.
         self._pixels = pixels.bfloat16().to(self._dtype)
         if reference is not None:
             self._reference = load_file(reference, device=str(device()))["output"]
+        if not type(self._layer).__module__.startswith(PACKAGE):
+            return ""
+        kernels = self.tower.kernels(self._grids)
+        return ", ".join(f"{layers}: {name}" for layers, name in kernels.items())
 
     def write_reference(self, path: str) -> float:
         """Write this tower's output; return the operations that it takes."""
@@ -193,9 +200,7 @@ class Worker:
 
     def check(self, mode: str) -> float:
         """Make a mode ready, and return its output's relative error."""
-        run = self._eager
-        if mode == "graph":
-            run = capture(self._with_metadata())
+        run = capture(self._with_metadata()) if is_replay(mode) else self._eager
         rel_err = relative_error(run(), self._reference)
         check_error(rel_err, GATE)
         self._runs[mode] = run
@@ -209,19 +214,19 @@ class Worker:
         return [self._clock.sample_ms(run, mode) for _ in range(count)]
 
     def _eager(self) -> torch.Tensor:
-        return self._tower.visual(self._pixels, self._grids)
+        return self.tower.visual(self._pixels, self._grids)
 
     def _with_metadata(self) -> Run:
         # vLLM too prepares the metadata outside its encoder graphs.
-        metadata = self._tower.visual.prepare_encoder_metadata(self._grids)
-        return lambda: self._tower.visual(
+        metadata = self.tower.visual.prepare_encoder_metadata(self._grids)
+        return lambda: self.tower.visual(
             self._pixels, None, encoder_metadata=dict(metadata)
         )
 
     def _flops(self) -> float:
-        visual = self._tower.visual
+        visual = self.tower.visual
         patches = self._pixels.shape[0]
-        tokens = patches // self._tower.spec.merge_size**2
+        tokens = patches // self.tower.spec.merge_size**2
         total = 0.0
         for name, parameter in visual.named_parameters():
             if parameter.dim() < 2 or name.startswith("pos_embed"):
@@ -230,7 +235,7 @@ class Worker:
             total += 2 * parameter.numel() * (patches if per_patch else tokens)
         metadata = visual.prepare_encoder_metadata(self._grids)
         full_blocks = getattr(visual, "fullatt_block_indexes", None)
-        for index in range(self._tower.spec.depth):
+        for index in range(self.tower.spec.depth):
             is_full = full_blocks is None or index in full_blocks
             ends = metadata["cu_seqlens" if is_full else "cu_window_seqlens"]
             lens = ends.diff().tolist()
@@ -245,10 +250,8 @@ def serve(
     """Run a worker: answer `(method, arguments)` until the other end closes."""
     try:
         worker = Worker(contender, model, depth)
-        from vllm.config import set_current_vllm_config
-
         pipe.send((True, worker.head_dim()))
-        with torch.inference_mode(), set_current_vllm_config(worker._tower.vllm_config):
+        with worker.tower.running():
             while True:
                 method, arguments = pipe.recv()
                 try:
@@ -355,15 +358,12 @@ class Bench:
         depth: int | None,
     ) -> None:
         """Time one model's towers on every case."""
-        stock = Contender.of("stock-torch_sdpa", "fp32", False)
-        contenders = [
-            Contender(REFERENCE, stock.backend, True, "fp32", False, stock.environment)
-        ]
-        for is_compiled in (False, True):
-            if {mode == "compiled" for mode in self.modes} >= {is_compiled}:
-                contenders += [
-                    Contender.of(name, self.dtype, is_compiled) for name in providers
-                ]
+        sdpa = Contender.of("stock-torch_sdpa", "fp32", False)
+        contenders = [replace(sdpa, provider=REFERENCE)]
+        for is_compiled in sorted({_is_compiled(mode) for mode in self.modes}):
+            contenders += [
+                Contender.of(name, self.dtype, is_compiled) for name in providers
+            ]
         # All at once, since importing and building take longer than measuring.
         remotes = [Remote(contender, model, depth) for contender in contenders]
         try:
@@ -401,12 +401,13 @@ class Bench:
         loaded = []
         for remote in remotes:
             with self.failures.noted(f"{model} {case} {_title(remote)}"):
-                remote.call("load", grids, reference)
+                if kernels := remote.call("load", grids, reference):
+                    print(f"  {_title(remote)} runs {kernels}")
                 loaded.append(remote)
         for mode in self.modes:
             errors: dict[Remote, float] = {}
             for remote in loaded:
-                if remote.contender.is_compiled == (mode == "compiled"):
+                if remote.contender.is_compiled == _is_compiled(mode):
                     with self.failures.noted(f"{model} {case} {_title(remote)} {mode}"):
                         errors[remote] = remote.call("check", mode)
             with self.failures.noted(f"{model} {case} {mode}"):
@@ -463,6 +464,10 @@ class Bench:
                 f"{len(self.error_ratios)} over the bar of {ERROR_BAR}"
             )
         self.failures.summary()
+
+
+def _is_compiled(mode: str) -> bool:
+    return mode.startswith("compiled")
 
 
 def _title(remote: Remote) -> str:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmarks share: facts of the machine, CSV rows, correctness, timing.
 
-A time is taken on an idle device with a cold L2 cache, by CUDA events around the one
-call: `eager` and `compiled` from the moment the host begins to launch, `graph` around
-the replay of a CUDA graph. Providers take turns, so that clocks and heat hit all alike.
+A time is taken on an idle device with a cold L2 cache, by CUDA events around one call:
+in the modes `eager` and `compiled` from the moment when the host begins to launch, in
+`graph` and `compiled_graph` around the replay of a CUDA graph. Providers take turns, so
+that clocks and heat hit all alike.
 """
 
 import csv
@@ -383,13 +384,18 @@ class Clock:
         self._flush.zero_()
         # A replay is launched while the flush still runs; an eager call starts on an
         # idle device, so that the host's time to launch it counts in full.
-        if mode != "graph":
+        if not is_replay(mode):
             torch.cuda.synchronize()
         start.record()
         run()
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
+
+
+def is_replay(mode: str) -> bool:
+    """Return whether a mode replays a CUDA graph."""
+    return mode.endswith("graph")
 
 
 def capture(run: Run) -> Run:
@@ -443,7 +449,7 @@ def take_turns(
     Args:
         clock: The clock.
         runs: Calls by provider; each has run before.
-        mode: `eager`, `graph` or `compiled`.
+        mode: As in the rows; see this module's docstring.
         budget_s: Time for all providers together, in seconds.
         least: Rounds to run even over the budget.
         most: Rounds that are enough.

@@ -2,6 +2,9 @@
 """The command `vllm-flashinfer-vit`: thin, the work is in the modules that it calls."""
 
 import json
+import os
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,6 +43,75 @@ def _root(
 
 
 @main.command()
+def encode(
+    images: Annotated[
+        list[Path], typer.Argument(help="Image files, or folders of them.")
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Folder of a local Hugging Face checkpoint; with --random-weights "
+            "also the name of a Qwen-VL model."
+        ),
+    ] = "Qwen/Qwen2.5-VL-3B-Instruct",
+    random_weights: Annotated[
+        bool,
+        typer.Option(
+            "--random-weights",
+            help="Seeded random weights, the same for every backend.",
+        ),
+    ] = False,
+    depth: Annotated[
+        int | None,
+        typer.Option(min=1, help="Build only the first DEPTH blocks of the tower."),
+    ] = None,
+    backend: Annotated[
+        list[str],
+        typer.Option(help="Attention backend; repeat the option to compare several."),
+    ] = ["FLASHINFER"],  # noqa: B006
+    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    max_pixels: Annotated[
+        int | None,
+        typer.Option(min=1, help="Shrink larger images to this many pixels."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File to save the embeddings in, as safetensors."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON document instead of a table.")
+    ] = False,
+) -> None:
+    """Encode images with vLLM's own vision tower; show kernels, time and error."""
+    # vLLM reads it once, when it is imported.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        from vllm_flashinfer_vit.encode import Options, render, run
+
+        options = Options(
+            images=images,
+            model=model,
+            random_weights=random_weights,
+            depth=depth,
+            backends=backend,
+            dtype=dtype,
+            device=device,
+            max_pixels=max_pixels,
+            output=output,
+        )
+        # Standard output is for the result alone.
+        report = run(options, Console(stderr=True))
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        render(report, Console())
+
+
+@main.command()
 def doctor(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON document instead of tables.")
@@ -57,3 +129,7 @@ def doctor(
     else:
         render(report, Console())
     raise typer.Exit(0 if report.ok else 1)
+
+
+if __name__ == "__main__":
+    main()

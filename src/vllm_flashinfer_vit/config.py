@@ -4,7 +4,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import Literal, Self, cast, get_args
 
 KernelName = Literal["cudnn", "flash_attn", "reference"]
 
@@ -50,7 +50,7 @@ class Settings:
             raise ValueError(f"{ENV_STRICT}={strict!r}: use 0 or 1")
         names = env.get(ENV_DISABLE_PATCHES, "").split(",")
         return cls(
-            kernel=None if kernel == "auto" else kernel,
+            kernel=None if kernel == "auto" else cast(KernelName, kernel),
             strict=strict == "1",
             disabled_patches=frozenset(name.strip() for name in names if name.strip()),
         )

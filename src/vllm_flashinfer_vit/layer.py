@@ -11,6 +11,7 @@ from vllm.model_executor.models.vision import get_multimodal_config
 from vllm_flashinfer_vit import __version__, ops, patches
 from vllm_flashinfer_vit.choices import encode, select
 from vllm_flashinfer_vit.config import ENV_STRICT, Settings
+from vllm_flashinfer_vit.kernels.flash_attn import fa_version
 from vllm_flashinfer_vit.selection import flashinfer_requested, served
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -43,13 +44,18 @@ class FlashInferViTAttention(MMEncoderAttention):
             choices = served(head_size, torch.get_default_dtype())
         if choices is None:
             self.__class__ = MMEncoderAttention
-            self.__init__(num_heads, head_size, scale, num_kv_heads, prefix)
+            MMEncoderAttention.__init__(
+                self, num_heads, head_size, scale, num_kv_heads, prefix
+            )
             return
         super().__init__(num_heads, head_size, scale, num_kv_heads, prefix)
         settings = Settings.from_env()
         self._strict = settings.strict
         self._plan = encode(choices)
         patches.apply_model_patches(settings)
+        if any(choice.kernel == "flash_attn" for choice in choices):
+            # Decided here, where the engine's configuration is in force.
+            fa_version(head_size)
         for choice in choices:
             logger.info_once(
                 "vllm-flashinfer-vit %s: sequences %s tokens, head dim %d, %s: %s (%s)",

@@ -70,14 +70,14 @@ def _cpu_platform_class() -> type:
 
 
 def _disable_pinned_memory() -> None:
-    from vllm.utils import platform_utils, torch_utils
+    # Some modules import this one's PIN_MEMORY, so it must be there to be changed.
+    import vllm.utils.torch_utils  # noqa: F401
+    from vllm.utils.platform_utils import is_pin_memory_available
 
-    platform_utils.is_pin_memory_available.cache_clear()
-    # A constant since vLLM 0.23, which some modules may have copied by now.
-    torch_utils.PIN_MEMORY = False
+    is_pin_memory_available.cache_clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and hasattr(module, "PIN_MEMORY"):
-            module.PIN_MEMORY = False
+            module.PIN_MEMORY = False  # type: ignore[attr-defined]
 
 
 def _replace_quick_gelu() -> None:

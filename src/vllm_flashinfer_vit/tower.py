@@ -301,6 +301,37 @@ class Tower:
             if isinstance(module, MMEncoderAttention)
         }
 
+    def kernels(self, grid_thw: Sequence[Sequence[int]]) -> dict[str, str]:
+        """Return the kernel that serves each class of layers, for these images.
+
+        Args:
+            grid_thw: As for `encode`.
+
+        Returns:
+            Kernel names by layer class: `windows` and `full` for a tower that has
+            windowed layers, else `all`. A kernel in vLLM's tree has its backend's name.
+        """
+        longest = max(rows * columns for _, rows, columns in grid_thw)
+        side = self.spec.vision_config.get("window_size", 0) // self.spec.patch_size
+        window = max(
+            min(rows, side) * min(columns, side) for _, rows, columns in grid_thw
+        )
+        full_blocks = self.spec.vision_config.get("fullatt_block_indexes")
+        kernels = {}
+        for block, layer in enumerate(self.attention_layers().values()):
+            if full_blocks is None:
+                label, max_seqlen = "all", longest
+            elif block in full_blocks:
+                label, max_seqlen = "full", longest
+            else:
+                label, max_seqlen = "windows", window
+            kernel_for: Any = getattr(layer, "kernel_for", None)
+            backend: Any = layer.attn_backend
+            kernels[label] = (
+                kernel_for(max_seqlen) if kernel_for else backend.name.lower()
+            )
+        return kernels
+
     def _check(self, pixel_values: torch.Tensor, grids: list[list[int]]) -> None:
         if not grids:
             raise TowerError("the list of grids is empty; give at least one image")
@@ -350,10 +381,9 @@ def build_tower(
         CheckpointError: The weights cannot be read or do not fit.
     """
     device = torch.device(device)
-    _check_device(device, compile)
-    if plugin:
-        vllm_flashinfer_vit.register()
-    _check_backend(backend, device)
+    if compile and device.type == "cpu":
+        raise TowerError("compiling the tower needs a GPU; leave compile out")
+    check_backend(backend, device, dtype, plugin=plugin)
     config = _vllm_config(spec, backend, dtype, device, compile)
     with _current_config(config):
         _init_distributed()
@@ -361,44 +391,59 @@ def build_tower(
         if spec.checkpoint is None:
             _fill_with_random_weights(visual, seed)
         else:
-            _load_weights(visual, spec)
+            _load_weights(visual, spec, spec.checkpoint)
         _finish_weights(visual, config, device)
     return Tower(spec, backend, visual.eval(), config, dtype, device)
 
 
-def _check_device(device: torch.device, compile: bool) -> None:
-    if device.type == "cpu":
-        use_cpu_platform(force=True)
-        if compile:
-            raise TowerError("compiling the tower needs a GPU; leave compile out")
-    elif device.type != "cuda" or not torch.cuda.is_available():
-        raise TowerError(f"device {str(device)!r} is not available; use cpu")
-    else:
-        from vllm.platforms import current_platform
+def check_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, *, plugin: bool = True
+) -> None:
+    """Prepare the process for towers on a device, and check a backend on it.
 
-        if not current_platform.is_cuda():
-            raise TowerError(
-                f"this process runs vLLM on {current_platform.device_name or 'the CPU'};"
-                f" build the tower for {device} in a process of its own"
-            )
+    Args:
+        backend: As for `build_tower`.
+        device: As for `build_tower`.
+        dtype: Dtype of activations.
+        plugin: As for `build_tower`.
 
-
-def _check_backend(backend: str, device: torch.device) -> None:
+    Raises:
+        TowerError: The backend is unknown or not available on this device.
+    """
+    _prepare_device(device)
+    if plugin:
+        vllm_flashinfer_vit.register()
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     known = AttentionBackendEnum.__members__
+    supported = [one.name for one in current_platform.get_supported_vit_attn_backends()]
+    good = ", ".join(dict.fromkeys(["FLASHINFER", *supported]))
     if backend not in known:
+        raise TowerError(f"backend {backend!r} is unknown to vLLM; use one of {good}")
+    if backend not in supported and not (backend == "FLASHINFER" and plugin):
         raise TowerError(
-            f"backend {backend!r} is unknown to vLLM; use FLASHINFER, FLASH_ATTN, "
-            "TORCH_SDPA or TRITON_ATTN"
+            f"backend {backend} does not run vision encoders on {device}; use one of "
+            + good
         )
+    if backend == "FLASH_ATTN" and dtype == torch.float32:
+        raise TowerError(
+            "backend FLASH_ATTN has no fp32 kernel; use bf16 or fp16, or TORCH_SDPA"
+        )
+
+
+def _prepare_device(device: torch.device) -> None:
+    if device.type == "cpu":
+        use_cpu_platform(force=True)
+        return
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise TowerError(f"device {str(device)!r} is not available; use cpu")
     from vllm.platforms import current_platform
 
-    supported = current_platform.get_supported_vit_attn_backends()
-    if backend != "FLASHINFER" and known[backend] not in supported:
+    if not current_platform.is_cuda():
         raise TowerError(
-            f"backend {backend} does not run vision encoders on {device}; use "
-            + ", ".join(["FLASHINFER", *(one.name for one in supported)])
+            f"this process runs vLLM on {current_platform.device_type}; build the "
+            f"tower for {device} in a process of its own"
         )
 
 
@@ -543,25 +588,19 @@ def _fill_with_random_weights(visual: nn.Module, seed: int) -> None:
         parameter.data.copy_(values.to(torch.bfloat16))
 
 
-def _load_weights(visual: nn.Module, spec: TowerSpec) -> None:
-    from vllm.model_executor.models import utils
-
-    assert spec.checkpoint is not None
+def _load_weights(visual: Any, spec: TowerSpec, folder: Path) -> None:
     # What stays NaN was in no file, not even as a part of a stacked parameter.
     for parameter in visual.parameters():
         parameter.data.fill_(float("nan"))
     model_cls = getattr(_model_module(spec.family), _ARCHITECTURES[spec.family])
-    weights = _read_weights(spec, model_cls.hf_to_vllm_mapper)
+    weights = _read_weights(spec, folder, model_cls.hf_to_vllm_mapper)
     try:
-        if hasattr(visual, "load_weights"):
-            visual.load_weights(weights)
-        else:
-            utils.AutoWeightsLoader(visual).load_weights(weights)
+        visual.load_weights(weights)
     except (KeyError, ValueError, AssertionError, RuntimeError) as error:
         if isinstance(error, TowerError):
             raise
         raise CheckpointError(
-            f"the vision weights in {spec.checkpoint} do not fit its config.json "
+            f"the vision weights in {folder} do not fit its config.json "
             f"({error}); download the checkpoint again"
         ) from error
     missing = [
@@ -569,15 +608,17 @@ def _load_weights(visual: nn.Module, spec: TowerSpec) -> None:
     ]
     if missing:
         raise CheckpointError(
-            f"{spec.checkpoint} lacks {len(missing)} vision weights or holds NaN in "
+            f"{folder} lacks {len(missing)} vision weights or holds NaN in "
             f"them, the first is {missing[0]}; download the checkpoint again"
         )
 
 
-def _read_weights(spec: TowerSpec, mapper: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_weights(
+    spec: TowerSpec, folder: Path, mapper: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import SafetensorError, safe_open
 
-    for path, names in _files_with_vision_weights(spec.checkpoint):
+    for path, names in _files_with_vision_weights(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in names if names is not None else file.keys():

@@ -63,7 +63,7 @@ def test_bad_offsets_stay_inside_and_never_fall(offsets):
     _check(derived, seqlens_ref(offsets, 32, 8), STRIDES)
 
 
-@pytest.mark.parametrize("num_seqs", [1022, 1023, 1024, 1025, 3000])
+@pytest.mark.parametrize("num_seqs", [254, 255, 256, 257, 700, 4700])
 def test_batches_of_several_blocks(num_seqs):
     lengths = torch.arange(num_seqs) % 7
     offsets = [0, *lengths.cumsum(0).tolist()]

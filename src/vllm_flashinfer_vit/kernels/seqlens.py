@@ -13,7 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 1024
+# Few images and a few hundred windows fit one block; a long batch is searched in
+# strides that keep its last block from reading in hundreds of steps.
+_BLOCK = 256
+_BLOCK_SEEN = 4096
 
 
 class SeqLens(NamedTuple):
@@ -43,7 +46,20 @@ def _load_offsets(cu_ptr, offs_n, num_seqs, num_tokens):
     return tl.minimum(tl.maximum(cu, 0), num_tokens)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_slots", "num_tokens"])
+# No argument's value selects a compiled variant: a call that is captured in a graph
+# would compile inside the capture if no call before had the same alignment.
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs",
+        "num_slots",
+        "num_tokens",
+        "stride_0",
+        "stride_1",
+        "stride_2",
+        "stride_3",
+    ],
+    do_not_specialize_on_alignment=["cu_ptr"],
+)
 def _seqlens_kernel(
     cu_ptr,
     cu_out_ptr,
@@ -61,19 +77,21 @@ def _seqlens_kernel(
     stride_3,
     HAS_OFFSETS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_SEEN: tl.constexpr,
 ):
     """Derive BLOCK sequences; what came before them is only searched for its maximum.
 
     Grid: (cdiv(num_slots + 1, BLOCK),)
     """
     pid = tl.program_id(0)
-    block = tl.arange(0, BLOCK)
-    seen = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in range(0, pid * BLOCK, BLOCK):
-        earlier = _load_offsets(cu_ptr, start + block, num_seqs, num_tokens)
+    first = pid * BLOCK
+    seen = tl.zeros([BLOCK_SEEN], dtype=tl.int32)
+    for start in range(0, first, BLOCK_SEEN):
+        offs_seen = tl.minimum(start + tl.arange(0, BLOCK_SEEN), first - 1)
+        earlier = _load_offsets(cu_ptr, offs_seen, num_seqs, num_tokens)
         seen = tl.maximum(seen, earlier)
 
-    offs_n = pid * BLOCK + block
+    offs_n = first + tl.arange(0, BLOCK)
     own = _load_offsets(cu_ptr, offs_n, num_seqs, num_tokens)
     own = tl.maximum(own, tl.max(seen, axis=0))
     cu = tl.associative_scan(own, 0, _larger)
@@ -148,5 +166,6 @@ def derive_seqlens(
         *(row_strides or (0,) * 4),
         HAS_OFFSETS=bool(offsets),
         BLOCK=_BLOCK,
+        BLOCK_SEEN=_BLOCK_SEEN,
     )
     return SeqLens(cu_out, lengths, offsets)

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the real engine on FLASHINFER and checks what comes out, without any weights.
+
+For each model and configuration a process starts `vllm.LLM` with stock FLASH_ATTN and
+another with this package. Both answer an image, a video and a multi-image prompt, and
+encode the same images with the same tower weights; the embeddings are compared. This is
+a check, not a benchmark: processes may run side by side.
+
+    python benchmarks/engine_check.py --configs eager compile_mm_encoder --jobs 3
+    python benchmarks/engine_check.py --configs tp2 tp2_data          # two GPUs
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from common import CsvLog, Environment, Failures, relative_error, results_path
+
+MODELS = (
+    "Qwen/Qwen2-VL-7B-Instruct",
+    "Qwen/Qwen2.5-VL-7B-Instruct",
+    "Qwen/Qwen3-VL-8B-Instruct",
+)
+# Engine arguments by configuration.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "compile_mm_encoder": {
+        "compilation_config": {"compile_mm_encoder": True, "cudagraph_mode": "NONE"}
+    },
+    "tp2": {"enforce_eager": True, "tensor_parallel_size": 2},
+    "tp2_data": {
+        "enforce_eager": True,
+        "tensor_parallel_size": 2,
+        "mm_encoder_tp_mode": "data",
+    },
+}
+# The configuration whose stock tower has the same weights and runs without a compiler.
+COMPARED_WITH = {"compile_mm_encoder": "eager"}
+BACKENDS = {"stock-flash_attn": "FLASH_ATTN", "plugin": "FLASHINFER"}
+ENTRY_POINT = "flashinfer_vit"
+# Images whose embeddings are compared: frames, rows and columns of patches.
+GRIDS = [[1, 16, 16], [1, 26, 38], [1, 64, 64]]
+# Two attention kernels in bf16 differ by 1 to 3 percent after a whole tower.
+GATE = 5e-2
+# Embeddings that hardly move when attention is off could not show a wrong kernel.
+LEAST_ATTENTION_SHARE = 0.2
+COLUMNS = (
+    "config",
+    "provider",
+    "model",
+    "answered_image",
+    "answered_video",
+    "answered_multi",
+    "rel_err",
+    "attention_share",
+    "layer_class",
+    "kernels",
+    "compiled_modules",
+    "start_s",
+    "gpu",
+    "vllm",
+    "torch",
+    "triton",
+    "flashinfer",
+    "cudnn",
+    "commit",
+    "command",
+)
+ANSWER_TOKENS = 8
+PROCESS_TIMEOUT_S = 420.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine to start."""
+
+    model: str
+    config: str
+    provider: str
+
+    @property
+    def stem(self) -> str:
+        """A file name for what the engine leaves."""
+        return f"{self.model.rpartition('/')[2]}.{self.config}.{self.provider}"
+
+
+def prompts(model: str) -> dict[str, dict[str, Any]]:
+    """Return an image, a video and a multi-image prompt for `LLM.generate`."""
+    import numpy as np
+
+    from make_checkpoint import IMAGE_TOKEN, VIDEO_TOKEN, VISION_END, VISION_START
+
+    random = np.random.default_rng(0)
+
+    def pixels(*shape: int) -> "np.ndarray":
+        return random.integers(0, 256, (*shape, 3), dtype=np.uint8)
+
+    image, video = (
+        f"{VISION_START}{token}{VISION_END}" for token in (IMAGE_TOKEN, VIDEO_TOKEN)
+    )
+    frames: Any = pixels(8, 168, 224)
+    if "Qwen3" in model:
+        about = {
+            "fps": 2.0,
+            "duration": 4.0,
+            "total_num_frames": len(frames),
+            "frames_indices": list(range(len(frames))),
+            "video_backend": "opencv",
+            "do_sample_frames": False,
+        }
+        frames = (frames, about)
+    several = [pixels(336, 448), pixels(112, 112), pixels(224, 560)]
+    return {
+        "image": {
+            "prompt": f"{image}What is this?",
+            "multi_modal_data": {"image": pixels(448, 672)},
+        },
+        "video": {
+            "prompt": f"{video}What happens?",
+            "multi_modal_data": {"video": frames},
+        },
+        "multi": {
+            "prompt": f"{image * 3}Compare.",
+            "multi_modal_data": {"image": several},
+        },
+    }
+
+
+def fill_tower(model: torch.nn.Module) -> None:
+    """Give the tower weights with which attention matters; in each engine the same.
+
+    Dummy weights are so small that the biases alone make up the embeddings.
+    """
+    from vllm_flashinfer_vit.tower import _fill_with_random_weights
+
+    _fill_with_random_weights(model.visual, seed=0)
+
+
+def describe_tower(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the attention layers' class and kernels, and what is compiled."""
+    from vllm.model_executor.layers.attention.mm_encoder_attention import (
+        MMEncoderAttention,
+    )
+
+    layers = [m for m in model.visual.modules() if isinstance(m, MMEncoderAttention)]
+    kernels = {
+        layer.kernel_for(length)
+        for layer in layers
+        if hasattr(layer, "kernel_for")
+        for length in (64, 1024, 16384)
+    }
+    return {
+        "layer_class": " ".join(sorted({type(layer).__name__ for layer in layers})),
+        "kernels": " ".join(sorted(kernels)),
+        "compiled_modules": sum(
+            not getattr(module, "do_not_compile", True)
+            for module in model.visual.modules()
+        ),
+    }
+
+
+def embed(model: torch.nn.Module) -> torch.Tensor:
+    """Return the embeddings of images drawn from a fixed seed, `[tokens, hidden]`."""
+    weight = model.visual.patch_embed.proj.weight
+    patches = sum(t * h * w for t, h, w in GRIDS)
+    random = torch.Generator().manual_seed(0)
+    pixels = torch.randn(patches, weight[0].numel(), generator=random)
+    with torch.inference_mode():
+        parts = model.embed_multimodal(
+            pixel_values=pixels.to(weight.device, weight.dtype),
+            image_grid_thw=torch.tensor(GRIDS),
+        )
+        return torch.cat(list(parts)).float().cpu()
+
+
+def embed_without_attention(model: torch.nn.Module) -> torch.Tensor:
+    """Return what `embed` does if every attention layer gives zeros."""
+
+    def no_context(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (torch.zeros_like(inputs[0]), *inputs[1:])
+
+    hooks = [
+        block.attn.proj.register_forward_pre_hook(no_context)
+        for block in model.visual.blocks
+    ]
+    try:
+        return embed(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def run_engine(job: Job, folder: Path) -> None:
+    """Start one engine, ask it everything, and leave a JSON and a safetensors file."""
+    from vllm import LLM, SamplingParams
+
+    from make_checkpoint import make_checkpoint
+
+    checkpoint = folder / f"{job.stem}.checkpoint"
+    make_checkpoint(checkpoint, job.model)
+    begin = time.perf_counter()
+    llm = LLM(
+        model=str(checkpoint),
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=8192,
+        max_num_seqs=4,
+        limit_mm_per_prompt={"image": 3, "video": 1},
+        mm_encoder_attn_backend=BACKENDS[job.provider],
+        # A fixed cache, since several engines may share a GPU.
+        gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=2**30,
+        seed=0,
+        **CONFIGS[job.config],
+    )
+    facts: dict[str, Any] = {"start_s": round(time.perf_counter() - begin, 1)}
+    llm.apply_model(fill_tower)
+    facts |= llm.apply_model(describe_tower)[0]
+    embeddings = llm.apply_model(embed)[0]
+    save_file({"output": embeddings}, str(folder / f"{job.stem}.safetensors"))
+    facts["attention_share"] = ""
+    if not facts["compiled_modules"]:
+        blind = llm.apply_model(embed_without_attention)[0]
+        facts["attention_share"] = f"{relative_error(blind, embeddings):.2e}"
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True
+    )
+    for kind, prompt in prompts(job.model).items():
+        facts[f"answered_{kind}"] = 0
+        try:
+            answer = llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0]
+        except Exception:
+            # Shown in the log; the other prompts are still worth asking.
+            traceback.print_exc()
+        else:
+            facts[f"answered_{kind}"] = int(len(answer.token_ids) == ANSWER_TOKENS)
+    (folder / f"{job.stem}.json").write_text(json.dumps(facts))
+
+
+def start(job: Job, folder: Path) -> None:
+    """Run one engine in a process of its own.
+
+    Raises:
+        RuntimeError: The process failed; the message is the last line it said.
+    """
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "HF_HUB_OFFLINE": "1",
+        **os.environ,
+        "VLLM_PLUGINS": ENTRY_POINT if job.provider == "plugin" else "",
+    }
+    log = folder / f"{job.stem}.log"
+    command = [sys.executable, __file__, "--one", json.dumps(asdict(job)), str(folder)]
+    with log.open("w") as file:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=PROCESS_TIMEOUT_S,
+            check=False,
+        )
+    if done.returncode:
+        lines = [line for line in log.read_text().splitlines() if "Error" in line]
+        said = lines[-1] if lines else f"exit status {done.returncode}"
+        raise RuntimeError(f"{said.strip()} (log: {log})")
+
+
+def jobs_for(models: Sequence[str], configs: Sequence[str]) -> list[Job]:
+    """Return the engines to start: the plugin's, and stock's to compare with."""
+    jobs = []
+    for model in models:
+        for config in configs:
+            compared = COMPARED_WITH.get(config, config)
+            jobs.append(Job(model, compared, "stock-flash_attn"))
+            jobs.append(Job(model, config, "plugin"))
+    return list(dict.fromkeys(jobs))
+
+
+def judge(row: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a row of the plugin; nothing, if all is well."""
+    faults = [
+        f"no answer to the {kind} prompt"
+        for kind in ("image", "video", "multi")
+        if row[f"answered_{kind}"] != 1
+    ]
+    if row["layer_class"] != "FlashInferViTAttention":
+        faults.append(f"the attention layers are {row['layer_class']}")
+    if not float(row["rel_err"] or "nan") <= GATE:
+        faults.append(
+            f"embeddings differ from stock's by {row['rel_err'] or 'unknown'}"
+        )
+    share = row["attention_share"]
+    if share != "" and not float(share) >= LEAST_ATTENTION_SHARE:
+        faults.append(f"attention makes up only {share} of the embeddings")
+    # Of these towers, vLLM before 0.29 compiles only this one's blocks.
+    must_compile = row["config"] == "compile_mm_encoder" and "Qwen2.5" in row["model"]
+    if must_compile and not row["compiled_modules"]:
+        faults.append("no block of the tower is compiled")
+    return faults
+
+
+def collect(job: Job, folder: Path, environment: Environment) -> dict[str, Any]:
+    """Return a finished engine's row."""
+    row = {
+        "config": job.config,
+        "provider": job.provider,
+        "model": job.model,
+        "rel_err": "",
+        **json.loads((folder / f"{job.stem}.json").read_text()),
+        **asdict(environment),
+    }
+    if job.provider == "plugin":
+        compared = COMPARED_WITH.get(job.config, job.config)
+        stock = (
+            folder / f"{Job(job.model, compared, 'stock-flash_attn').stem}.safetensors"
+        )
+        if stock.exists():
+            ours = load_file(folder / f"{job.stem}.safetensors")["output"]
+            row["rel_err"] = f"{relative_error(ours, load_file(stock)['output']):.2e}"
+    return row
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=("eager",))
+    parser.add_argument("--jobs", type=int, default=1, help="engines at a time")
+    parser.add_argument("--logs", help="folder to keep logs and embeddings in")
+    parser.add_argument("--output", help="CSV file to append to")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Check the engines."""
+    args = parse_args()
+    if args.one is not None:
+        run_engine(Job(**json.loads(args.one[0])), Path(args.one[1]))
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU here: the engine needs one")
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if ENTRY_POINT not in points.names:
+        raise SystemExit(
+            f"no entry point {ENTRY_POINT}: install this package, so that vLLM finds it"
+        )
+    environment = Environment.probe()
+    log = CsvLog(results_path("engine", environment.gpu, args.output), COLUMNS)
+    failures = Failures()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(args.logs or scratch).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        check_all(args, folder, log, failures, environment)
+    failures.summary()
+    print(f"rows in {log.path}")
+    if failures.lines:
+        raise SystemExit(1)
+
+
+def check_all(
+    args: argparse.Namespace,
+    folder: Path,
+    log: CsvLog,
+    failures: Failures,
+    environment: Environment,
+) -> None:
+    """Run every engine, then write and judge every row."""
+    jobs = []
+    for job in jobs_for(args.models, args.configs):
+        ranks = CONFIGS[job.config].get("tensor_parallel_size", 1)
+        if ranks > torch.cuda.device_count():
+            failures.add(job.stem, f"needs {ranks} GPUs")
+        else:
+            jobs.append(job)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        running = {job: pool.submit(start, job, folder) for job in jobs}
+        finished = []
+        for job, future in running.items():
+            with failures.noted(job.stem):
+                future.result()
+                finished.append(job)
+                print(f"ran {job.stem}", flush=True)
+    for job in finished:
+        with failures.noted(job.stem):
+            row = collect(job, folder, environment)
+            log.add(row)
+            faults = judge(row) if job.provider == "plugin" else []
+            print(f"{job.stem}: {'; '.join(faults) or 'as it should be'}")
+            for fault in faults:
+                failures.add(job.stem, fault)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a Qwen-VL checkpoint folder without weights, for engines with dummy weights.
+
+The vision tower has the true dimensions of a published model, the language model behind
+it is small, and the tokenizer knows bytes and the special tokens only.
+
+    python benchmarks/make_checkpoint.py FOLDER Qwen/Qwen2.5-VL-7B-Instruct
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from vllm_flashinfer_vit.tower import NAMED_MODELS
+
+LLM_LAYERS = 3
+LLM_WIDTH = 1024
+IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+TURN_START, TURN_END, PADDING = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+SPECIAL_TOKENS = (
+    PADDING,
+    TURN_START,
+    TURN_END,
+    VISION_START,
+    VISION_END,
+    "<|vision_pad|>",
+    IMAGE_TOKEN,
+    VIDEO_TOKEN,
+)
+STEMS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+
+
+def make_checkpoint(folder: Path, model: str) -> None:
+    """Write config, tokenizer and processor of a model.
+
+    Args:
+        folder: Made if it does not exist.
+        model: A name in `NAMED_MODELS`.
+    """
+    family, vision_config = NAMED_MODELS[model]
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer()
+    config = _config(family, dict(vision_config), tokenizer)
+    config.architectures = [f"{STEMS[family]}ForConditionalGeneration"]
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+    _processor(family, vision_config["patch_size"], tokenizer).save_pretrained(folder)
+    generation = {
+        "do_sample": False,
+        "eos_token_id": config.text_config.eos_token_id,
+        "pad_token_id": config.text_config.bos_token_id,
+    }
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def _tokenizer() -> transformers.PreTrainedTokenizerFast:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bare = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = decoders.ByteLevel()
+    bare.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
+    tokenizer = transformers.Qwen2TokenizerFast(
+        tokenizer_object=bare,
+        bos_token=None,
+        eos_token=TURN_END,
+        pad_token=PADDING,
+        unk_token=None,
+    )
+    tokenizer.image_token, tokenizer.video_token = IMAGE_TOKEN, VIDEO_TOKEN
+    return tokenizer
+
+
+def _config(
+    family: str, vision: dict[str, Any], tokenizer: transformers.PreTrainedTokenizerFast
+) -> transformers.PretrainedConfig:
+    # Qwen2-VL calls the width that it hands to the language model `hidden_size`.
+    vision["hidden_size" if family == "qwen2_vl" else "out_hidden_size"] = LLM_WIDTH
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
+    if family == "qwen3_vl":
+        rope |= {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    else:
+        rope |= {"mrope_section": [16, 24, 24], "type": "mrope"}
+    text = {
+        "vocab_size": 512,
+        "hidden_size": LLM_WIDTH,
+        "intermediate_size": 2 * LLM_WIDTH,
+        "num_hidden_layers": LLM_LAYERS,
+        "num_attention_heads": LLM_WIDTH // 128,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_scaling": rope,
+        "tie_word_embeddings": True,
+        "bos_token_id": ids[PADDING],
+        "eos_token_id": ids[TURN_END],
+    }
+    return getattr(transformers, f"{STEMS[family]}Config")(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids[IMAGE_TOKEN],
+        video_token_id=ids[VIDEO_TOKEN],
+        vision_start_token_id=ids[VISION_START],
+        vision_end_token_id=ids[VISION_END],
+        tie_word_embeddings=True,
+    )
+
+
+def _processor(
+    family: str, patch_size: int, tokenizer: transformers.PreTrainedTokenizerFast
+) -> transformers.ProcessorMixin:
+    is_qwen3 = family == "qwen3_vl"
+    pixels = {
+        "patch_size": patch_size,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    videos = "Qwen3VL" if is_qwen3 else "Qwen2VL"
+    return getattr(transformers, f"{STEMS[family]}Processor")(
+        image_processor=transformers.Qwen2VLImageProcessor(
+            size={"shortest_edge": 56 * 56, "longest_edge": 16384 * 28 * 28}, **pixels
+        ),
+        tokenizer=tokenizer,
+        video_processor=getattr(transformers, f"{videos}VideoProcessor")(**pixels),
+    )
+
+
+def main() -> None:
+    """Write a checkpoint folder."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("model", choices=NAMED_MODELS)
+    args = parser.parse_args()
+    make_checkpoint(args.folder, args.model)
+
+
+if __name__ == "__main__":
+    main()

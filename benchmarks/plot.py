@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the benchmarks' figures, from CSV files and nothing else.
+
+Colours are Okabe and Ito's, which people with any colour vision tell apart; text and
+lines are a grey that shows on white and on black, and the background is transparent.
+
+    python benchmarks/plot.py encoder benchmarks/results/h200/encoder.csv \\
+        docs/figures/encoder.svg
+    python benchmarks/plot.py attention benchmarks/results/h200/attention.csv \\
+        docs/figures/attention.svg
+"""
+
+import argparse
+import csv
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+from common import COLUMNS
+
+GREY = "#767676"
+COLOURS = (
+    "#999999",
+    "#E69F00",
+    "#0072B2",
+    "#56B4E9",
+    "#009E73",
+    "#CC79A7",
+    "#D55E00",
+    "#F0E442",
+)
+STYLE = {
+    "font.size": 9,
+    "svg.fonttype": "none",
+    # Element names that do not change from run to run.
+    "svg.hashsalt": "vllm-flashinfer-vit",
+    "text.color": GREY,
+    "axes.labelcolor": GREY,
+    "axes.edgecolor": GREY,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "grid.color": GREY,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "savefig.transparent": True,
+}
+
+Row = dict[str, str]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read a results file; of repeated measurements the last one counts.
+
+    Raises:
+        ValueError: The file has other columns than the benchmarks write, or no rows.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    if tuple(reader.fieldnames or ()) != COLUMNS:
+        raise ValueError(f"{path} is not a results file: its columns differ")
+    if not rows:
+        raise ValueError(f"{path} has no rows; measure first")
+    keys = ("bench", "case", "provider", "model", "head_dim", "dtype", "mode")
+    return list({tuple(row[key] for key in keys): row for row in rows}.values())
+
+
+def _groups(
+    rows: Iterable[Row], *keys: str
+) -> Iterable[tuple[tuple[str, ...], list[Row]]]:
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups.items()
+
+
+def _unique(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A bar: its case's label, and its percentiles from the least to the greatest."""
+
+    case: str
+    provider: str
+    low: float
+    middle: float
+    high: float
+
+
+def _bars(axes: Any, spans: Sequence[Span], providers: Sequence[str]) -> None:
+    """Draw a group of bars per case, with the 20th to 80th percentile as whiskers."""
+    cases = _unique(span.case for span in spans)
+    width = 0.8 / len(providers)
+    for index, provider in enumerate(providers):
+        mine = [span for span in spans if span.provider == provider]
+        axes.bar(
+            [cases.index(span.case) - 0.4 + width * (index + 0.5) for span in mine],
+            [span.middle for span in mine],
+            width,
+            yerr=[
+                [span.middle - span.low for span in mine],
+                [span.high - span.middle for span in mine],
+            ],
+            error_kw={"ecolor": GREY, "elinewidth": 0.8},
+            color=COLOURS[index % len(COLOURS)],
+            label=provider,
+        )
+    axes.set_xticks(range(len(cases)), cases)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.grid(axis="y")
+
+
+def _relative_times(rows: Sequence[Row]) -> list[Span]:
+    """Return times as multiples of a case's first one; cases differ 1000-fold."""
+    spans = []
+    for case in _unique(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == case]
+        unit = float(mine[0]["p50_ms"])
+        label = f"{case}\n{unit:.3g} ms"
+        for row in mine:
+            low, middle, high = (float(row[f"p{p}_ms"]) / unit for p in (20, 50, 80))
+            spans.append(Span(label, row["provider"], low, middle, high))
+    return spans
+
+
+def _speeds(rows: Sequence[Row]) -> list[Span]:
+    spans = []
+    for row in rows:
+        fast, middle, slow = (float(row[f"p{p}_ms"]) for p in (20, 50, 80))
+        top = float(row["tflops"])
+        ends = top * middle / slow, top, top * middle / fast
+        spans.append(Span(row["case"], row["provider"], *ends))
+    return spans
+
+
+def _draw(
+    rows: Sequence[Row],
+    panels: Sequence[tuple[str, list[Row]]],
+    spans_of: Callable[[Sequence[Row]], list[Span]],
+    label: str,
+) -> Any:
+    providers = _unique(row["provider"] for row in rows)
+    figure, all_axes = plt.subplots(
+        len(panels),
+        1,
+        figsize=(9, 2.6 * len(panels) + 0.8),
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes, (title, part) in zip(all_axes[:, 0], panels, strict=True):
+        _bars(axes, spans_of(part), providers)
+        axes.set_title(title, loc="left")
+        axes.set_ylabel(label)
+    handles, labels = all_axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
+    where = _unique(
+        f"{row['gpu']}, vLLM {row['vllm']}, torch {row['torch']}, FlashInfer "
+        f"{row['flashinfer']}, cuDNN {row['cudnn']}, commit {row['commit']}"
+        for row in rows
+    )
+    figure.supxlabel("\n".join(where), fontsize=7)
+    return figure
+
+
+def draw_encoder(rows: Sequence[Row]) -> Any:
+    """Draw times of towers: a panel per model and mode, a group of bars per case."""
+    panels = [
+        (f"{model}, {mode}, {dtype}; the time of the first bar under each case", part)
+        for (model, mode, dtype), part in _groups(rows, "model", "mode", "dtype")
+    ]
+    return _draw(rows, panels, _relative_times, "time, first bar = 1")
+
+
+def draw_attention(rows: Sequence[Row]) -> Any:
+    """Draw TFLOP/s of the op: a panel per bench, head dim, dtype and mode."""
+    panels = [
+        (f"{bench}, head dim {head_dim}, {dtype}, {mode}", part)
+        for (bench, head_dim, dtype, mode), part in _groups(
+            rows, "bench", "head_dim", "dtype", "mode"
+        )
+    ]
+    return _draw(rows, panels, _speeds, "TFLOP/s")
+
+
+DRAWINGS = {"encoder": draw_encoder, "attention": draw_attention}
+
+
+def draw(kind: str, source: Path, target: Path, modes: Sequence[str] | None) -> None:
+    """Draw one figure.
+
+    Args:
+        kind: A key of `DRAWINGS`.
+        source: Results file.
+        target: SVG file to write.
+        modes: Modes to show; None for all.
+
+    Raises:
+        ValueError: The results file is not one, or has no rows of these modes.
+    """
+    rows = [row for row in read_rows(source) if not modes or row["mode"] in modes]
+    if not rows:
+        raise ValueError(f"{source} has no rows of mode {', '.join(modes or ())}")
+    with matplotlib.rc_context(STYLE):
+        figure = DRAWINGS[kind](rows)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Without a date, so that the same rows give the same file.
+        figure.savefig(target, format="svg", metadata={"Date": None})
+        plt.close(figure)
+
+
+def main() -> None:
+    """Draw one figure."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=DRAWINGS)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--modes", nargs="+", help="modes to show; default all")
+    args = parser.parse_args()
+    draw(args.kind, args.source, args.target, args.modes)
+    print(f"drew {args.target}")
+
+
+if __name__ == "__main__":
+    main()

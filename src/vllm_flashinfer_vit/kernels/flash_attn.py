@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoder attention by the FlashAttention that vLLM bundles.
+
+It adds what stock vLLM lacks in a CUDA graph's replay: cu_seqlens may end in zeros,
+rows of no sequence come out as zeros, and a NaN in them reaches no sequence.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+
+@functools.cache
+def fa_version(head_dim: int) -> int:
+    """Return the FlashAttention version that vLLM picks for this GPU and head dim.
+
+    The first call decides. Made while vLLM builds a model, it follows the engine's
+    `attention_config.flash_attn_version`.
+
+    Raises:
+        RuntimeError: vLLM has no FlashAttention for this GPU.
+    """
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    version = get_flash_attn_version(head_size=head_dim)
+    if version is None:
+        raise RuntimeError(
+            f"vLLM has no FlashAttention for head dim {head_dim} on this GPU; choose "
+            "another kernel with VLLM_FLASHINFER_VIT_KERNEL"
+        )
+    return version
+
+
+@functools.cache
+def _varlen_func() -> Callable[..., torch.Tensor]:
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    return flash_attn_varlen_func
+
+
+def _mask_padding(
+    v: torch.Tensor, cu_seqlens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return v with zeros behind the last sequence, and offsets that never fall."""
+    from vllm_flashinfer_vit.kernels.seqlens import derive_seqlens
+    from vllm_flashinfer_vit.kernels.zero_tail import zero_tail
+
+    num_seqs = cu_seqlens.shape[0] - 1
+    cu_seqlens = derive_seqlens(cu_seqlens, v.shape[0], num_seqs).cu_seqlens
+    return zero_tail(v, cu_seqlens), cu_seqlens
+
+
+@functools.cache
+def _compile_for_capture(
+    heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    v = torch.zeros(1, heads, head_dim, dtype=dtype, device=device)
+    _mask_padding(v, torch.zeros(2, dtype=torch.int32, device=device))
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attend within each sequence of a packed batch; may be captured in a CUDA graph.
+
+    Args:
+        q: `[T, H, D]` bf16 or fp16, D-stride 1, any other strides.
+        k: `[T, H_kv, D]` like q, H a multiple of H_kv.
+        v: `[T, H_kv, D]` like k.
+        cu_seqlens: `[N + 1] int32` on q's device, token prefix sums. In a graph a tail
+            of zeros or repeated values stands for empty sequences.
+        max_seqlen: An upper bound of the sequence lengths, in tokens.
+        scale: Softmax scale.
+
+    Returns:
+        `[T, H, D]`, contiguous, q's dtype. Rows of no sequence are zeros in a captured
+        graph, and unspecified otherwise.
+
+    Raises:
+        RuntimeError: vLLM has no FlashAttention for this GPU or these arguments.
+    """
+    num_tokens, heads, head_dim = q.shape
+    num_seqs = cu_seqlens.shape[0] - 1
+    shape = (num_tokens, heads, v.shape[2])
+    if num_tokens == 0 or num_seqs == 0:
+        return torch.zeros(shape, dtype=q.dtype, device=q.device)
+    if torch.cuda.is_current_stream_capturing():
+        v, cu_seqlens = _mask_padding(v, cu_seqlens)
+        out = torch.zeros(shape, dtype=q.dtype, device=q.device)
+    else:
+        _compile_for_capture(*v.shape[1:], v.dtype, v.device)
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    max_seqlen = max(1, min(max_seqlen, num_tokens))
+    _varlen_func()(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        softmax_scale=scale,
+        causal=False,
+        out=out,
+        fa_version=fa_version(head_dim),
+    )
+    return out

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention within windows of up to 128 tokens, with the rotary embedding inside.
+
+One program holds a whole window of a head: it reads q, k and v once from any strided
+views, turns q and k in registers, and writes the output once; scores never leave the
+chip. It replaces the copy of q and k, the rotary kernel and a variable-length kernel
+made for long sequences. A head dim is cut into its two halves, as the embedding pairs
+them, and each into a power of two and a rest (80 is 32 + 8 twice), not padded to 128.
+
+Numerics: fp32 scores, softmax and sums. Turned q and k are rounded to the input's
+dtype, as an unfused embedding rounds them: the fused result has the bits of
+`kernels/rope.py` followed by this kernel. Weights are rounded before the sum over v.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_flashinfer_vit.kernels._triton import stride_unit
+from vllm_flashinfer_vit.kernels.rope import rotate
+
+MAX_SEQLEN = 128
+
+_LOG2_E = 1.4426950408889634
+# Rows that one program checks and clears behind the last sequence.
+_ZERO_ROWS = 64
+
+
+class _Config(NamedTuple):
+    heads: int  # heads that one program does in turn, with the same cos and sin
+    num_warps: int
+    num_stages: int
+
+
+_CONFIGS = {
+    16: _Config(heads=1, num_warps=1, num_stages=1),
+    32: _Config(heads=1, num_warps=2, num_stages=1),
+    64: _Config(heads=1, num_warps=4, num_stages=1),
+    128: _Config(heads=1, num_warps=8, num_stages=1),
+}
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_seqs",
+        "stride_qt",
+        "stride_qh",
+        "stride_kt",
+        "stride_kh",
+        "stride_vt",
+        "stride_vh",
+        "stride_ct",
+        "stride_st",
+    ]
+)
+def _window_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    cu_seqlens_ptr,
+    out_ptr,
+    num_tokens,
+    num_seqs,
+    scale_log2e,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_ct,
+    stride_st,
+    UNIT: tl.constexpr,
+    UNIT_C: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    D_LO: tl.constexpr,
+    D_HI_PAD: tl.constexpr,
+    HALF_LO: tl.constexpr,
+    HALF_HI_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO_ROWS: tl.constexpr,
+):
+    """Attend for HEADS heads of one sequence, or clear rows behind the last one.
+
+    Strides count UNITs, those of cos and sin UNIT_Cs.
+    Grid: (num_seqs * H / HEADS + cdiv(num_tokens, ZERO_ROWS),)
+    """
+    HALF: tl.constexpr = D // 2
+    HALF_HI: tl.constexpr = HALF - HALF_LO
+    D_HI: tl.constexpr = D - D_LO
+    HEAD_GROUPS: tl.constexpr = H // HEADS
+    pid = tl.program_id(0)
+    if pid >= num_seqs * HEAD_GROUPS:
+        pid_z = (pid - num_seqs * HEAD_GROUPS).to(tl.int64)
+        _zero_rows(
+            cu_seqlens_ptr,
+            out_ptr,
+            num_tokens,
+            num_seqs,
+            pid_z * ZERO_ROWS,
+            H * D,
+            ZERO_ROWS,
+        )
+        return
+
+    pid_n = pid // HEAD_GROUPS
+    start = tl.load(cu_seqlens_ptr + pid_n)
+    length = tl.minimum(tl.load(cu_seqlens_ptr + pid_n + 1), num_tokens) - start
+    if length <= 0:
+        return
+    start = start.to(tl.int64)
+    offs_n = tl.arange(0, BLOCK)
+    mask = offs_n < length
+    row = offs_n.to(tl.int64)
+
+    if HAS_ROPE:
+        cos_base = cos_ptr + start * stride_ct * UNIT_C
+        sin_base = sin_ptr + start * stride_st * UNIT_C
+        row_c = row * stride_ct * UNIT_C
+        row_s = row * stride_st * UNIT_C
+    row_q = row * stride_qt * UNIT
+    row_k = row * stride_kt * UNIT
+    row_v = row * stride_vt * UNIT
+    row_o = row * (H * D)
+    for i in range(HEADS):
+        pid_h = ((pid % HEAD_GROUPS) * HEADS + i).to(tl.int64)
+        pid_kv = pid_h // (H // H_KV)
+        q_base = q_ptr + (start * stride_qt + pid_h * stride_qh) * UNIT
+        k_base = k_ptr + (start * stride_kt + pid_kv * stride_kh) * UNIT
+        v_base = v_ptr + (start * stride_vt + pid_kv * stride_vh) * UNIT
+        o_base = out_ptr + (start * H + pid_h) * D
+
+        # All loads come before the first use: their latencies overlap.
+        q1_lo = _load(q_base, row_q, mask, 0, HALF_LO, HALF_LO)
+        q2_lo = _load(q_base, row_q, mask, HALF, HALF_LO, HALF_LO)
+        k1_lo = _load(k_base, row_k, mask, 0, HALF_LO, HALF_LO)
+        k2_lo = _load(k_base, row_k, mask, HALF, HALF_LO, HALF_LO)
+        if HALF_HI > 0:
+            q1_hi = _load(q_base, row_q, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
+            q2_hi = _load(q_base, row_q, mask, HALF + HALF_LO, HALF_HI, HALF_HI_PAD)
+            k1_hi = _load(k_base, row_k, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
+            k2_hi = _load(k_base, row_k, mask, HALF + HALF_LO, HALF_HI, HALF_HI_PAD)
+        if HAS_ROPE:
+            cos_lo = _load(cos_base, row_c, mask, 0, HALF_LO, HALF_LO)
+            sin_lo = _load(sin_base, row_s, mask, 0, HALF_LO, HALF_LO)
+            if HALF_HI > 0:
+                cos_hi = _load(cos_base, row_c, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
+                sin_hi = _load(sin_base, row_s, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
+        v_lo = _load(v_base, row_v, mask, 0, D_LO, D_LO)
+        if D_HI > 0:
+            v_hi = _load(v_base, row_v, mask, D_LO, D_HI, D_HI_PAD)
+
+        if HAS_ROPE:
+            q1_lo, q2_lo = rotate(q1_lo, q2_lo, cos_lo, sin_lo)
+            k1_lo, k2_lo = rotate(k1_lo, k2_lo, cos_lo, sin_lo)
+        q_lo = _interleave(q1_lo, q2_lo, BLOCK, HALF_LO)
+        k_lo = _interleave(k1_lo, k2_lo, BLOCK, HALF_LO)
+        scores = tl.dot(q_lo, tl.trans(k_lo), input_precision="ieee")
+        if HALF_HI > 0:
+            if HAS_ROPE:
+                q1_hi, q2_hi = rotate(q1_hi, q2_hi, cos_hi, sin_hi)
+                k1_hi, k2_hi = rotate(k1_hi, k2_hi, cos_hi, sin_hi)
+            q_hi = _interleave(q1_hi, q2_hi, BLOCK, HALF_HI_PAD)
+            k_hi = _interleave(k1_hi, k2_hi, BLOCK, HALF_HI_PAD)
+            scores = tl.dot(q_hi, tl.trans(k_hi), scores, input_precision="ieee")
+
+        scores = tl.where(mask[None, :], scores * scale_log2e, float("-inf"))
+        weights = tl.exp2(scores - tl.max(scores, axis=1)[:, None])
+        total = tl.sum(weights, axis=1)[:, None]
+        weights = weights.to(v_lo.dtype)
+        o_lo = tl.dot(weights, v_lo, input_precision="ieee") / total
+        _store(o_base, row_o, mask, 0, D_LO, D_LO, o_lo)
+        if D_HI > 0:
+            o_hi = tl.dot(weights, v_hi, input_precision="ieee") / total
+            _store(o_base, row_o, mask, D_LO, D_HI, D_HI_PAD, o_hi)
+
+
+@triton.jit
+def _load(
+    base, row, mask, COL: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr
+):
+    """Load columns COL to COL + WIDTH; masked rows and the padding are zeros."""
+    offs_d = tl.arange(0, WIDTH_PAD)
+    mask = mask[:, None]
+    if WIDTH < WIDTH_PAD:
+        mask = mask & (offs_d < WIDTH)[None, :]
+    return tl.load(
+        base + (row[:, None] + (COL + offs_d)[None, :]), mask=mask, other=0.0
+    )
+
+
+@triton.jit
+def _interleave(x1, x2, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Make one tile of two; q and k agree in the order, so the scores do not see it."""
+    # The maximum of x with itself is x, but a reduction stops Triton from moving the
+    # conversion to a matrix operand up to the loads, where it would convert q, cos and
+    # sin instead of the turned q: 168 registers and 21 barriers, not 96 and 9.
+    x = tl.reshape(tl.join(x1, x2), [BLOCK, 2 * WIDTH])
+    return tl.max(tl.join(x, x), axis=2).to(x.dtype)
+
+
+@triton.jit
+def _store(
+    base,
+    row,
+    mask,
+    COL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    value,
+):
+    offs_d = tl.arange(0, WIDTH_PAD)
+    mask = mask[:, None]
+    if WIDTH < WIDTH_PAD:
+        mask = mask & (offs_d < WIDTH)[None, :]
+    value = value.to(base.dtype.element_ty)
+    tl.store(base + (row[:, None] + (COL + offs_d)[None, :]), value, mask=mask)
+
+
+@triton.jit
+def _zero_rows(
+    cu_seqlens_ptr,
+    out_ptr,
+    num_tokens,
+    num_seqs,
+    first_row,
+    ROW: tl.constexpr,
+    ZERO_ROWS: tl.constexpr,
+):
+    """Clear those of ZERO_ROWS rows that lie behind every sequence."""
+    end = 0
+    offs = tl.arange(0, 1024)
+    for i in range(0, num_seqs + 1, 1024):
+        cu_seqlens = tl.load(
+            cu_seqlens_ptr + i + offs, mask=i + offs <= num_seqs, other=0
+        )
+        end = tl.maximum(end, tl.max(cu_seqlens, axis=0))
+    first = tl.maximum(first_row, end) * ROW
+    last = tl.minimum(first_row + ZERO_ROWS, num_tokens) * ROW
+    zeros = tl.zeros([1024], out_ptr.dtype.element_ty)
+    for i in range(first, last, 1024):
+        tl.store(out_ptr + i + offs, zeros, mask=i + offs < last)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend within each sequence of a packed batch of short sequences.
+
+    The bits of a sequence's output depend on its own rows and on the power of two
+    that `max_seqlen` rounds up to, not on the other sequences.
+
+    Args:
+        q: `[T, H, D]` fp32, fp16 or bf16, D a multiple of 8 from 32 to 128, D-stride
+            1, any other strides. Multiples of 8 elements are read fastest.
+        k: `[T, H_kv, D]` in q's dtype, H a multiple of H_kv, D-stride 1.
+        v: `[T, H_kv, D]` like k.
+        cu_seqlens: `[N + 1]` int32, contiguous, token prefix sums from 0. A negative
+            length is an empty sequence, so it may end in zeros.
+        max_seqlen: An upper bound of the sequence lengths, at most 128 tokens.
+        scale: Factor on the scores, usually `D ** -0.5`.
+        cos: `[T, D / 2]`, any floating dtype, to rotate q and k by; None for q and k
+            that need no rotation. Its last stride should be 1, otherwise it is copied.
+        sin: Like cos.
+
+    Returns:
+        `[T, H, D]` contiguous, in q's dtype. Rows behind the last sequence are zeros.
+
+    Raises:
+        ValueError: A tensor or `max_seqlen` breaks a demand above.
+    """
+    _check_inputs(q, k, v, cu_seqlens, max_seqlen, cos, sin)
+    num_tokens, heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_tokens == 0:
+        return out
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    unit = stride_unit(*strides)
+    has_rope = cos is not None and sin is not None
+    if cos is not None and sin is not None:
+        if cos.stride(1) != 1 or sin.stride(1) != 1:
+            cos, sin = cos.contiguous(), sin.contiguous()
+        strides_c = (cos.stride(0), sin.stride(0))
+    else:
+        strides_c = (0, 0)
+    unit_c = stride_unit(*strides_c)
+    block = max(16, triton.next_power_of_2(max_seqlen))
+    config = _CONFIGS[block]
+    d_lo, d_hi_pad = _split(head_dim)
+    half_lo, half_hi_pad = _split(head_dim // 2)
+    # All heads must be covered: TP can leave a number that 2 or 4 does not divide.
+    heads_per_program = math.gcd(config.heads, heads)
+    num_seqs = cu_seqlens.numel() - 1
+    num_programs = num_seqs * (heads // heads_per_program)
+    _window_kernel[(num_programs + triton.cdiv(num_tokens, _ZERO_ROWS),)](
+        q,
+        k,
+        v,
+        cos if has_rope else q,
+        sin if has_rope else q,
+        cu_seqlens,
+        out,
+        num_tokens,
+        num_seqs,
+        scale * _LOG2_E,
+        *(stride // unit for stride in strides),
+        *(stride // unit_c for stride in strides_c),
+        UNIT=unit,
+        UNIT_C=unit_c,
+        HAS_ROPE=has_rope,
+        H=heads,
+        H_KV=k.shape[1],
+        D=head_dim,
+        D_LO=d_lo,
+        D_HI_PAD=d_hi_pad,
+        HALF_LO=half_lo,
+        HALF_HI_PAD=half_hi_pad,
+        HEADS=heads_per_program,
+        BLOCK=block,
+        ZERO_ROWS=_ZERO_ROWS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def _split(width: int) -> tuple[int, int]:
+    """Cut a width into a power of two and what pads the rest: 80 is 64 and 16."""
+    low = 1 << (width.bit_length() - 1)
+    rest = width - low
+    # 16 is the least that a matrix instruction takes.
+    return low, max(16, triton.next_power_of_2(rest)) if rest else 0
+
+
+def _check_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> None:
+    if not 0 <= max_seqlen <= MAX_SEQLEN:
+        raise ValueError(
+            f"the window kernel takes sequences of up to {MAX_SEQLEN} tokens, "
+            f"got max_seqlen={max_seqlen}"
+        )
+    head_dim = q.shape[-1]
+    if head_dim % 8 != 0 or not 32 <= head_dim <= 128:
+        raise ValueError(
+            "the window kernel takes head dims that are multiples of 8 from 32 to "
+            f"128, got {head_dim}"
+        )
+    if any(x.dim() != 3 or x.stride(2) != 1 or x.dtype != q.dtype for x in (q, k, v)):
+        found = [(tuple(x.shape), x.stride(), x.dtype) for x in (q, k, v)]
+        raise ValueError(
+            f"q, k, v must be [T, H, D] with D-stride 1 and of one dtype, got {found}"
+        )
+    if (
+        k.shape != v.shape
+        or k.shape[0] != q.shape[0]
+        or k.shape[2] != head_dim
+        or k.shape[1] == 0
+        or q.shape[1] % k.shape[1] != 0
+    ):
+        raise ValueError(
+            "k and v must be [T, H_kv, D] with the T and D of q and H_kv a divisor of "
+            f"H, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    if (
+        cu_seqlens.dim() != 1
+        or cu_seqlens.numel() == 0
+        or cu_seqlens.dtype != torch.int32
+        or not cu_seqlens.is_contiguous()
+    ):
+        raise ValueError(
+            "cu_seqlens must be [N + 1] int32 and contiguous, got "
+            f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    if (cos is None) != (sin is None):
+        raise ValueError("cos and sin must be given together or not at all")
+    if cos is not None and sin is not None:
+        expected = (q.shape[0], head_dim // 2)
+        if tuple(cos.shape) != expected or tuple(sin.shape) != expected:
+            raise ValueError(
+                f"cos and sin must be [T, D / 2] = {list(expected)}, got "
+                f"{tuple(cos.shape)} and {tuple(sin.shape)}; rotate a part of the "
+                "head dim beforehand with kernels.rope"
+            )

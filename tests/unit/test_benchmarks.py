@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks' arithmetic, files and cases; nothing here is timed."""
+
+import csv
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import bench_attention  # noqa: E402
+import bench_encoder  # noqa: E402
+import common  # noqa: E402
+import engine_check  # noqa: E402
+
+ENVIRONMENT = common.Environment(
+    gpu="NVIDIA H200",
+    vllm="0.25.1",
+    torch="2.11.0",
+    triton="3.6.0",
+    flashinfer="0.6.13",
+    cudnn="9.19.0",
+    commit="abc1234",
+    command="python benchmarks/bench_encoder.py",
+)
+
+
+def make_row(**changes):
+    arguments = {
+        "bench": "encoder",
+        "case": "1x4096",
+        "provider": "plugin",
+        "model": "Qwen/Qwen3-VL-8B-Instruct",
+        "head_dim": 72,
+        "dtype": "bf16",
+        "mode": "graph",
+        "samples_ms": [2.0, 1.0, 3.0],
+        "flops": 4e12,
+        "rel_err": 0.0123,
+        **changes,
+    }
+    return common.result_row(ENVIRONMENT, **arguments)
+
+
+def test_columns_are_the_published_ones():
+    assert ",".join(common.COLUMNS) == (
+        "bench,case,provider,model,head_dim,dtype,mode,p20_ms,p50_ms,p80_ms,tflops,"
+        "rel_err,gpu,vllm,torch,triton,flashinfer,cudnn,commit,command"
+    )
+    assert tuple(make_row()) == common.COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("case", "patches"),
+    [
+        ("1x256", 256),
+        ("1x1024", 1024),
+        ("1x4096", 4096),
+        ("1x8160", 8160),
+        ("1x15376", 15376),
+        ("1x35344", 35344),
+        ("8x1024", 8192),
+        ("8x4096", 32768),
+        ("20x400", 8000),
+        ("video16x1024", 16384),
+        ("mixed", 18164),
+    ],
+)
+def test_encoder_cases_hold_the_stated_patches(case, patches):
+    grids = bench_encoder.CASES[case]
+    assert sum(math.prod(grid) for grid in grids) == patches
+    assert all(h % 2 == w % 2 == 0 for _, h, w in grids)
+    frames = [h * w for t, h, w in grids for _ in range(t)]
+    assert tuple(frames) == bench_attention.CASES[case]
+
+
+def test_encoder_cases_are_complete():
+    assert len(bench_encoder.CASES) == 11
+    assert len(bench_encoder.CASES["mixed"]) == 6
+    assert set(bench_attention.CASES) == {
+        *bench_encoder.CASES,
+        "win64x256",
+        "win64x1024",
+    }
+    assert bench_attention.CASES["win64x256"] == (64,) * 256
+
+
+def test_sweep_stays_within_its_bounds_and_reaches_them():
+    cases = dict(bench_attention.sweep_cases())
+    assert {"1x16", "1024x16", "1x65536", "32x4096"} <= set(cases)
+    assert max(sum(lens) for lens in cases.values()) == 2**17
+    assert len(cases) == len(set(cases.values()))
+
+
+def test_percentiles_of_a_known_list():
+    assert common.percentiles([5.0, 1.0, 4.0, 2.0, 3.0, 6.0]) == (2.0, 3.5, 5.0)
+    assert common.percentiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+@given(st.lists(st.floats(0.001, 1e4), min_size=2, max_size=50))
+def test_percentiles_are_ordered_and_inside(samples):
+    p20, p50, p80 = common.percentiles(samples)
+    inside = (min(samples), p20, p50, p80, max(samples))
+    assert all(a <= b + 1e-9 * abs(b) for a, b in zip(inside, inside[1:], strict=False))
+
+
+def test_tflops_are_operations_over_the_median():
+    flops = common.attention_flops([16384], num_heads=16, head_dim=80)
+    assert flops == 4 * 16 * 80 * 16384 * 16384
+    # 2.44 ms for one sequence of 16384 tokens are 563 TFLOP/s.
+    row = make_row(samples_ms=[2.44, 2.44, 9.0], flops=flops)
+    assert float(row["tflops"]) == pytest.approx(563.2, rel=1e-3)
+    assert row["p50_ms"] == "2.4400"
+
+
+def test_sequences_do_not_attend_to_each_other_in_the_flops():
+    one = common.attention_flops([128], 16, 80)
+    assert common.attention_flops([64, 64], 16, 80) == one // 2
+
+
+def test_relative_error_is_of_norms():
+    ref = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    off = ref + torch.tensor([[0.0, 0.3], [0.4, 0.0]])
+    assert common.relative_error(off, ref) == pytest.approx(0.1, rel=1e-5)
+    assert common.relative_error(ref.bfloat16(), ref) == 0.0
+    with pytest.raises(common.WrongResultError, match=r"\(1, 2\).*\(2, 2\)"):
+        common.relative_error(ref[:1], ref)
+
+
+@pytest.mark.parametrize("rel_err", [0.3, math.nan, math.inf])
+def test_gate_refuses_wrong_and_undefined_results(rel_err):
+    with pytest.raises(common.WrongResultError):
+        common.check_error(rel_err, 0.2)
+    common.check_error(0.2, 0.2)
+
+
+def test_fp32_reference_attends_within_each_sequence():
+    lens = (5, 0, 1, 18)
+    problem = bench_attention.make_problem(
+        lens, 16, torch.bfloat16, torch.device("cpu")
+    )
+    q, k, v = problem.parts()
+    rows, out = common.attention_fp32(q, k, v, lens, problem.scale)
+    assert rows.tolist() == list(range(24))
+    heads = [x.double().transpose(0, 1) for x in (q, k, v)]
+    mask = torch.block_diag(*(torch.ones(n, n) for n in lens if n)).bool()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *heads, attn_mask=mask, scale=problem.scale
+    )
+    torch.testing.assert_close(out, expected.transpose(0, 1).float())
+
+    some, part = common.attention_fp32(q, k, v, lens, problem.scale, 2, 3)
+    assert some.tolist() == [0, 2, 4, 6, 14, 23]
+    torch.testing.assert_close(part, out[some])
+
+
+def test_v_is_a_view_of_the_projection():
+    problem = bench_attention.make_problem((4,), 8, torch.float16, torch.device("cpu"))
+    assert problem.v.data_ptr() > problem.qkv.data_ptr()
+    assert problem.v.stride() == (3 * 16 * 8, 8, 1)
+    assert problem.q.is_contiguous()
+
+
+def test_csv_rows_are_on_disk_at_once_and_appended(tmp_path):
+    path = tmp_path / "new" / "encoder.csv"
+    common.CsvLog(path).add(make_row(case="1x256"))
+    log = common.CsvLog(path)
+    log.add(make_row(case="1x1024"))
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["case"] for row in rows] == ["1x256", "1x1024"]
+    assert rows[0]["command"] == ENVIRONMENT.command
+
+
+def test_csv_with_other_columns_is_refused_and_kept(tmp_path):
+    path = tmp_path / "old.csv"
+    path.write_text("bench,case\nencoder,1x256\n")
+    with pytest.raises(ValueError, match="bench,case"):
+        common.CsvLog(path)
+    assert path.read_text() == "bench,case\nencoder,1x256\n"
+
+
+def test_csv_row_must_have_all_columns(tmp_path):
+    log = common.CsvLog(tmp_path / "a.csv")
+    row = make_row()
+    del row["rel_err"]
+    with pytest.raises(ValueError, match="rel_err"):
+        log.add(row)
+    with pytest.raises(ValueError, match="speed"):
+        log.add({**make_row(), "speed": 1})
+
+
+def test_command_line_leaves_out_where_rows_go():
+    argv = ["/somewhere/bench_encoder.py", "--output", "/x/a.csv", "--cases", "1x256"]
+    expected = "python benchmarks/bench_encoder.py --cases 1x256"
+    assert common.command_line(argv) == expected
+    argv[1:3] = ["--output=/x/a.csv"]
+    assert common.command_line(argv) == expected
+
+
+def test_cpu_times_do_not_become_results():
+    with pytest.raises(SystemExit, match="--output"):
+        common.results_path("encoder", "none", None)
+    assert common.results_path("encoder", "none", "a.csv") == Path("a.csv")
+    path = common.results_path("encoder", "NVIDIA H200", None)
+    assert path == BENCHMARKS / "results" / "h200" / "encoder.csv"
+
+
+def test_commit_can_be_told(monkeypatch):
+    monkeypatch.setenv("BENCH_COMMIT", "0123abc")
+    assert common.commit() == "0123abc"
+
+
+def test_a_failure_is_noted_and_the_rest_goes_on(capsys):
+    failures = common.Failures()
+    with failures.noted("1x256 plugin"):
+        raise AssertionError("no metadata\nand more")
+    with failures.noted("1x1024 plugin"):
+        pass
+    assert failures.lines == ["1x256 plugin: AssertionError: no metadata"]
+    failures.summary()
+    assert capsys.readouterr().out.count("no metadata") == 2
+
+
+class FakeClock:
+    """Gives each provider a constant time and remembers who was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def sample_ms(self, run, mode):
+        self.asked.append((run(), mode))
+        return {"a": 1.0, "b": 2.0, "c": 4.0}[run()]
+
+
+def test_providers_take_turns():
+    clock = FakeClock()
+    runs = {name: (lambda name=name: name) for name in "abc"}
+    samples = common.take_turns(clock, runs, "graph", budget_s=0.0, least=3, most=9)
+    assert samples == {"a": [1.0] * 3, "b": [2.0] * 3, "c": [4.0] * 3}
+    order = "".join(name for name, _ in clock.asked)
+    # One warm-up round, then each provider once a round and first once.
+    assert order == "abc" + "abc" + "bca" + "cab"
+    assert {mode for _, mode in clock.asked} == {"graph"}
+
+
+def test_rounds_follow_the_budget_within_bounds():
+    assert common.rounds_within(10.0, budget_s=0.5) == 50
+    assert common.rounds_within(1000.0, budget_s=0.5) == 7
+    assert common.rounds_within(0.001, budget_s=0.5) == 100
+
+
+def test_stock_runs_without_plugins_and_forced_kernels_by_setting():
+    of = bench_encoder.Contender.of
+    stock = of("stock-flashinfer", "bf16", False)
+    assert (stock.backend, stock.is_stock) == ("FLASHINFER", True)
+    assert stock.environment == {"VLLM_PLUGINS": ""}
+    forced = of("plugin-cudnn", "bf16", True)
+    assert (forced.backend, forced.is_stock) == ("FLASHINFER", False)
+    assert forced.environment == {"VLLM_FLASHINFER_VIT_KERNEL": "cudnn"}
+    assert of("plugin", "bf16", False).environment == {}
+    with pytest.raises(ValueError, match="stock"):
+        of("stock", "bf16", False)
+
+
+def test_environment_of_a_process_does_not_stay(monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "mine")
+    monkeypatch.delenv("VLLM_FLASHINFER_VIT_KERNEL", raising=False)
+    wanted = {"VLLM_PLUGINS": "", "VLLM_FLASHINFER_VIT_KERNEL": "cudnn"}
+    with bench_encoder._environment(wanted):
+        assert {name: os.environ[name] for name in wanted} == wanted
+    assert os.environ["VLLM_PLUGINS"] == "mine"
+    assert "VLLM_FLASHINFER_VIT_KERNEL" not in os.environ
+
+
+def engine_row(**changes):
+    return {
+        "config": "eager",
+        "model": "Qwen/Qwen2.5-VL-7B-Instruct",
+        "answered_image": 1,
+        "answered_video": 1,
+        "answered_multi": 1,
+        "rel_err": "1.50e-02",
+        "attention_share": "8.00e-01",
+        "layer_class": "FlashInferViTAttention",
+        "compiled_modules": 0,
+        **changes,
+    }
+
+
+def test_a_good_engine_is_not_faulted():
+    assert engine_check.judge(engine_row()) == []
+    compiled = engine_row(
+        config="compile_mm_encoder", compiled_modules=34, attention_share=""
+    )
+    assert engine_check.judge(compiled) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"answered_video": 0}, "video"),
+        ({"layer_class": "MMEncoderAttention"}, "MMEncoderAttention"),
+        ({"rel_err": "9.00e-02"}, "differ"),
+        ({"rel_err": "nan"}, "differ"),
+        ({"rel_err": ""}, "unknown"),
+        ({"attention_share": "1.00e-06"}, "makes up only"),
+        ({"config": "compile_mm_encoder"}, "compiled"),
+    ],
+)
+def test_engine_faults_are_named(changes, fault):
+    assert fault in "".join(engine_check.judge(engine_row(**changes)))
+
+
+def test_compiled_engine_is_compared_with_eager_stock_once():
+    jobs = engine_check.jobs_for(["m"], ["eager", "compile_mm_encoder", "tp2"])
+    assert [(job.config, job.provider) for job in jobs] == [
+        ("eager", "stock-flash_attn"),
+        ("eager", "plugin"),
+        ("compile_mm_encoder", "plugin"),
+        ("tp2", "stock-flash_attn"),
+        ("tp2", "plugin"),
+    ]
+
+
+@pytest.fixture
+def plot():
+    pytest.importorskip("matplotlib")
+    import plot
+
+    return plot
+
+
+@pytest.mark.parametrize("kind", ["encoder", "attention"])
+def test_figure_from_a_csv(plot, tmp_path, kind):
+    source, target = tmp_path / "rows.csv", tmp_path / "figures" / "a.svg"
+    log = common.CsvLog(source)
+    # 1x256 of the plugin is missing: a provider that cannot run leaves a gap.
+    for provider, case in [
+        ("stock-flash_attn", "1x256"),
+        ("stock-flash_attn", "mixed"),
+        ("plugin", "mixed"),
+    ]:
+        log.add(make_row(provider=provider, case=case))
+    plot.draw(kind, source, target, None)
+    svg = target.read_text()
+    for text in ("stock-flash_attn", "plugin", "1x256", "mixed", "NVIDIA H200"):
+        assert text in svg
+    first = target.read_bytes()
+    plot.draw(kind, source, target, ["graph"])
+    assert target.read_bytes() == first
+    with pytest.raises(ValueError, match="eager"):
+        plot.draw(kind, source, target, ["eager"])
+
+
+def test_the_last_of_repeated_rows_is_drawn(plot, tmp_path):
+    path = tmp_path / "rows.csv"
+    log = common.CsvLog(path)
+    log.add(make_row(samples_ms=[1.0]))
+    log.add(make_row(samples_ms=[3.0]))
+    (row,) = plot.read_rows(path)
+    assert row["p50_ms"] == "3.0000"
+
+
+def test_other_files_are_not_drawn(plot, tmp_path):
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="columns"):
+        plot.read_rows(path)
+    common.CsvLog(tmp_path / "empty.csv")
+    with pytest.raises(ValueError, match="no rows"):
+        plot.read_rows(tmp_path / "empty.csv")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has real cases")
+def test_attention_benchmark_runs_on_the_cpu(tmp_path):
+    output = tmp_path / "attention.csv"
+    script = [sys.executable, str(BENCHMARKS / "bench_attention.py"), "--smoke"]
+    options = ["--cases", "ragged", "--head-dims", "72", "--output", str(output)]
+    subprocess.run([*script, *options], check=True, timeout=300)
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["bench"], row["provider"]) for row in rows] == [
+        ("attention", "stock-torch_sdpa"),
+        ("attention", "plugin"),
+        ("qkv_attention", "stock-torch_sdpa"),
+        ("qkv_attention", "plugin"),
+    ]
+    assert all(0 < float(row["rel_err"]) < 0.01 for row in rows)
+    assert all(0 < float(row["p20_ms"]) <= float(row["p80_ms"]) for row in rows)

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor's judgement of made-up machines, its document, and this machine."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_support import HOPPER, STACK, TURING
+
+from vllm_flashinfer_vit import doctor
+from vllm_flashinfer_vit.config import (
+    ENV_DISABLE_PATCHES,
+    ENV_KERNEL,
+    ENV_STRICT,
+    KERNEL_NAMES,
+    Settings,
+)
+from vllm_flashinfer_vit.doctor import Report, diagnose, render, runner_note
+from vllm_flashinfer_vit.support import Stack, stack_problems
+
+PATCH = {
+    "name": "qwen9-fused",
+    "target": "vllm.model_executor.models.qwen9:Attention.forward",
+    "why": "stock is slow",
+    "vllm_range": ["0.22.1", "0.33.0"],
+    "remove_when": "stock is fast",
+    "state": "not applied",
+}
+PLUGIN = {"active": True, "patches": [PATCH]}
+NO_GPU = replace(STACK, gpus=(), driver=None)
+
+
+def judge(
+    stack: Stack = STACK,
+    plugin: Mapping[str, Any] = PLUGIN,
+    plugin_error: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Report:
+    stack = replace(stack, problems=tuple(stack_problems(stack)))
+    return diagnose(stack, plugin, plugin_error, env or {})
+
+
+def text_of(report: Report) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    render(report, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_sound_machine() -> None:
+    report = judge()
+    assert report.ok
+    assert report.problems == ()
+    assert {row["kernel"] for row in report.choices} <= {"cudnn", "flash_attn"}
+    assert "FLASHINFER can serve" in report.summary
+
+
+def test_every_head_dim_and_dtype_is_served() -> None:
+    served = {(row["head_dim"], row["dtype"]) for row in judge().choices}
+    assert served == {
+        (head_dim, dtype)
+        for head_dim in (64, 72, 80, 96, 128)
+        for dtype in ("float16", "bfloat16")
+    }
+
+
+def test_a_machine_without_a_gpu_is_served_by_the_reference_and_told_so() -> None:
+    report = judge(NO_GPU)
+    assert report.ok
+    assert {row["kernel"] for row in report.choices} == {"reference"}
+    assert any(note.startswith("No GPU") for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("stack", "what"),
+    [
+        pytest.param(replace(STACK, gpus=(TURING,)), "Tesla T4 has 7.5", id="sm75"),
+        pytest.param(
+            replace(STACK, vllm="0.21.0"), "vLLM 0.21.0 is installed", id="old-vllm"
+        ),
+        pytest.param(
+            replace(STACK, vllm="0.34.0"), "vLLM 0.34.0 is installed", id="new-vllm"
+        ),
+        pytest.param(replace(NO_GPU, vllm=None), "vllm is not installed", id="no-vllm"),
+        pytest.param(
+            replace(NO_GPU, torch=None), "torch is not installed", id="no-torch"
+        ),
+    ],
+)
+def test_a_machine_that_cannot_serve(stack: Stack, what: str) -> None:
+    report = judge(stack)
+    assert not report.ok
+    assert any(what in problem.what for problem in report.problems if problem.fatal)
+    assert "cannot serve" in report.summary
+
+
+def test_a_forced_kernel_that_cannot_run_is_fatal() -> None:
+    stack = replace(STACK, flashinfer=None)
+    assert judge(stack, env={ENV_KERNEL: "flash_attn"}).ok
+    report = judge(stack, env={ENV_KERNEL: "cudnn"})
+    assert not report.ok
+    assert any("nothing serves head dim 80" in p.what for p in report.problems)
+
+
+def test_a_kernel_that_is_dropped_from_the_table_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm_flashinfer_vit import support
+    from vllm_flashinfer_vit.choices import Choice
+
+    table = (Choice("cudnn", 1024, "short"), Choice("flash_attn", None, "long"))
+    monkeypatch.setattr(support, "choices_for", lambda capability: table)
+    report = judge(replace(STACK, cudnn_backend=90800))
+    assert report.ok
+    assert any("need cuDNN 9.10.2; 9.8.0 is loaded" in note for note in report.notes)
+    assert not any("no multiple" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("env", "what", "remedy"),
+    [
+        pytest.param(
+            {ENV_KERNEL: "fa9"},
+            f"{ENV_KERNEL}='fa9': use one of auto",
+            f"unset {ENV_KERNEL}",
+            id="kernel",
+        ),
+        pytest.param(
+            {ENV_STRICT: "yes"},
+            f"{ENV_STRICT}='yes': use 0 or 1",
+            f"unset {ENV_STRICT}",
+            id="strict",
+        ),
+        pytest.param(
+            {ENV_DISABLE_PATCHES: "qwen9-fused,typo"},
+            "names 'typo', which is no patch",
+            "qwen9-fused",
+            id="patch",
+        ),
+        pytest.param(
+            {"VLLM_PLUGINS": "other"},
+            "VLLM_PLUGINS='other' keeps vLLM from loading flashinfer_vit",
+            "export VLLM_PLUGINS=other,flashinfer_vit",
+            id="excluded",
+        ),
+        pytest.param(
+            {"VLLM_PLUGINS": ""},
+            "keeps vLLM from loading flashinfer_vit",
+            "export VLLM_PLUGINS=flashinfer_vit",
+            id="excluded-all",
+        ),
+    ],
+)
+def test_a_bad_environment_is_a_problem(
+    env: dict[str, str], what: str, remedy: str
+) -> None:
+    report = judge(env=env)
+    assert not report.ok
+    (problem,) = report.problems
+    assert what in problem.what
+    assert problem.remedy is not None
+    assert remedy in problem.remedy
+
+
+def test_an_allowed_plugin_is_no_problem() -> None:
+    assert judge(env={"VLLM_PLUGINS": "a,flashinfer_vit"}).problems == ()
+
+
+def test_a_missing_entry_point_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "entry_points", lambda **query: ())
+    report = judge()
+    assert not report.ok
+    assert report.entry_point is None
+    assert "vLLM cannot see the plugin" in report.problems[0].what
+
+
+def test_the_entry_point_of_this_package_is_found() -> None:
+    assert judge().entry_point == "vllm_flashinfer_vit:register"
+
+
+def test_a_disabled_patch_is_shown_as_its_state() -> None:
+    row = {**PATCH, "state": "disabled"}
+    report = judge(
+        plugin={"active": True, "patches": [row]},
+        env={ENV_DISABLE_PATCHES: "qwen9-fused"},
+    )
+    assert report.ok
+    assert "disabled" in text_of(report)
+
+
+def test_a_patch_that_does_not_fit_is_reported_and_not_fatal() -> None:
+    row = {**PATCH, "state": "unavailable: patch qwen9-fused: no such class"}
+    report = judge(plugin={"active": True, "patches": [row]})
+    assert report.ok
+    (problem,) = report.problems
+    assert problem.what == "patch qwen9-fused: no such class"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "error", "what"),
+    [
+        ({}, "crashed with signal 11", "crashed with signal 11"),
+        ({"active": False}, None, "its attention layer is not in place"),
+    ],
+)
+def test_a_plugin_that_does_not_activate_is_fatal(
+    plugin: dict[str, Any], error: str | None, what: str
+) -> None:
+    report = judge(plugin=plugin, plugin_error=error)
+    assert not report.ok
+    assert what in report.problems[0].what
+
+
+@pytest.mark.parametrize(
+    ("vllm", "env", "noted"),
+    [
+        ("0.22.1", {}, False),
+        ("0.24.0", {}, False),
+        ("0.24.0", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, True),
+        ("0.25.1", {}, True),
+        ("0.25.1", {"VLLM_USE_V2_MODEL_RUNNER": "0"}, False),
+        ("0.27.1", {}, True),
+        ("0.29.0", {}, False),
+        ("0.33.0", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, False),
+    ],
+)
+def test_the_runner_note_is_only_for_versions_that_it_is_true_for(
+    vllm: str, env: dict[str, str], noted: bool
+) -> None:
+    assert (runner_note(vllm, env) is not None) is noted
+    report = judge(replace(STACK, vllm=vllm), env=env)
+    assert any("cudagraph_mm_encoder" in note for note in report.notes) is noted
+
+
+def test_the_document_has_a_stable_shape() -> None:
+    report = judge(replace(STACK, flashinfer=None), env={ENV_KERNEL: "flash_attn"})
+    document = json.loads(json.dumps(report.to_json()))
+    assert {name: type(value).__name__ for name, value in document.items()} == {
+        "schema": "str",
+        "made_by": "dict",
+        "ok": "bool",
+        "summary": "str",
+        "stack": "dict",
+        "settings": "dict",
+        "plugin": "dict",
+        "kernels": "list",
+        "choices": "list",
+        "patches": "list",
+        "problems": "list",
+        "notes": "list",
+    }
+    assert document["schema"] == "vllm-flashinfer-vit/doctor/1"
+    assert set(document["made_by"]) == {"command", "version"}
+    assert set(document["stack"]) == {
+        "python",
+        "vllm",
+        "torch",
+        "triton",
+        "flashinfer",
+        "cudnn_frontend",
+        "cudnn_wheels",
+        "cudnn_backend",
+        "cudnn_libraries",
+        "torch_cudnn",
+        "torch_cuda",
+        "flash_attn",
+        "gpus",
+        "driver",
+        "pins",
+        "import_errors",
+    }
+    assert set(document["stack"]["gpus"][0]) == {"name", "capability", "memory_bytes"}
+    assert document["settings"] == {
+        "kernel": "flash_attn",
+        "strict": False,
+        "disabled_patches": [],
+    }
+    assert set(document["kernels"][0]) == {
+        "kernel",
+        "head_dim",
+        "dtype",
+        "ok",
+        "reason",
+        "remedy",
+    }
+    assert set(document["choices"][0]) == {
+        "head_dim",
+        "dtype",
+        "kernel",
+        "max_len",
+        "reason",
+    }
+    assert document["patches"] == [PATCH]
+    assert set(document["problems"][0]) == {"what", "remedy", "fatal"}
+
+
+def test_the_document_covers_each_kernel_head_dim_and_dtype_once() -> None:
+    rows = judge().to_json()["kernels"]
+    keys = {(row["kernel"], row["head_dim"], row["dtype"]) for row in rows}
+    assert len(keys) == len(rows) == len(KERNEL_NAMES) * 5 * 4
+
+
+def test_invalid_settings_are_null_in_the_document() -> None:
+    assert judge(env={ENV_STRICT: "yes"}).to_json()["settings"] is None
+
+
+def test_the_text_names_versions_reasons_and_remedies() -> None:
+    text = text_of(judge(replace(STACK, cudnn_backend=91001, torch_cudnn=91001)))
+    for expected in (
+        "NVIDIA H200, compute capability 9.0, 141 GiB",
+        "580.65.06",
+        "2.11.0 (CUDA 13.0)",
+        "9.10.1 (/venv/nvidia/cudnn/lib/libcudnn.so.9)",
+        "need cuDNN 9.10.2; 9.10.1 is loaded",
+        "FP8 attention is not part of this release",
+        "qwen9-fused",
+        "not nvidia-cudnn-cu13 9.19.0.56",
+        "mend it: unset LD_LIBRARY_PATH",
+    ):
+        assert expected in text
+
+
+def test_the_text_of_an_empty_machine() -> None:
+    report = judge(Stack(python="3.12.1"), {}, "failed: no vllm", {})
+    text = text_of(report)
+    assert not report.ok
+    assert "vllm is not installed" in text
+    # Without vLLM there is nothing to activate, so that is not reported as well.
+    assert "activating the plugin" not in text
+
+
+def test_a_bad_setting_does_not_hide_the_state_of_the_plugin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = {}
+
+    def run(report: str, *, module: str, env: Mapping[str, str]) -> tuple[Any, None]:
+        seen.update(env)
+        return PLUGIN, None
+
+    monkeypatch.setattr(doctor, "run_isolated", run)
+    monkeypatch.setattr(doctor, "probe", lambda isolated: STACK)
+    report = doctor.examine({ENV_KERNEL: "fa9", "HOME": "/home/me"})
+    Settings.from_env(seen)
+    assert seen["HOME"] == "/home/me"
+    assert report.patches == (PATCH,)
+    assert [problem.what[: len(ENV_KERNEL)] for problem in report.problems] == [
+        ENV_KERNEL
+    ]
+
+
+def test_this_machine() -> None:
+    pytest.importorskip("vllm")
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_flashinfer_vit.cli", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VLLM_PLUGINS": "flashinfer_vit"},
+    )
+    document = json.loads(done.stdout)
+    assert done.returncode == (0 if document["ok"] else 1)
+    assert document["ok"], document["problems"]
+    assert document["stack"]["torch"] is not None
+    names = [row["name"] for row in document["patches"]]
+    assert len(names) == len(set(names)) > 0
+    assert any(row["state"] == "applied" for row in document["patches"])
+    if not document["stack"]["gpus"]:
+        assert {row["kernel"] for row in document["choices"]} == {"reference"}
+
+
+def test_hopper_is_first_in_the_mixed_report() -> None:
+    report = judge(replace(STACK, gpus=(HOPPER, TURING)))
+    assert report.ok
+    assert "this report is about the first" in report.problems[0].what
