@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -215,7 +215,7 @@ class Failures:
             yield
         except Exception as error:
             self.add(what, f"{type(error).__name__}: {error}")
-            if torch.cuda.is_available():
+            if torch.cuda.is_initialized():
                 # Raises if every further call of this process would fail.
                 torch.cuda.synchronize()
 
@@ -418,8 +418,12 @@ def capture(run: Run) -> Run:
         graph.capture_begin()
         try:
             output = run()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            # Ending a broken capture fails too, and would hide why.
+            with suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
 
     def replay() -> torch.Tensor:

@@ -255,7 +255,8 @@ def start(job: Job, folder: Path) -> None:
     """Run one engine in a process of its own.
 
     Raises:
-        RuntimeError: The process failed; the message is the last line it said.
+        RuntimeError: The process failed; the message is the last error in its log.
+        subprocess.TimeoutExpired: It took longer than `PROCESS_TIMEOUT_S`.
     """
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -278,9 +279,11 @@ def start(job: Job, folder: Path) -> None:
             check=False,
         )
     if done.returncode:
-        lines = [line for line in log.read_text().splitlines() if "Error" in line]
-        said = lines[-1] if lines else f"exit status {done.returncode}"
-        raise RuntimeError(f"{said.strip()} (log: {log})")
+        lines = log.read_text().splitlines()
+        print("\n".join(lines[-20:]), flush=True)
+        errors = [line for line in lines if "Error" in line]
+        said = errors[-1].strip() if errors else "no error in its log"
+        raise RuntimeError(f"exit status {done.returncode}: {said}")
 
 
 def jobs_for(models: Sequence[str], configs: Sequence[str]) -> list[Job]:

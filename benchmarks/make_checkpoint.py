@@ -127,7 +127,7 @@ def _processor(
     videos = "Qwen3VL" if is_qwen3 else "Qwen2VL"
     return getattr(transformers, f"{STEMS[family]}Processor")(
         image_processor=transformers.Qwen2VLImageProcessor(
-            size={"shortest_edge": 56 * 56, "longest_edge": 16384 * 28 * 28}, **pixels
+            size={"shortest_edge": 56 * 56, "longest_edge": 4096 * 28 * 28}, **pixels
         ),
         tokenizer=tokenizer,
         video_processor=getattr(transformers, f"{videos}VideoProcessor")(**pixels),

@@ -8,6 +8,7 @@ in an engine; every result is compared with the same tower in fp32.
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,9 +18,11 @@ from typing import Any
 
 import torch
 from PIL import Image, ImageOps
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from vllm_flashinfer_vit.tower import (
@@ -204,8 +207,14 @@ def run(options: Options, console: Console | None = None) -> Report:
                 step(f"encode with {backend}")
             return encoded
 
-        references = encode_all(REFERENCE_BACKEND, torch.float32, timed=False)
-        encoded = {name: encode_all(name, dtype, timed=True) for name in backends}
+        try:
+            references = encode_all(REFERENCE_BACKEND, torch.float32, timed=False)
+            encoded = {name: encode_all(name, dtype, timed=True) for name in backends}
+        except torch.OutOfMemoryError as error:
+            raise EncodeError(
+                f"{_device_name(device)} has too little memory ({error}); use smaller "
+                "max_pixels, or fewer blocks with depth"
+            ) from error
 
     report = Report(
         model=spec.model,
@@ -238,9 +247,11 @@ def render(report: Report, console: Console) -> None:
         title=f"{report.model}, {report.depth} of {report.full_depth} blocks, "
         f"{report.dtype}, {report.device}",
         title_justify="left",
+        box=SIMPLE_HEAD,
     )
-    for column in ("image", "pixels", "patches", "tokens"):
-        table.add_column(column, justify="left" if column == "image" else "right")
+    table.add_column("image", overflow="fold")
+    for column in ("pixels", "patches", "tokens"):
+        table.add_column(column, justify="right", no_wrap=True)
     for backend in report.backends:
         table.add_column(f"{backend}\nkernel")
         table.add_column("\nms", justify="right")
@@ -461,17 +472,19 @@ def _read_image(path: Path) -> Image.Image:
 
 
 def _quieten() -> None:
-    # A table is what the user asked for; warnings of this package still show.
-    if "VLLM_LOGGING_LEVEL" in os.environ:
-        return
+    if os.environ.get("VLLM_LOGGING_LEVEL", "").upper() not in ("DEBUG", "INFO"):
+        # A table is what the user asked for; warnings of this package still show.
+        logging.getLogger("torch").setLevel(logging.ERROR)
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+        logging.getLogger("vllm.plugins.flashinfer_vit").setLevel(logging.WARNING)
+    level = logging.getLogger("vllm").level
     import vllm.logger  # noqa: F401
 
-    for name, level in (
-        ("torch", logging.ERROR),
-        ("vllm", logging.ERROR),
-        ("vllm.plugins.flashinfer_vit", logging.WARNING),
-    ):
-        logging.getLogger(name).setLevel(level)
+    # The import configures logging: it sets the level, and writes to standard output.
+    logging.getLogger("vllm").setLevel(level)
+    for handler in logging.getLogger("vllm").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
 
 
 def _progress(console: Console | None) -> Progress:
@@ -593,4 +606,7 @@ def _save(
         "device": report.device,
         "versions": " ".join(f"{name}=={v}" for name, v in report.versions.items()),
     }
-    save_file(tensors, path, metadata)
+    try:
+        save_file(tensors, path, metadata)
+    except (OSError, SafetensorError) as error:
+        raise EncodeError(f"embeddings cannot be saved to {path}: {error}") from error

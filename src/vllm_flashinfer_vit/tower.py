@@ -240,7 +240,7 @@ def _cut(config: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
     return cut
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tower:
     """A vision tower, ready to run.
 
@@ -309,7 +309,8 @@ class Tower:
 
         Returns:
             Kernel names by layer class: `windows` and `full` for a tower that has
-            windowed layers, else `all`. A kernel in vLLM's tree has its backend's name.
+            windowed layers, else `all`. What vLLM runs without this package has its
+            backend's name behind `in-tree`.
         """
         longest = max(rows * columns for _, rows, columns in grid_thw)
         side = self.spec.vision_config.get("window_size", 0) // self.spec.patch_size
@@ -328,7 +329,9 @@ class Tower:
             kernel_for: Any = getattr(layer, "kernel_for", None)
             backend: Any = layer.attn_backend
             kernels[label] = (
-                kernel_for(max_seqlen) if kernel_for else backend.name.lower()
+                kernel_for(max_seqlen)
+                if kernel_for
+                else f"in-tree {backend.name.lower()}"
             )
         return kernels
 
@@ -436,8 +439,11 @@ def _prepare_device(device: torch.device) -> None:
     if device.type == "cpu":
         use_cpu_platform(force=True)
         return
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise TowerError(f"device {str(device)!r} is not available; use cpu")
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if (device.index or 0) >= count:
+        raise TowerError(
+            f"device {str(device)!r} is not available; use cpu or one of {count} GPUs"
+        )
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -445,6 +451,8 @@ def _prepare_device(device: torch.device) -> None:
             f"this process runs vLLM on {current_platform.device_type}; build the "
             f"tower for {device} in a process of its own"
         )
+    if device.index is not None:
+        torch.cuda.set_device(device)
 
 
 @contextmanager
@@ -472,15 +480,6 @@ def _vllm_config(
         VllmConfig,
     )
 
-    hf_config = _hf_config(spec)
-    with tempfile.TemporaryDirectory() as folder, _inspected_here(spec.family):
-        Path(folder, "config.json").write_text(json.dumps(hf_config))
-        model_config = ModelConfig(
-            model=folder,
-            dtype=dtype,
-            skip_tokenizer_init=True,
-            mm_encoder_attn_backend=backend,
-        )
     if device.type == "cuda":
         compilation = CompilationConfig(compile_mm_encoder=compile)
     else:
@@ -488,11 +487,23 @@ def _vllm_config(
         compilation = CompilationConfig(
             mode=CompilationMode.NONE, custom_ops=["none"], compile_mm_encoder=False
         )
-    return VllmConfig(
-        model_config=model_config,
-        compilation_config=compilation,
-        device_config=DeviceConfig(device=device.type),
-    )
+    text = json.dumps(_hf_config(spec), sort_keys=True)
+    with tempfile.TemporaryDirectory() as folder, _inspected_here(spec.family):
+        Path(folder, "config.json").write_text(text)
+        model_config = ModelConfig(
+            model=folder,
+            dtype=dtype,
+            skip_tokenizer_init=True,
+            mm_encoder_attn_backend=backend,
+        )
+        config = VllmConfig(
+            model_config=model_config,
+            compilation_config=compilation,
+            device_config=DeviceConfig(device=device.type),
+        )
+    # The name is a part of vLLM's compile cache key, so it must not be the folder's.
+    model_config.model = f"{spec.model}-{zlib.crc32(text.encode()):08x}"
+    return config
 
 
 @contextmanager

@@ -5,8 +5,11 @@ Each builder takes the module that holds the encoder and returns it with a call 
 fixed inputs. Several images of unequal size go in wherever an encoder packs them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from inspect import signature
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,6 +25,8 @@ Builder = Callable[[Any], tuple[nn.Module, Call]]
 # Two images, a row of one merged patch, a video of three frames.
 GRIDS = [[1, 4, 6], [1, 10, 2], [1, 2, 2], [3, 4, 4]]
 LENGTHS = [13, 40, 1, 22]
+
+LAYERS = {"FlashInferViTAttention", "MMEncoderAttention", "WhisperEncoderAttention"}
 
 CONTEXT = TowerSpec(
     family="qwen2_vl",
@@ -43,15 +48,20 @@ CONTEXT = TowerSpec(
 )
 
 
-def engine(backend: str, dtype: torch.dtype = torch.float32) -> Tower:
-    """Return a tower whose `running()` is the configuration of an engine."""
-    return build_tower(CONTEXT, backend=backend, dtype=dtype, device="cpu")
+def engine(
+    backend: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Tower:
+    """Return a tower, whose `running()` holds what an engine holds for any encoder."""
+    return build_tower(CONTEXT, backend=backend, dtype=dtype, device=device)
 
 
 def noise(*shape: int) -> torch.Tensor:
-    """Return N(0, 1), the same values for the same shape."""
+    """Return N(0, 1) that bf16 can hold, the same values for the same shape."""
     generator = torch.Generator().manual_seed(len(shape))
-    return torch.randn(shape, generator=generator)
+    values = torch.randn(
+        shape, generator=generator, device="cpu", dtype=torch.float32
+    ).bfloat16()
+    return values.to(torch.get_default_device(), torch.get_default_dtype())
 
 
 def offsets(lengths: list[int]) -> torch.Tensor:
@@ -65,8 +75,27 @@ def patches(grids: list[list[int]]) -> int:
     return sum(t * h * w for t, h, w in grids)
 
 
-def finish(module: nn.Module, tower: Tower) -> None:
-    """Fill in weights that depend only on names, and let vLLM process them."""
+def encode(encoder: "Encoder", tower: Tower) -> "Result":
+    """Build an encoder as an engine does, with seeded weights, and call it once."""
+    module = encoder.load()
+    with tower.running(), _defaults(tower.device, tower.dtype):
+        encoder_module, call = encoder.build(module)
+        _finish(encoder_module, tower)
+        with OpCount() as count:
+            out = call()
+    layers = {type(m).__name__ for m in encoder_module.modules()} & LAYERS
+    return Result(_flat(out), layers, count.calls)
+
+
+@contextmanager
+def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_default_torch_dtype(dtype), device:
+        yield
+
+
+def _finish(module: nn.Module, tower: Tower) -> None:
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     generator = torch.Generator()
@@ -75,11 +104,15 @@ def finish(module: nn.Module, tower: Tower) -> None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         generator.manual_seed(index)
-        fan_in = parameter[0].numel()
-        parameter.normal_(std=fan_in**-0.5, generator=generator)
-    process_weights_after_loading(
-        module, tower.vllm_config.model_config, torch.device("cpu")
-    )
+        values = torch.empty(parameter.shape, device="cpu", dtype=torch.float32)
+        values.normal_(std=parameter[0].numel() ** -0.5, generator=generator)
+        parameter.copy_(values.bfloat16())
+    process_weights_after_loading(module, tower.vllm_config.model_config, tower.device)
+
+
+def _flat(out: Any) -> torch.Tensor:
+    parts = out if isinstance(out, (list, tuple)) else [out]
+    return torch.cat([part.flatten() for part in parts]).float().cpu()
 
 
 class OpCount(TorchDispatchMode):
@@ -218,6 +251,9 @@ def qwen3_omni_vision(m: Any) -> tuple[nn.Module, Call]:
 
 
 def qwen3_omni_audio(m: Any) -> tuple[nn.Module, Call]:
+    pinned = signature(m.async_tensor_h2d).parameters.get("pin_memory")
+    if pinned is not None and pinned.default:
+        raise NotImplementedError("pins host memory, for which there must be a GPU")
     config = _config(
         d_model=128,
         num_mel_bins=16,
@@ -344,9 +380,6 @@ def _moonvit_config() -> dict[str, Any]:
 
 
 def kimi_k25(m: Any) -> tuple[nn.Module, Call]:
-    # Its own Triton kernel rotates q and k unless Triton is missing.
-    if hasattr(m, "HAS_TRITON"):
-        m.HAS_TRITON = False
     config = _config(
         hidden_size=144,
         num_hidden_layers=2,
@@ -360,6 +393,7 @@ def kimi_k25(m: Any) -> tuple[nn.Module, Call]:
         video_attn_type="spatial_temporal",
         merge_kernel_size=(2, 2),
         merge_type="sd2_tpool",
+        hidden_act="gelu_pytorch_tanh",
     )
     tower = m.MoonViT3dPretrainedModel(config)
     grids = torch.tensor(GRIDS)
@@ -610,7 +644,7 @@ def llava_onevision2(m: Any) -> tuple[nn.Module, Call]:
 
 def pixtral(m: Any) -> tuple[nn.Module, Call]:
     if not hasattr(m, "_make_packed_sequence_metadata"):
-        raise NotImplementedError("attends by a dense mask, without an encoder layer")
+        raise NotImplementedError("attends by a dense mask, not by MMEncoderAttention")
     config = _config(
         hidden_size=128, num_attention_heads=2, head_dim=64, intermediate_size=96
     )
@@ -686,6 +720,50 @@ def deepseek_v4(m: Any) -> tuple[nn.Module, Call]:
     return attention, call
 
 
+def molmo_pooling(m: Any) -> tuple[nn.Module, Call]:
+    config = _config(image_emb_dim=128, image_num_heads=2, image_num_key_value_heads=2)
+    attention = m.MultiHeadDotProductAttention(config, nlayers=2)
+    features = noise(9, 4, 256)
+    return attention, lambda: attention(features.mean(1, keepdim=True), features)
+
+
+def molmo2_pooling(m: Any) -> tuple[nn.Module, Call]:
+    attention = m.ImagePoolingAttention(
+        input_dim=256,
+        hidden_size=128,
+        num_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        use_pytorch_sdpa=False,
+    )
+    features = noise(9, 4, 256)
+    return attention, lambda: attention(features.mean(1, keepdim=True), features)
+
+
+def whisper(m: Any) -> tuple[nn.Module, Call]:
+    attention = m.WhisperAttention(128, 2, attn_type=m.AttentionType.ENCODER)
+
+    def call() -> torch.Tensor:
+        return torch.cat([attention(noise(3, 17, 128))[0], attention(noise(17, 128))])
+
+    return attention, call
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an encoder did.
+
+    Attributes:
+        out: All of its output, `[-1] float32` on the CPU.
+        layers: Names of the classes of its attention layers.
+        ops: Calls of this package's custom op.
+    """
+
+    out: torch.Tensor
+    layers: set[str]
+    ops: int
+
+
 @dataclass(frozen=True)
 class Encoder:
     """One encoder of vLLM.
@@ -702,8 +780,6 @@ class Encoder:
 
     def load(self) -> ModuleType:
         """Import the module; ImportError if this vLLM lacks it."""
-        from importlib import import_module
-
         return import_module(f"vllm.{self.module}")
 
 
@@ -758,3 +834,9 @@ DENSE = {
     "hunyuan_vision": _model("hunyuan_vision", hunyuan_vision, 1),
     "funasr": _model("funasr", funasr, 1),
 }
+# Pooling: one query attends to four keys.
+CROSS = {
+    "molmo": _model("molmo", molmo_pooling, 0),
+    "molmo2": _model("molmo2", molmo2_pooling, 0),
+}
+WHISPER = _model("whisper", whisper, 0)

@@ -74,7 +74,7 @@ class TestRun:
             assert 0 < ours.relative_error < 1e-5
             assert ours.milliseconds > 0
             stock = image.results["TORCH_SDPA"]
-            assert stock.kernels == {"full": "torch_sdpa"}
+            assert stock.kernels == {"full": "in-tree torch_sdpa"}
             assert stock.relative_error == 0
             for backend in ("FLASHINFER", "TORCH_SDPA"):
                 embedding = saved[f"{backend}/{image.name}"]
@@ -119,7 +119,7 @@ class TestRun:
         console = Console(file=io.StringIO(), width=160)
         render(report, console)
         text = console.file.getvalue()  # type: ignore[attr-defined]
-        for part in (MODEL, "2 of 32 blocks", "100 x 60", "reference", "torch_sdpa"):
+        for part in (MODEL, "2 of 32 blocks", "100 x 60", "reference", "in-tree torch_sdpa"):
             assert part in text
         assert report.to_json()["images"][0]["results"]["FLASHINFER"]["kernels"] == {
             "windows": "reference",

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+
 from cases import (
     SHORT_CASES,
     TOLERANCES,
@@ -14,7 +15,6 @@ from cases import (
     relative_error,
     window_lengths,
 )
-
 from vllm_flashinfer_vit.kernels.rope import rope
 from vllm_flashinfer_vit.kernels.window import attention
 from vllm_flashinfer_vit.reference.attention import attention_ref
@@ -63,11 +63,11 @@ def test_window_of_every_case(case, heads, kv_heads, head_dim, dtype):
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 40, 88])
-def test_window_turns_as_rope_does(head_dim, dtype):
-    case = Case("ragged", (40, 1, 64, 0, 16))
-    q, k, v, cos, sin = _inputs(case, 4, head_dim, dtype, kv_heads=2)
+def test_window_turns_as_rope_does(head_dim):
+    dtype = torch.float16
+    case = Case("ragged", (20, 1, 32, 0))
+    q, k, v, cos, sin = _inputs(case, 2, head_dim, dtype, kv_heads=1)
     args = case.cu_seqlens(DEVICE), case.max_seqlen, head_dim**-0.5
     fused = attention(q, k, v, *args, cos, sin)
     assert torch.equal(fused, attention(*rope(q, k, cos, sin), v, *args))

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own encoders on FLASHINFER against TORCH_SDPA: same weights, same output."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from _models import (
+    CROSS,
+    DENSE,
+    PACKED,
+    WHISPER,
+    Encoder,
+    OpCount,
+    Result,
+    encode,
+    engine,
+    noise,
+    patches,
+)
+
+from cases import relative_error
+from vllm_flashinfer_vit.config import Settings
+from vllm_flashinfer_vit.patches import apply_model_patches, qwen_vl
+from vllm_flashinfer_vit.tower import Tower, TowerSpec, build_tower
+
+HAS_GPU = torch.cuda.is_available()
+cpu_only = pytest.mark.skipif(
+    HAS_GPU, reason="vLLM has one platform per process, and here it is the GPU"
+)
+
+# Two fp32 sums of the same few hundred terms in another order.
+TOLERANCE = 1e-5
+
+# True head dims; windowed, full-attention and tapped blocks where the family has them.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "depth": 2,
+        "embed_dim": 160,
+        "hidden_size": 96,
+        "hidden_act": "quick_gelu",
+        "mlp_ratio": 1,
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    "qwen2_5_vl": {
+        "depth": 3,
+        "hidden_size": 160,
+        "hidden_act": "silu",
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "in_channels": 3,
+        "out_hidden_size": 96,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+    },
+    "qwen3_vl": {
+        "depth": 3,
+        "hidden_size": 144,
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "in_channels": 3,
+        "out_hidden_size": 96,
+        "num_position_embeddings": 64,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
+IMAGES = {
+    "one": [[1, 8, 8]],
+    "several": [[1, 12, 20], [1, 6, 4], [1, 18, 10]],
+    "video": [[5, 6, 8], [1, 4, 4]],
+    "ragged-windows": [[1, 26, 38], [1, 10, 12]],
+    "one-merged-row": [[1, 2, 40], [1, 30, 2], [1, 2, 2]],
+    "many-windows": [[1, 64, 66]],
+}
+
+
+@cache
+def qwen_tower(family: str, backend: str) -> Tower:
+    spec = TowerSpec(
+        family=family,  # type: ignore[arg-type]
+        vision_config=FAMILIES[family],
+        model=family,
+        checkpoint=None,
+        full_depth=FAMILIES[family]["depth"],
+    )
+    return build_tower(spec, backend=backend, dtype=torch.float32, device="cpu")
+
+
+@cache
+def engine_of(backend: str) -> Tower:
+    return engine(backend)
+
+
+def layer_classes(tower: Tower) -> set[str]:
+    return {type(layer).__name__ for layer in tower.attention_layers().values()}
+
+
+def compare(family: str, images: str) -> None:
+    grids = IMAGES[images]
+    tower, stock = (qwen_tower(family, name) for name in ("FLASHINFER", "TORCH_SDPA"))
+    assert layer_classes(tower) == {"FlashInferViTAttention"}
+    assert layer_classes(stock) == {"MMEncoderAttention"}
+    pixels = noise(patches(grids), tower.spec.patch_dim)
+    with OpCount() as count:
+        out = tower.encode(pixels, grids)
+    assert count.calls == tower.spec.depth
+    assert relative_error(out, stock.encode(pixels, grids)) < TOLERANCE
+
+
+@cpu_only
+@pytest.mark.parametrize("images", IMAGES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_qwen_tower(family: str, images: str) -> None:
+    compare(family, images)
+
+
+@contextmanager
+def without_model_patches() -> Iterator[None]:
+    for patch in qwen_vl.PATCHES:
+        patch.revert()
+    try:
+        yield
+    finally:
+        apply_model_patches(Settings())
+
+
+@cpu_only
+@pytest.mark.parametrize("family", FAMILIES)
+def test_qwen_tower_without_model_patches(family: str) -> None:
+    qwen_tower(family, "FLASHINFER")
+    with without_model_patches():
+        compare(family, "several")
+
+
+def run(encoder: Encoder, tower: Tower) -> Result:
+    try:
+        return encode(encoder, tower)
+    except ImportError as error:
+        pytest.skip(f"not in this vLLM, or its transformers: {error}")
+    except NotImplementedError as error:
+        pytest.skip(f"in this vLLM it {error}")
+
+
+ENCODERS = {**PACKED, **DENSE}
+
+
+@cpu_only
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoder(name: str) -> None:
+    result = run(ENCODERS[name], engine_of("FLASHINFER"))
+    assert result.layers == {"FlashInferViTAttention"}
+    assert result.ops == ENCODERS[name].ops
+    stock = run(ENCODERS[name], engine_of("TORCH_SDPA"))
+    assert stock.layers == {"MMEncoderAttention"}
+    assert stock.ops == 0
+    assert relative_error(result.out, stock.out) < TOLERANCE
+
+
+@cpu_only
+@pytest.mark.parametrize("name", CROSS)
+def test_cross_shapes_fall_back(name: str) -> None:
+    result = run(CROSS[name], engine_of("FLASHINFER"))
+    assert result.layers == {"FlashInferViTAttention"}
+    assert result.ops == 0
+    stock = run(CROSS[name], engine_of("TORCH_SDPA"))
+    assert relative_error(result.out, stock.out) < TOLERANCE
+
+
+@cpu_only
+def test_whisper_stays_in_tree() -> None:
+    result = run(WHISPER, engine_of("FLASHINFER"))
+    assert result.layers == {"WhisperEncoderAttention"}
+    assert result.ops == 0
+    assert torch.equal(result.out, run(WHISPER, engine_of("TORCH_SDPA")).out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoder_on_a_gpu(name: str) -> None:
+    half = {
+        backend: run(ENCODERS[name], engine(backend, torch.bfloat16, "cuda"))
+        for backend in ("FLASHINFER", "FLASH_ATTN")
+    }
+    exact = run(ENCODERS[name], engine("TORCH_SDPA", torch.float32, "cuda"))
+    assert half["FLASHINFER"].layers == {"FlashInferViTAttention"}
+    assert half["FLASHINFER"].ops == ENCODERS[name].ops
+    errors = {name: relative_error(r.out, exact.out) for name, r in half.items()}
+    assert errors["FLASHINFER"] <= 2 * errors["FLASH_ATTN"]
