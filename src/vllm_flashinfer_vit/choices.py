@@ -6,10 +6,11 @@ hands it to the custom op as a string, so that compiled graphs hold no Python ob
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
-from vllm_flashinfer_vit.config import KernelName
+from vllm_flashinfer_vit.config import ENV_KERNEL, KernelName
 
 
 class Choice(NamedTuple):
@@ -26,30 +27,26 @@ class Choice(NamedTuple):
     reason: str
 
 
+# Longest sequence, in tokens, that a kernel takes; the others take any.
+SERVES_UP_TO: Mapping[KernelName, int] = MappingProxyType({"triton_window": 128})
+
+_UNMEASURED = "unmeasured by this project on this GPU"
+
 _NO_GPU = (Choice("reference", None, "no GPU: plain PyTorch serves every length"),)
 
 _HOPPER = (
-    Choice(
-        "flash_attn",
-        None,
-        "placeholder until measured",
-    ),
+    Choice("triton_window", 128, "placeholder until measured"),
+    Choice("flash_attn", None, "placeholder until measured"),
 )
 
 _BLACKWELL = (
-    Choice(
-        "cudnn",
-        None,
-        "unmeasured by this project on this GPU; cuDNN leads in published figures",
-    ),
+    Choice("triton_window", 128, f"{_UNMEASURED}; one pass from the projection"),
+    Choice("cudnn", None, f"{_UNMEASURED}; cuDNN leads in published figures"),
 )
 
 _OTHER = (
-    Choice(
-        "flash_attn",
-        None,
-        "unmeasured by this project on this GPU; vLLM's own default kernel",
-    ),
+    Choice("triton_window", 128, f"{_UNMEASURED}; one pass from the projection"),
+    Choice("flash_attn", None, f"{_UNMEASURED}; vLLM's own default kernel"),
 )
 
 
@@ -62,6 +59,16 @@ def choices_for(capability: tuple[int, int] | None) -> tuple[Choice, ...]:
     if capability is None:
         return _NO_GPU
     return {9: _HOPPER, 10: _BLACKWELL, 12: _BLACKWELL}.get(capability[0], _OTHER)
+
+
+def forced(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:
+    """Give a kernel every class that it takes; longer ones keep their choice."""
+    bound = SERVES_UP_TO.get(kernel)
+    first = Choice(kernel, bound, f"forced by {ENV_KERNEL}")
+    if bound is None:
+        return (first,)
+    longer = (c for c in choices if c.max_len is None or c.max_len > bound)
+    return (first, *longer)
 
 
 def without(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:

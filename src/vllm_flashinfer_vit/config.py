@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self, cast, get_args
 
-KernelName = Literal["cudnn", "flash_attn", "reference"]
+KernelName = Literal["cudnn", "flash_attn", "reference", "triton_window"]
 
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 

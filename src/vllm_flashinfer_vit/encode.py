@@ -10,7 +10,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,6 +48,9 @@ CPU_DEPTH = 4
 CPU_MAX_PIXELS = 512 * 512
 
 GPU_RUNS = 5
+
+# A tower takes about as long to build as these many images take to encode.
+_BUILD_STEPS = 2
 
 # min_pixels, max_pixels, mean and std of each family's published image processor.
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -178,44 +182,31 @@ def run(options: Options, console: Console | None = None) -> Report:
     paths = _image_paths(options.images)
     spec, max_pixels, notes = _resolve(options, device)
     with _progress(console) as progress:
-        total = len(paths) * (2 + len(backends)) + 2 * (1 + len(backends))
-        bar = progress.add_task("read images", total=total)
+        count = len(paths) + (1 + len(backends)) * (len(paths) + _BUILD_STEPS)
+        bar = progress.add_task("load the image processor", total=count)
 
-        def step(done: str, advance: int = 1) -> None:
-            progress.update(bar, advance=advance, description=done)
+        def step(now: str, advance: int = 0) -> None:
+            progress.update(bar, description=now, advance=advance)
 
         processor = _processor(spec, max_pixels)
         patches = []
         for path, name in paths:
+            step(f"read {name}", 1)
             patches.append(_read_patches(path, name, processor))
-            step(f"read {name}")
-        progress.update(bar, description="load vLLM")
-        _quieten()
-        for backend in backends:
-            check_backend(backend, device, dtype)
+        step("load vLLM")
+        with _quiet_vllm():
+            for backend in backends:
+                check_backend(backend, device, dtype)
 
-        def encode_all(backend: str, dtype: torch.dtype, timed: bool) -> list[Any]:
-            progress.update(bar, description=f"build the tower for {backend}")
-            tower = build_tower(
-                spec, backend=backend, dtype=dtype, device=device, seed=options.seed
-            )
-            step(f"warm up {backend}", 2)
-            _warm_up(tower)
-            encoded = []
-            for image in patches:
-                encoded.append(_encode(tower, image, timed))
-                step(f"encode with {backend}")
-            return encoded
+            def encode_all(backend: str, dtype: torch.dtype) -> list[_Encoded]:
+                step(f"build the tower for {backend}")
+                tower = build_tower(
+                    spec, backend=backend, dtype=dtype, device=device, seed=options.seed
+                )
+                return _encode_all(tower, patches, step)
 
-        try:
-            references = encode_all(REFERENCE_BACKEND, torch.float32, timed=False)
-            encoded = {name: encode_all(name, dtype, timed=True) for name in backends}
-        except torch.OutOfMemoryError as error:
-            raise EncodeError(
-                f"{_device_name(device)} has too little memory ({error}); use smaller "
-                "max_pixels, or fewer blocks with depth"
-            ) from error
-
+            references = encode_all(REFERENCE_BACKEND, torch.float32)
+            encoded = {backend: encode_all(backend, dtype) for backend in backends}
     report = Report(
         model=spec.model,
         depth=spec.depth,
@@ -242,38 +233,46 @@ def run(options: Options, console: Console | None = None) -> Report:
 
 
 def render(report: Report, console: Console) -> None:
-    """Print a report as a table."""
+    """Print a report as a table; several backends stand side by side."""
     table = Table(
         title=f"{report.model}, {report.depth} of {report.full_depth} blocks, "
         f"{report.dtype}, {report.device}",
         title_justify="left",
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("image", overflow="fold")
     for column in ("pixels", "patches", "tokens"):
         table.add_column(column, justify="right", no_wrap=True)
-    for backend in report.backends:
-        table.add_column(f"{backend}\nkernel")
-        table.add_column("\nms", justify="right")
-        table.add_column("relative\nerror", justify="right")
+    several = len(report.backends) > 1
+    if several:
+        for backend in report.backends:
+            table.add_column(backend)
+    else:
+        table.add_column(f"{report.backends[0]} kernel")
+        table.add_column("ms", justify="right", no_wrap=True)
+        table.add_column("error", justify="right", no_wrap=True)
     for image in report.images:
-        cells = [
+        cells = []
+        for backend in report.backends:
+            result = image.results[backend]
+            kernels = _kernel_text(result.kernels)
+            time, error = f"{result.milliseconds:,.1f}", f"{result.relative_error:.1e}"
+            if several:
+                cells.append(f"{kernels}\n{time} ms\nerror {error}")
+            else:
+                cells += [kernels, time, error]
+        table.add_row(
             image.name,
             f"{image.width} x {image.height}",
             f"{image.patches:,}",
             f"{image.tokens:,}",
-        ]
-        for backend in report.backends:
-            result = image.results[backend]
-            cells += [
-                _kernel_text(result.kernels),
-                f"{result.milliseconds:.1f}",
-                f"{result.relative_error:.1e}",
-            ]
-        table.add_row(*cells)
+            *cells,
+            end_section=several,
+        )
     console.print(table)
     console.print(
-        f"Relative error: against the same tower in fp32 with {REFERENCE_BACKEND}."
+        f"error: relative, against the same tower in fp32 with {REFERENCE_BACKEND}."
     )
     for note in report.notes:
         console.print(note)
@@ -284,7 +283,7 @@ def render(report: Report, console: Console) -> None:
 def _kernel_text(kernels: Mapping[str, str]) -> str:
     if len(set(kernels.values())) == 1:
         return next(iter(kernels.values()))
-    return ", ".join(f"{label}: {kernels[label]}" for label in sorted(kernels))
+    return "\n".join(f"{label}: {kernels[label]}" for label in sorted(kernels))
 
 
 def _device(name: str) -> torch.device:
@@ -471,20 +470,31 @@ def _read_image(path: Path) -> Image.Image:
         ) from error
 
 
-def _quieten() -> None:
-    if os.environ.get("VLLM_LOGGING_LEVEL", "").upper() not in ("DEBUG", "INFO"):
-        # A table is what the user asked for; warnings of this package still show.
-        logging.getLogger("torch").setLevel(logging.ERROR)
-        logging.getLogger("vllm").setLevel(logging.ERROR)
-        logging.getLogger("vllm.plugins.flashinfer_vit").setLevel(logging.WARNING)
-    level = logging.getLogger("vllm").level
-    import vllm.logger  # noqa: F401
+@contextmanager
+def _quiet_vllm() -> Iterator[None]:
+    """Keep vLLM's log off standard output, and down to what a user can act on."""
+    verbose = os.environ.get("VLLM_LOGGING_LEVEL", "").upper() in ("DEBUG", "INFO")
+    with ExitStack() as stack:
 
-    # The import configures logging: it sets the level, and writes to standard output.
-    logging.getLogger("vllm").setLevel(level)
-    for handler in logging.getLogger("vllm").handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(sys.stderr)
+        def set_level(name: str, level: int) -> None:
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(level)
+
+        if not verbose:
+            set_level("torch", logging.ERROR)
+        # Its import sets level and stream of vLLM's logger.
+        import vllm.logger  # noqa: F401
+
+        for handler in logging.getLogger("vllm").handlers:
+            if getattr(handler, "stream", None) is sys.stdout:
+                assert isinstance(handler, logging.StreamHandler)
+                stack.callback(handler.setStream, sys.stdout)
+                handler.setStream(sys.stderr)
+        if not verbose:
+            set_level("vllm", logging.ERROR)
+            set_level("vllm.plugins.flashinfer_vit", logging.WARNING)
+        yield
 
 
 def _progress(console: Console | None) -> Progress:
@@ -495,6 +505,7 @@ def _progress(console: Console | None) -> Progress:
         console=console,
         disable=console is None,
         transient=True,
+        redirect_stdout=False,
     )
 
 
@@ -505,22 +516,33 @@ class _Encoded:
     kernels: Mapping[str, str]
 
 
-def _warm_up(tower: Tower) -> None:
-    side = 4 * tower.spec.merge_size
-    tower.encode(torch.zeros(side * side, tower.spec.patch_dim), [[1, side, side]])
+def _encode_all(
+    tower: Tower, images: Iterable[_Patches], step: Callable[[str, int], None]
+) -> list[_Encoded]:
+    encoded = []
+    try:
+        step(f"warm up {tower.backend}", _BUILD_STEPS)
+        side = 4 * tower.spec.merge_size
+        tower.encode(torch.zeros(side * side, tower.spec.patch_dim), [[1, side, side]])
+        for image in images:
+            step(f"encode {image.name} with {tower.backend}", 1)
+            encoded.append(_encode(tower, image))
+    except torch.OutOfMemoryError as error:
+        raise EncodeError(
+            f"{_device_name(tower.device)} has too little memory ({error}); use a "
+            "smaller max_pixels"
+        ) from error
+    return encoded
 
 
-def _encode(tower: Tower, image: _Patches, timed: bool) -> _Encoded:
+def _encode(tower: Tower, image: _Patches) -> _Encoded:
     pixels = image.pixel_values.to(tower.device, tower.dtype)
 
     def encode() -> torch.Tensor:
         return tower.encode(pixels, [image.grid])
 
-    embedding, milliseconds = (
-        _time_on_gpu(encode)
-        if timed and tower.device.type == "cuda"
-        else _time_once(encode)
-    )
+    time_it = _time_on_gpu if tower.device.type == "cuda" else _time_once
+    embedding, milliseconds = time_it(encode)
     return _Encoded(embedding.cpu(), milliseconds, tower.kernels([image.grid]))
 
 

@@ -5,6 +5,7 @@ Inside the op nothing synchronises with the device, and every device tensor is d
 anew from `cu_seqlens`, so a captured graph stays right when its inputs change.
 """
 
+import functools
 from collections.abc import Callable
 from importlib import import_module
 
@@ -20,9 +21,13 @@ _KERNELS = {
     "cudnn": ("vllm_flashinfer_vit.kernels.cudnn", "attention"),
     "flash_attn": ("vllm_flashinfer_vit.kernels.flash_attn", "attention"),
     "reference": ("vllm_flashinfer_vit.reference.attention", "attention_ref"),
+    "triton_window": ("vllm_flashinfer_vit.kernels.window", "attention"),
 }
+# Kernels that rotate q and k themselves, if all of the head dim is rotated.
+_ROTATES = frozenset({"triton_window"})
 
 
+@functools.cache
 def _kernel(name: str) -> Callable[..., torch.Tensor]:
     module, function = _KERNELS[name]
     return getattr(import_module(module), function)
@@ -83,9 +88,14 @@ def _attention(
     elif max_seqlen is not None and max_seqlen.device.type == "cpu":
         # Some models hand over 0 where vLLM's default backend needs no length.
         longest = min(int(max_seqlen), num_tokens) or num_tokens
-    if cos is not None and sin is not None:
-        q, k = _rotate(q, k, cos, sin)
-    return _kernel(select(plan, longest))(q, k, v, cu_seqlens, longest, scale)
+    name = select(plan, longest)
+    kernel = _kernel(name)
+    if cos is None or sin is None:
+        return kernel(q, k, v, cu_seqlens, longest, scale)
+    if name in _ROTATES and 2 * cos.shape[1] == q.shape[2]:
+        return kernel(q, k, v, cu_seqlens, longest, scale, cos, sin)
+    q, k = _rotate(q, k, cos, sin)
+    return kernel(q, k, v, cu_seqlens, longest, scale)
 
 
 def _attention_fake(

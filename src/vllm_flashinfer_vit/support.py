@@ -25,8 +25,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from vllm_flashinfer_vit import choices as choices_module
 from vllm_flashinfer_vit.choices import Choice, choices_for, without
-from vllm_flashinfer_vit.config import ENV_KERNEL, KernelName
+from vllm_flashinfer_vit.config import KERNEL_NAMES, KernelName
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,9 @@ _RAGGED_FIRST = (9, 10)
 
 # Prefill rows of the support matrix on docs.nvidia.com/cudnn/operations/Attention, and
 # `supports_head_size` of vLLM's FlashAttention backend; both want multiples of 8.
-MAX_HEAD_DIM = 256
+HEAD_DIMS: Mapping[KernelName, tuple[int, int]] = MappingProxyType(
+    {"cudnn": (8, 256), "flash_attn": (8, 256), "triton_window": (32, 128)}
+)
 HALF_DTYPES = ("float16", "bfloat16")
 
 _MODULES = {
@@ -217,7 +220,7 @@ def kernel_verdict(
         if stack.torch is None:
             return _missing(stack, "torch")
         return Verdict(True, "plain PyTorch runs everywhere")
-    if kernel not in ("cudnn", "flash_attn"):
+    if kernel not in KERNEL_NAMES:
         raise ValueError(f"no kernel is named {kernel!r}")
     if dtype_name not in HALF_DTYPES:
         return Verdict(
@@ -225,9 +228,11 @@ def kernel_verdict(
             f"it takes {' and '.join(HALF_DTYPES)}, not {dtype_name}",
             "--dtype bfloat16",
         )
-    if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
+    smallest, largest = HEAD_DIMS[kernel]
+    if head_dim % 8 or not smallest <= head_dim <= largest:
         return Verdict(
-            False, f"head dim {head_dim} is no multiple of 8 up to {MAX_HEAD_DIM}"
+            False,
+            f"head dim {head_dim} is no multiple of 8 from {smallest} to {largest}",
         )
     if stack.capability is None:
         return Verdict(False, "it needs an NVIDIA GPU and this process sees none")
@@ -237,6 +242,10 @@ def kernel_verdict(
             f"it needs compute capability 8.0 (Ampere) or newer; {stack.gpus[0].name} "
             f"has {_dotted(stack.capability)}",
         )
+    if kernel == "triton_window":
+        if stack.triton is None:
+            return _missing(stack, "triton")
+        return Verdict(True, f"Triton {stack.triton}")
     if kernel == "flash_attn":
         return _flash_attn_verdict(stack, stack.capability)
     return _cudnn_verdict(stack, stack.capability)
@@ -262,14 +271,14 @@ def usable_choices(
     """
     choices = choices_for(stack.capability)
     if forced is not None:
-        choices = (Choice(forced, None, f"forced by {ENV_KERNEL}"),)
+        choices = choices_module.forced(choices, forced)
     refusals = []
     for kernel in dict.fromkeys(choice.kernel for choice in choices):
         verdict = kernel_verdict(kernel, stack, head_dim, dtype)
         if not verdict.ok:
             remedy = f" ({verdict.remedy})" if verdict.remedy else ""
             refusals.append(f"{kernel}: {verdict.reason}{remedy}")
-            choices = without(choices, kernel)
+            choices = () if kernel == forced else without(choices, kernel)
     return choices, tuple(refusals)
 
 

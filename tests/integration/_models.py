@@ -395,7 +395,8 @@ def kimi_k25(m: Any) -> tuple[nn.Module, Call]:
         merge_type="sd2_tpool",
         hidden_act="gelu_pytorch_tanh",
     )
-    tower = m.MoonViT3dPretrainedModel(config)
+    # The model casts its tower, and with it the fp32 embedding of time.
+    tower = m.MoonViT3dPretrainedModel(config).to(torch.get_default_dtype())
     grids = torch.tensor(GRIDS)
     return tower, lambda: tower(noise(patches(GRIDS), 3, 14, 14), grids)
 

@@ -119,7 +119,13 @@ class TestRun:
         console = Console(file=io.StringIO(), width=160)
         render(report, console)
         text = console.file.getvalue()  # type: ignore[attr-defined]
-        for part in (MODEL, "2 of 32 blocks", "100 x 60", "reference", "in-tree torch_sdpa"):
+        for part in (
+            MODEL,
+            "2 of 32 blocks",
+            "100 x 60",
+            "reference",
+            "in-tree torch_sdpa",
+        ):
             assert part in text
         assert report.to_json()["images"][0]["results"]["FLASHINFER"]["kernels"] == {
             "windows": "reference",

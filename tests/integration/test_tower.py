@@ -418,7 +418,9 @@ class TestRefusals:
 
     def test_devices(self) -> None:
         spec = small_spec("qwen2_vl")
-        with pytest.raises(TowerError, match=r"'cuda' is not available; use cpu or one of 0"):
+        with pytest.raises(
+            TowerError, match=r"'cuda' is not available; use cpu or one of 0"
+        ):
             build_tower(spec, backend="FLASHINFER", dtype=torch.bfloat16, device="cuda")
         with pytest.raises(TowerError, match=r"compiling the tower needs a GPU"):
             build_tower(

@@ -53,21 +53,17 @@ def test_register_runs_twice_without_cuda_and_can_be_undone():
 
 
 def test_an_unsupported_vllm_is_named_in_one_line_and_left_alone():
+    code = (
+        "import importlib.metadata as m\n"
+        "original = m.version\n"
+        "m.version = lambda n: '0.19.1' if n == 'vllm' else original(n)\n"
+        "import vllm_flashinfer_vit\n"
+        "vllm_flashinfer_vit.register()\n"
+        "from vllm.model_executor.custom_op import op_registry_oot\n"
+        "assert 'MMEncoderAttention' not in op_registry_oot\n"
+    )
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import importlib.metadata as m\n"
-            "original = m.version\n"
-            "m.version = lambda n: '0.19.1' if n == 'vllm' else original(n)\n"
-            "import vllm_flashinfer_vit\n"
-            "vllm_flashinfer_vit.register()\n"
-            "from vllm.model_executor.custom_op import op_registry_oot\n"
-            "assert 'MMEncoderAttention' not in op_registry_oot\n",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     lines = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A patch applies once, refuses what it was not written for, and reverts by identity."""
+"""A patch applies once, refuses another vLLM, and reverts by identity."""
 
 import sys
 import types

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from vllm_flashinfer_vit.kernels.padding import mask_padding
+
 
 @functools.cache
 def fa_version(head_dim: int) -> int:
@@ -39,24 +41,13 @@ def _varlen_func() -> Callable[..., torch.Tensor]:
     return flash_attn_varlen_func
 
 
-def _mask_padding(
-    v: torch.Tensor, cu_seqlens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return v with zeros behind the last sequence, and offsets that never fall."""
-    from vllm_flashinfer_vit.kernels.seqlens import derive_seqlens
-    from vllm_flashinfer_vit.kernels.zero_tail import zero_tail
-
-    num_seqs = cu_seqlens.shape[0] - 1
-    cu_seqlens = derive_seqlens(cu_seqlens, v.shape[0], num_seqs).cu_seqlens
-    return zero_tail(v, cu_seqlens), cu_seqlens
-
-
 @functools.cache
 def _compile_for_capture(
-    heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    v = torch.zeros(1, heads, head_dim, dtype=dtype, device=device)
-    _mask_padding(v, torch.zeros(2, dtype=torch.int32, device=device))
+    v = torch.zeros(1, kv_heads, head_dim, dtype=dtype, device=device)
+    out = torch.zeros(1, heads, head_dim, dtype=dtype, device=device)
+    mask_padding(torch.zeros(2, dtype=torch.int32, device=device), v, out)
 
 
 def attention(
@@ -72,7 +63,7 @@ def attention(
     Args:
         q: `[T, H, D]` bf16 or fp16, D-stride 1, any other strides.
         k: `[T, H_kv, D]` like q, H a multiple of H_kv.
-        v: `[T, H_kv, D]` like k.
+        v: `[T, H_kv, D]` like k. In a graph its rows of no sequence are zeroed.
         cu_seqlens: `[N + 1] int32` on q's device, token prefix sums. In a graph a tail
             of zeros or repeated values stands for empty sequences.
         max_seqlen: An upper bound of the sequence lengths, in tokens.
@@ -90,12 +81,11 @@ def attention(
     shape = (num_tokens, heads, v.shape[2])
     if num_tokens == 0 or num_seqs == 0:
         return torch.zeros(shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(shape, dtype=q.dtype, device=q.device)
     if torch.cuda.is_current_stream_capturing():
-        v, cu_seqlens = _mask_padding(v, cu_seqlens)
-        out = torch.zeros(shape, dtype=q.dtype, device=q.device)
+        cu_seqlens = mask_padding(cu_seqlens, v, out)
     else:
-        _compile_for_capture(*v.shape[1:], v.dtype, v.device)
-        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+        _compile_for_capture(heads, v.shape[1], head_dim, v.dtype, v.device)
     max_seqlen = max(1, min(max_seqlen, num_tokens))
     _varlen_func()(
         q,

@@ -46,6 +46,21 @@ def _load_offsets(cu_ptr, offs_n, num_seqs, num_tokens):
     return tl.minimum(tl.maximum(cu, 0), num_tokens)
 
 
+@triton.jit
+def derive_offsets(
+    cu_ptr, offs_n, first, num_seqs, num_tokens, BLOCK_SEEN: tl.constexpr
+):
+    """Return the offsets at offs_n, which starts at first; they never fall."""
+    seen = tl.zeros([BLOCK_SEEN], dtype=tl.int32)
+    for start in range(0, first, BLOCK_SEEN):
+        offs_seen = tl.minimum(start + tl.arange(0, BLOCK_SEEN), first - 1)
+        earlier = _load_offsets(cu_ptr, offs_seen, num_seqs, num_tokens)
+        seen = tl.maximum(seen, earlier)
+    own = _load_offsets(cu_ptr, offs_n, num_seqs, num_tokens)
+    own = tl.maximum(own, tl.max(seen, axis=0))
+    return tl.associative_scan(own, 0, _larger)
+
+
 # No argument's value selects a compiled variant: a call that is captured in a graph
 # would compile inside the capture if no call before had the same alignment.
 @triton.jit(
@@ -84,17 +99,8 @@ def _seqlens_kernel(
     Grid: (cdiv(num_slots + 1, BLOCK),)
     """
     pid = tl.program_id(0)
-    first = pid * BLOCK
-    seen = tl.zeros([BLOCK_SEEN], dtype=tl.int32)
-    for start in range(0, first, BLOCK_SEEN):
-        offs_seen = tl.minimum(start + tl.arange(0, BLOCK_SEEN), first - 1)
-        earlier = _load_offsets(cu_ptr, offs_seen, num_seqs, num_tokens)
-        seen = tl.maximum(seen, earlier)
-
-    offs_n = first + tl.arange(0, BLOCK)
-    own = _load_offsets(cu_ptr, offs_n, num_seqs, num_tokens)
-    own = tl.maximum(own, tl.max(seen, axis=0))
-    cu = tl.associative_scan(own, 0, _larger)
+    offs_n = pid * BLOCK + tl.arange(0, BLOCK)
+    cu = derive_offsets(cu_ptr, offs_n, pid * BLOCK, num_seqs, num_tokens, BLOCK_SEEN)
     following = _load_offsets(cu_ptr, offs_n + 1, num_seqs, num_tokens)
     length = tl.maximum(following - cu, 0)
 

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make a padded batch safe for a kernel that expects none, in one launch.
+
+In a graph's replay cu_seqlens may end in zeros, and rows behind the last sequence are
+padding. A kernel made for plain batches would see a negative length, and may multiply
+padding rows by a weight of 0, which leaves a NaN a NaN.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_flashinfer_vit.kernels.seqlens import derive_offsets
+
+_BLOCK = 1024
+# Rows that one program checks and clears.
+_ROWS = 64
+
+
+# One variant for all arguments: it is compiled before any capture.
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_tokens", "stride_vt", "stride_vh"],
+    do_not_specialize_on_alignment=["cu_ptr", "cu_out_ptr", "v_ptr", "out_ptr"],
+)
+def _mask_padding_kernel(
+    cu_ptr,
+    cu_out_ptr,
+    v_ptr,
+    out_ptr,
+    num_seqs,
+    num_tokens,
+    stride_vt,
+    stride_vh,
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Derive BLOCK offsets, or clear those of ROWS rows that are padding.
+
+    Grid: (cdiv(num_seqs + 1, BLOCK) + cdiv(num_tokens, ROWS),)
+    """
+    pid = tl.program_id(0)
+    num_derive = tl.cdiv(num_seqs + 1, BLOCK)
+    if pid < num_derive:
+        first_n = pid * BLOCK
+        offs_n = first_n + tl.arange(0, BLOCK)
+        cu = derive_offsets(cu_ptr, offs_n, first_n, num_seqs, num_tokens, BLOCK)
+        tl.store(cu_out_ptr + offs_n, cu, mask=offs_n <= num_seqs)
+        return
+    end = 0
+    for start in range(0, num_seqs + 1, BLOCK):
+        offs_n = start + tl.arange(0, BLOCK)
+        cu = tl.load(cu_ptr + offs_n, mask=offs_n <= num_seqs, other=0)
+        end = tl.maximum(end, tl.max(cu, axis=0))
+    first = (pid - num_derive) * ROWS
+    last = tl.minimum(first + ROWS, num_tokens)
+    offs = tl.arange(0, BLOCK)
+    for row in range(tl.maximum(first, end), last):
+        row_v = tl.cast(row, tl.int64) * stride_vt
+        row_out = tl.cast(row, tl.int64) * (H * D)
+        for col in range(0, H_KV * D, BLOCK):
+            head_v = tl.cast((col + offs) // D, tl.int64)
+            offs_v = head_v * stride_vh + (col + offs) % D
+            tl.store(v_ptr + row_v + offs_v, 0.0, mask=col + offs < H_KV * D)
+        for col in range(0, H * D, BLOCK):
+            tl.store(out_ptr + row_out + col + offs, 0.0, mask=col + offs < H * D)
+
+
+def mask_padding(
+    cu_seqlens: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """Zero the padding rows of v and out, in place, and mend cu_seqlens.
+
+    Args:
+        cu_seqlens: `[N + 1] int32`, contiguous token prefix sums; where they fall, the
+            sequence is empty.
+        v: `[T, H_kv, D]`, D-stride 1, any other strides; only rows that belong to no
+            sequence, which nobody else reads, change.
+        out: `[T, H, D]`, contiguous; likewise.
+
+    Returns:
+        `[N + 1] int32`, the offsets clamped to [0, T] and never falling.
+    """
+    num_tokens, heads, head_dim = out.shape
+    num_seqs = cu_seqlens.shape[0] - 1
+    cu_out = torch.empty_like(cu_seqlens)
+    grid = triton.cdiv(num_seqs + 1, _BLOCK) + triton.cdiv(num_tokens, _ROWS)
+    _mask_padding_kernel[(grid,)](
+        cu_seqlens,
+        cu_out,
+        v,
+        out,
+        num_seqs,
+        num_tokens,
+        v.stride(0),
+        v.stride(1),
+        H=heads,
+        H_KV=v.shape[1],
+        D=head_dim,
+        BLOCK=_BLOCK,
+        ROWS=_ROWS,
+    )
+    return cu_out

@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer by itself: when it is built, what it refuses, how it compiles."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from _models import engine, noise, offsets
+
+from cases import attention_eager, make_cos_sin, make_qkv, relative_error
+from cases import Case as Batch
+from vllm_flashinfer_vit import patches
+from vllm_flashinfer_vit.config import (
+    ENV_DISABLE_PATCHES,
+    ENV_KERNEL,
+    ENV_STRICT,
+    Settings,
+)
+from vllm_flashinfer_vit.patches import qwen_vl
+from vllm_flashinfer_vit.tower import Tower
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="vLLM has one platform per process, and here it is the GPU",
+)
+
+HEADS, HEAD_DIM = 4, 16
+SCALE = HEAD_DIM**-0.5
+
+
+@pytest.fixture(scope="module")
+def flashinfer() -> Tower:
+    return engine("FLASHINFER")
+
+
+@pytest.fixture(autouse=True)
+def patched(flashinfer: Tower) -> Iterator[None]:
+    """Leave all patches applied, as the engine of the other tests does."""
+    yield
+    patches.apply_platform_patches()
+    patches.apply_model_patches(Settings())
+
+
+def build(tower: Tower, **kwargs: Any) -> torch.nn.Module:
+    from vllm.model_executor.layers.attention import MMEncoderAttention
+
+    settings = {"num_heads": HEADS, "head_size": HEAD_DIM, "prefix": "a.layer"}
+    with tower.running():
+        return MMEncoderAttention(**{**settings, **kwargs})
+
+
+# What a process is like with and without the package, as long as no one asks for it.
+PROCESS = """
+import hashlib, json, sys, torch
+sys.path[:0] = sys.argv[2:]
+from _models import CONTEXT, noise
+from vllm_flashinfer_vit.platform_cpu import use_cpu_platform
+from vllm_flashinfer_vit.tower import build_tower
+use_cpu_platform(force=True)
+with_plugin = sys.argv[1] == "with"
+tower = build_tower(CONTEXT, backend="TORCH_SDPA", dtype=torch.float32, device="cpu",
+                    plugin=with_plugin)
+out = tower.encode(noise(112, 1176), [[1, 8, 10], [2, 4, 4]])
+layer = next(iter(tower.attention_layers().values()))
+method = layer._forward_method
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.models.qwen2_vl import Qwen2VisionAttention
+print(json.dumps({
+    "class": f"{type(layer).__module__}.{type(layer).__qualname__}",
+    "method": f"{method.__func__.__module__}.{method.__func__.__qualname__}",
+    "own": method.__self__ is layer,
+    "attributes": sorted(vars(layer)),
+    "bits": hashlib.sha256(out.numpy().tobytes()).hexdigest(),
+    "model": Qwen2VisionAttention.forward.__code__.co_filename,
+    "registered": "MMEncoderAttention" in op_registry_oot,
+}))
+"""
+
+
+def test_other_backends_run_as_without_the_package():
+    here = os.path.dirname(__file__)
+    env = {**os.environ, "VLLM_PLUGINS": ""}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, name, here],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for name in ("with", "without")
+    ]
+    outputs = [child.communicate(timeout=180) for child in children]
+    assert [child.returncode for child in children] == [0, 0], outputs
+    with_, without = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    assert (with_.pop("registered"), without.pop("registered")) == (True, False)
+    assert with_ == without
+    assert without["class"].endswith("MMEncoderAttention")
+
+
+def test_another_backend_gets_the_class_in_the_tree():
+    from vllm.model_executor.layers.attention import MMEncoderAttention
+
+    layer = build(engine("TORCH_SDPA"))
+    assert type(layer) is MMEncoderAttention
+    assert layer._forward_method.__func__ is MMEncoderAttention.forward_cpu
+
+
+@pytest.fixture
+def unpatched_models() -> None:
+    import vllm.model_executor.models.qwen2_5_vl
+    import vllm.model_executor.models.qwen2_vl  # noqa: F401
+
+    for patch in qwen_vl.PATCHES:
+        patch.revert()
+
+
+def applied() -> set[str]:
+    return {patch.name for patch in qwen_vl.PATCHES if patch.applied}
+
+
+@pytest.mark.usefixtures("unpatched_models")
+class TestModelPatches:
+    def test_wait_for_a_flashinfer_layer(self, flashinfer: Tower) -> None:
+        build(engine("TORCH_SDPA"))
+        assert applied() == set()
+        build(flashinfer)
+        assert applied() == {patch.name for patch in qwen_vl.PATCHES}
+
+    def test_one_is_left_out(
+        self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(ENV_DISABLE_PATCHES, "qwen2_vl-fused-rotary")
+        build(flashinfer)
+        assert applied() == {"qwen2_5_vl-fused-rotary"}
+
+    def test_unknown_name(
+        self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(ENV_DISABLE_PATCHES, "qwen2_vl-fused-rotary,other")
+        with pytest.raises(ValueError, match=r"named other; .*qwen2_vl-fused-rotary"):
+            build(flashinfer)
+        assert applied() == set()
+
+    def test_revert_all_restores_every_object(self, flashinfer: Tower) -> None:
+        patches.revert_all()
+        loaded = [patch for patch in patches.all_patches() if patch.loaded]
+
+        def objects() -> list[object]:
+            return [
+                owner.__dict__[name] for owner, name in (p._owner() for p in loaded)
+            ]
+
+        before = objects()
+        assert len(before) >= 3
+        patches.apply_platform_patches()
+        build(flashinfer)
+        during = objects()
+        assert not any(a is b for a, b in zip(before, during, strict=True))
+        patches.revert_all()
+        assert all(a is b for a, b in zip(before, objects(), strict=True))
+
+
+def qkv(tokens: int, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """q, k, v `[1, T, H, D]`, strided views of one projection."""
+    batch = Batch("", (tokens,))
+    return tuple(x[None] for x in make_qkv(batch, HEADS, HEAD_DIM, torch.float32))
+
+
+BAD_CALLS = {
+    "int64-offsets": (
+        lambda q, k, v: (q, k, v, torch.tensor([0, 4, 10])),
+        r"'a.layer': cu_seqlens is torch.int64 .*must be int32",
+    ),
+    "offsets-in-a-matrix": (
+        lambda q, k, v: (q, k, v, offsets([4, 6])[None]),
+        r"'a.layer': cu_seqlens is torch.int32 of shape \(1, 3\)",
+    ),
+    "no-sequence": (
+        lambda q, k, v: (q, k, v, offsets([])),
+        r"'a.layer': cu_seqlens has 1 entries.*list of grids empty",
+    ),
+    "offsets-elsewhere": (
+        lambda q, k, v: (q, k, v, offsets([4, 6]).to("meta")),
+        r"'a.layer': cu_seqlens is on meta, the query on cpu",
+    ),
+    "key-elsewhere": (
+        lambda q, k, v: (q, k.to("meta"), v),
+        r"'a.layer': .* are on cpu, meta, cpu",
+    ),
+    "mixed-dtypes": (
+        lambda q, k, v: (q, k, v.half()),
+        r"'a.layer': .* torch.float32, torch.float32, torch.float16",
+    ),
+    "another-dtype": (
+        lambda q, k, v: (q.half(), k.half(), v.half()),
+        r"'a.layer': built for torch.float32, called with torch.float16",
+    ),
+    "falling-offsets": (
+        lambda q, k, v: (q, k, v, torch.tensor([0, 6, 4, 10], dtype=torch.int32)),
+        r"cu_seqlens must not fall .* entry 2 is 4 after 6",
+    ),
+    "too-many-tokens": (
+        lambda q, k, v: (q, k, v, offsets([4, 7])),
+        r"cu_seqlens ends at 11, but q has 10 rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_call(name: str, flashinfer: Tower) -> None:
+    make, message = BAD_CALLS[name]
+    layer = build(flashinfer)
+    with pytest.raises(ValueError, match=message):
+        layer(*make(*qkv(10)))
+
+
+class TestConstruction:
+    def test_unknown_kernel(
+        self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(ENV_KERNEL, "fastest")
+        with pytest.raises(ValueError, match=r"'fastest': use one of auto, cudnn"):
+            build(flashinfer)
+
+    @pytest.mark.parametrize("kernel", ["cudnn", "flash_attn"])
+    def test_forced_kernel_that_cannot_run(
+        self, kernel: str, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(ENV_KERNEL, kernel)
+        with pytest.raises(ValueError, match=rf"{kernel}.*GPU") as caught:
+            build(flashinfer)
+        assert ENV_KERNEL in str(caught.value)
+
+    def test_fp8(self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = flashinfer.vllm_config.model_config.multimodal_config
+        monkeypatch.setattr(config, "mm_encoder_attn_dtype", "fp8")
+        with pytest.raises(ValueError, match=r"'a.layer'.*--mm-encoder-attn-dtype"):
+            build(flashinfer)
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What the package logs; vLLM's loggers do not propagate to pytest's handler."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
+    logger = logging.getLogger("vllm.plugins.flashinfer_vit")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def cross() -> tuple[torch.Tensor, ...]:
+    return noise(3, 1, HEADS * HEAD_DIM), *(noise(3, 5, HEADS * HEAD_DIM),) * 2
+
+
+class TestCrossShapes:
+    def test_fall_back_is_said_once(
+        self, flashinfer: Tower, messages: list[str]
+    ) -> None:
+        layer = build(flashinfer, prefix="pooling.attn")
+        out = layer(*cross())
+        torch.testing.assert_close(out, build(engine("TORCH_SDPA"))(*cross()))
+        layer(*cross())
+        said = [line for line in messages if "pooling.attn" in line]
+        assert len(said) == 1
+        assert "query and key lengths differ" in said[0]
+        assert "TORCH_SDPA" in said[0]
+
+    def test_strict(self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(ENV_STRICT, "1")
+        layer = build(flashinfer)
+        with pytest.raises(
+            ValueError, match=rf"'a.layer'.*lengths differ.*{ENV_STRICT}"
+        ):
+            layer(*cross())
+
+
+BATCHES = [
+    Batch("one-token", (1,)),
+    Batch("single-tokens", (1, 1, 5, 1)),
+    Batch("empty-first-middle-last", (0, 17, 0, 33, 0)),
+    Batch("zero-tail", (10, 30), zeros=3),
+    Batch("zero-tail-and-padding", (10, 30), zeros=3, pad_rows=8),
+    Batch("repeated-tail", (10, 30), repeats=3, pad_rows=8),
+    Batch("nothing-but-padding", (), zeros=2, pad_rows=8),
+]
+
+
+@pytest.mark.parametrize("head_dim", [7, 72])
+@pytest.mark.parametrize("kv_heads", [HEADS, 1])
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
+def test_sequences(
+    batch: Batch, kv_heads: int, head_dim: int, flashinfer: Tower
+) -> None:
+    layer = build(flashinfer, head_size=head_dim, num_kv_heads=kv_heads)
+    q, k, v = make_qkv(batch, HEADS, head_dim, torch.float32, kv_heads=kv_heads)
+    longest = torch.tensor(batch.max_seqlen, dtype=torch.int32)
+    out = layer(q[None], k[None], v[None], batch.cu_seqlens(), longest)
+    expected = attention_eager(q, k, v, batch, head_dim**-0.5)
+    assert out.shape == (1, batch.rows, HEADS, head_dim)
+    assert out.is_contiguous()
+    assert relative_error(out[0], expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "longest",
+    [
+        None,
+        0,
+        7,
+        torch.tensor(0),
+        torch.tensor(7, dtype=torch.int32),
+        torch.tensor(9, dtype=torch.int64),
+        torch.tensor(1 << 20),
+    ],
+    ids=str,
+)
+def test_any_form_of_the_longest_length(longest: Any, flashinfer: Tower) -> None:
+    batch = Batch("", (7, 3))
+    q, k, v = qkv(10)
+    out = build(flashinfer)(q, k, v, offsets([7, 3]), longest)
+    expected = attention_eager(q[0], k[0], v[0], batch, SCALE)
+    assert relative_error(out[0], expected) < 1e-5
+
+
+class TestShapes:
+    def test_flat_heads(self, flashinfer: Tower) -> None:
+        layer = build(flashinfer)
+        q, k, v = noise(3, 2, 9, HEADS * HEAD_DIM)
+        out = layer(q, k, v)
+        assert out.shape == q.shape
+        heads = (x.unflatten(2, (HEADS, HEAD_DIM)) for x in (q, k, v))
+        torch.testing.assert_close(out, layer(*heads).flatten(2))
+        torch.testing.assert_close(out, build(engine("TORCH_SDPA"))(q, k, v))
+
+    def test_offsets_run_over_the_whole_batch(self, flashinfer: Tower) -> None:
+        layer = build(flashinfer)
+        q, k, v = noise(3, 2, 9, HEADS * HEAD_DIM)
+        packed = (x.reshape(1, 18, -1) for x in (q, k, v))
+        out = layer(q, k, v, offsets([4, 8, 6]))
+        torch.testing.assert_close(
+            out.reshape(1, 18, -1), layer(*packed, offsets([4, 8, 6]))
+        )
+
+    @pytest.mark.parametrize("shape", [(0, 9), (2, 0)], ids=str)
+    def test_nothing(self, shape: tuple[int, int], flashinfer: Tower) -> None:
+        x = torch.empty(*shape, HEADS, HEAD_DIM)
+        assert build(flashinfer)(x, x, x).shape == x.shape
+
+
+def call(layer: torch.nn.Module, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """A block around the layer: what is compiled has something to do before and after."""
+    q, k, v = (x * 2).unflatten(2, (3, HEADS, HEAD_DIM)).unbind(2)
+    return layer(q, k, v, *args).flatten(2) + 1
+
+
+def block_input(tokens: int) -> torch.Tensor:
+    x = noise(1, tokens, 3 * HEADS * HEAD_DIM)
+    torch._dynamo.mark_dynamic(x, 1)
+    return x
+
+
+def dynamic_offsets(lengths: list[int]) -> torch.Tensor:
+    cu_seqlens = offsets(lengths)
+    torch._dynamo.mark_dynamic(cu_seqlens, 0)
+    return cu_seqlens
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+class TestCompile:
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_is_compiled_once(self, backend: str, flashinfer: Tower) -> None:
+        from torch._dynamo.testing import CompileCounterWithBackend
+
+        counter = CompileCounterWithBackend(backend)
+        compiled = torch.compile(call, fullgraph=True, backend=counter)
+        layers = [build(flashinfer, prefix=f"blocks.{i}.attn") for i in range(3)]
+        for lengths in ([7, 12, 5], [30, 2], [9] * 6):
+            x, cu_seqlens = block_input(sum(lengths)), dynamic_offsets(lengths)
+            longest = torch.tensor(max(lengths), dtype=torch.int32)
+            for layer in layers:
+                out = compiled(layer, x, cu_seqlens, longest)
+                torch.testing.assert_close(out, call(layer, x, cu_seqlens, longest))
+        assert counter.frame_count == 1
+
+    def test_dense(self, flashinfer: Tower) -> None:
+        layer = build(flashinfer)
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for tokens in (9, 12):
+            x = noise(2, tokens, 3 * HEADS * HEAD_DIM)
+            torch.testing.assert_close(compiled(layer, x), call(layer, x))
+
+
+BATCH = Batch("", (7, 12, 5), zeros=1)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, HEAD_DIM // 2, HEAD_DIM])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_op_is_well_behaved(packed: bool, rotary_dim: int, flashinfer: Tower) -> None:
+    from vllm_flashinfer_vit import ops
+
+    q, k, v = make_qkv(BATCH, HEADS, HEAD_DIM, torch.float32, kv_heads=2)
+    cos, sin = make_cos_sin(BATCH, rotary_dim) if rotary_dim else (None, None)
+    cu_seqlens = BATCH.cu_seqlens() if packed else None
+    longest = torch.tensor(BATCH.max_seqlen) if packed else None
+    length = 0 if packed else BATCH.rows // 2
+    args = (q, k, v, cos, sin, cu_seqlens, longest, length, SCALE, "*:reference")
+    torch.library.opcheck(ops.attention, args)
