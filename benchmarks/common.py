@@ -426,7 +426,8 @@ def capture(run: Run) -> Run:
         graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
 
-    def replay() -> torch.Tensor:
+    # The graph reads tensors that the call closes over, so the call must live on.
+    def replay(_captured: Run = run) -> torch.Tensor:
         graph.replay()
         return output
 

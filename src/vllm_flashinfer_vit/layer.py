@@ -12,7 +12,11 @@ from vllm_flashinfer_vit import __version__, ops, patches
 from vllm_flashinfer_vit.choices import encode, select
 from vllm_flashinfer_vit.config import ENV_STRICT, Settings
 from vllm_flashinfer_vit.kernels.flash_attn import fa_version
-from vllm_flashinfer_vit.selection import flashinfer_requested, served
+from vllm_flashinfer_vit.selection import (
+    NotServedError,
+    flashinfer_requested,
+    served,
+)
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -41,7 +45,10 @@ class FlashInferViTAttention(MMEncoderAttention):
         choices = None
         if flashinfer_requested():
             _refuse_fp8(prefix)
-            choices = served(head_size, torch.get_default_dtype())
+            try:
+                choices = served(head_size, torch.get_default_dtype())
+            except NotServedError as error:
+                raise NotServedError(f"layer {prefix!r}: {error}") from None
         if choices is None:
             self.__class__ = MMEncoderAttention
             MMEncoderAttention.__init__(
@@ -103,6 +110,11 @@ class FlashInferViTAttention(MMEncoderAttention):
         """
         batch, q_len = query.shape[:2]
         if key.shape[1] != q_len:
+            if cu_seqlens is not None:
+                raise ValueError(
+                    f"{self._where()}: one cu_seqlens cannot describe {q_len} query and "
+                    f"{key.shape[1]} key tokens; call without it for a dense batch"
+                )
             return self._fall_back("query and key lengths differ", query, key, value)
         q = query.reshape(batch * q_len, self.num_heads, self.head_size)
         k = key.reshape(batch * q_len, self.num_kv_heads, self.head_size)
@@ -140,6 +152,10 @@ class FlashInferViTAttention(MMEncoderAttention):
             q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len, self.scale, self._plan
         )
 
+    def _where(self) -> str:
+        # Only called to raise: torch.compile would guard on the name of every layer.
+        return f"layer {self.layer_name!r}" if self.layer_name else "a nameless layer"
+
     def _check(
         self,
         q: torch.Tensor,
@@ -147,37 +163,36 @@ class FlashInferViTAttention(MMEncoderAttention):
         v: torch.Tensor,
         cu_seqlens: torch.Tensor | None,
     ) -> None:
-        where = f"layer {self.layer_name!r}"
         if not q.dtype == k.dtype == v.dtype:
             raise ValueError(
-                f"{where}: query, key and value are {q.dtype}, {k.dtype}, {v.dtype}; "
+                f"{self._where()}: query, key and value are {q.dtype}, {k.dtype}, {v.dtype}; "
                 "they must share one dtype"
             )
         if q.dtype != self.dtype:
             raise ValueError(
-                f"{where}: built for {self.dtype}, called with {q.dtype}; "
+                f"{self._where()}: built for {self.dtype}, called with {q.dtype}; "
                 "convert the input or set --dtype to the activation dtype"
             )
         if not q.device == k.device == v.device:
             raise ValueError(
-                f"{where}: query, key and value are on {q.device}, {k.device}, "
+                f"{self._where()}: query, key and value are on {q.device}, {k.device}, "
                 f"{v.device}; they must share one device"
             )
         if cu_seqlens is None:
             return
         if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
             raise ValueError(
-                f"{where}: cu_seqlens is {cu_seqlens.dtype} of shape "
+                f"{self._where()}: cu_seqlens is {cu_seqlens.dtype} of shape "
                 f"{tuple(cu_seqlens.shape)}; it must be int32 of shape [N + 1]"
             )
         if cu_seqlens.shape[0] < 2:
             raise ValueError(
-                f"{where}: cu_seqlens has {cu_seqlens.shape[0]} entries, thus no "
+                f"{self._where()}: cu_seqlens has {cu_seqlens.shape[0]} entries, thus no "
                 "sequence; was the list of grids empty?"
             )
         if cu_seqlens.device != q.device:
             raise ValueError(
-                f"{where}: cu_seqlens is on {cu_seqlens.device}, the query on "
+                f"{self._where()}: cu_seqlens is on {cu_seqlens.device}, the query on "
                 f"{q.device}; move it once per forward pass, not per layer"
             )
 
@@ -190,7 +205,7 @@ class FlashInferViTAttention(MMEncoderAttention):
     ) -> torch.Tensor:
         if self._strict:
             raise ValueError(
-                f"layer {self.layer_name!r}: FLASHINFER cannot serve it: {reason}. "
+                f"{self._where()}: FLASHINFER cannot serve it: {reason}. "
                 f"Unset {ENV_STRICT} to run vLLM's own kernel instead."
             )
         logger.warning_once(

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_flashinfer_vit.choices import Choice
-from vllm_flashinfer_vit.config import KernelName, Settings
+from vllm_flashinfer_vit.config import ENV_KERNEL, KernelName, Settings
 from vllm_flashinfer_vit.support import check_vllm, probe, usable_choices
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -56,9 +56,11 @@ def resolve(
         raise NotServedError(problem)
     choices, refusals = usable_choices(probe(), head_dim, dtype, forced)
     if not choices:
+        advice = f". Unset {ENV_KERNEL}={forced}" if forced else ""
         raise NotServedError(
             f"no kernel of vllm-flashinfer-vit serves head dim {head_dim} in {dtype}: "
             + "; ".join(refusals)
+            + advice
         )
     for refusal in refusals:
         logger.warning_once("vllm-flashinfer-vit does without %s", refusal)

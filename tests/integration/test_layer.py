@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from shutil import which
 from typing import Any
 
 import pytest
 import torch
 from _models import engine, noise, offsets
 
-from cases import attention_eager, make_cos_sin, make_qkv, relative_error
-from cases import Case as Batch
+from cases import Case, attention_eager, make_cos_sin, make_qkv, relative_error
 from vllm_flashinfer_vit import patches
 from vllm_flashinfer_vit.config import (
     ENV_DISABLE_PATCHES,
@@ -47,11 +47,17 @@ def patched(flashinfer: Tower) -> Iterator[None]:
     patches.apply_model_patches(Settings())
 
 
+@pytest.fixture(scope="module")
+def sdpa() -> Tower:
+    return engine("TORCH_SDPA")
+
+
 def build(tower: Tower, **kwargs: Any) -> torch.nn.Module:
     from vllm.model_executor.layers.attention import MMEncoderAttention
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
     settings = {"num_heads": HEADS, "head_size": HEAD_DIM, "prefix": "a.layer"}
-    with tower.running():
+    with tower.running(), set_default_torch_dtype(tower.dtype):
         return MMEncoderAttention(**{**settings, **kwargs})
 
 
@@ -104,10 +110,10 @@ def test_other_backends_run_as_without_the_package():
     assert without["class"].endswith("MMEncoderAttention")
 
 
-def test_another_backend_gets_the_class_in_the_tree():
+def test_another_backend_gets_the_class_in_the_tree(sdpa: Tower) -> None:
     from vllm.model_executor.layers.attention import MMEncoderAttention
 
-    layer = build(engine("TORCH_SDPA"))
+    layer = build(sdpa)
     assert type(layer) is MMEncoderAttention
     assert layer._forward_method.__func__ is MMEncoderAttention.forward_cpu
 
@@ -127,8 +133,8 @@ def applied() -> set[str]:
 
 @pytest.mark.usefixtures("unpatched_models")
 class TestModelPatches:
-    def test_wait_for_a_flashinfer_layer(self, flashinfer: Tower) -> None:
-        build(engine("TORCH_SDPA"))
+    def test_wait_for_a_flashinfer_layer(self, flashinfer: Tower, sdpa: Tower) -> None:
+        build(sdpa)
         assert applied() == set()
         build(flashinfer)
         assert applied() == {patch.name for patch in qwen_vl.PATCHES}
@@ -167,9 +173,9 @@ class TestModelPatches:
         assert all(a is b for a, b in zip(before, objects(), strict=True))
 
 
-def qkv(tokens: int, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+def qkv(tokens: int) -> tuple[torch.Tensor, ...]:
     """q, k, v `[1, T, H, D]`, strided views of one projection."""
-    batch = Batch("", (tokens,))
+    batch = Case("", (tokens,))
     return tuple(x[None] for x in make_qkv(batch, HEADS, HEAD_DIM, torch.float32))
 
 
@@ -231,12 +237,15 @@ class TestConstruction:
 
     @pytest.mark.parametrize("kernel", ["cudnn", "flash_attn"])
     def test_forced_kernel_that_cannot_run(
-        self, kernel: str, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+        self, kernel: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        tower = engine("FLASHINFER", torch.bfloat16)
         monkeypatch.setenv(ENV_KERNEL, kernel)
-        with pytest.raises(ValueError, match=rf"{kernel}.*GPU") as caught:
-            build(flashinfer)
-        assert ENV_KERNEL in str(caught.value)
+        with pytest.raises(
+            ValueError, match=rf"{kernel}.*needs an NVIDIA GPU"
+        ) as error:
+            build(tower)
+        assert ENV_KERNEL in str(error.value)
 
     def test_fp8(self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
         config = flashinfer.vllm_config.model_config.multimodal_config
@@ -263,11 +272,11 @@ def cross() -> tuple[torch.Tensor, ...]:
 
 class TestCrossShapes:
     def test_fall_back_is_said_once(
-        self, flashinfer: Tower, messages: list[str]
+        self, flashinfer: Tower, sdpa: Tower, messages: list[str]
     ) -> None:
         layer = build(flashinfer, prefix="pooling.attn")
         out = layer(*cross())
-        torch.testing.assert_close(out, build(engine("TORCH_SDPA"))(*cross()))
+        torch.testing.assert_close(out, build(sdpa)(*cross()))
         layer(*cross())
         said = [line for line in messages if "pooling.attn" in line]
         assert len(said) == 1
@@ -282,15 +291,20 @@ class TestCrossShapes:
         ):
             layer(*cross())
 
+    def test_with_offsets(self, flashinfer: Tower) -> None:
+        layer = build(flashinfer)
+        with pytest.raises(ValueError, match=r"'a.layer'.*cu_seqlens"):
+            layer(*cross(), offsets([1, 2]))
+
 
 BATCHES = [
-    Batch("one-token", (1,)),
-    Batch("single-tokens", (1, 1, 5, 1)),
-    Batch("empty-first-middle-last", (0, 17, 0, 33, 0)),
-    Batch("zero-tail", (10, 30), zeros=3),
-    Batch("zero-tail-and-padding", (10, 30), zeros=3, pad_rows=8),
-    Batch("repeated-tail", (10, 30), repeats=3, pad_rows=8),
-    Batch("nothing-but-padding", (), zeros=2, pad_rows=8),
+    Case("one-token", (1,)),
+    Case("single-tokens", (1, 1, 5, 1)),
+    Case("empty-first-middle-last", (0, 17, 0, 33, 0)),
+    Case("zero-tail", (10, 30), zeros=3),
+    Case("zero-tail-and-padding", (10, 30), zeros=3, pad_rows=8),
+    Case("repeated-tail", (10, 30), repeats=3, pad_rows=8),
+    Case("nothing-but-padding", (), zeros=2, pad_rows=8),
 ]
 
 
@@ -298,7 +312,7 @@ BATCHES = [
 @pytest.mark.parametrize("kv_heads", [HEADS, 1])
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
 def test_sequences(
-    batch: Batch, kv_heads: int, head_dim: int, flashinfer: Tower
+    batch: Case, kv_heads: int, head_dim: int, flashinfer: Tower
 ) -> None:
     layer = build(flashinfer, head_size=head_dim, num_kv_heads=kv_heads)
     q, k, v = make_qkv(batch, HEADS, head_dim, torch.float32, kv_heads=kv_heads)
@@ -319,12 +333,13 @@ def test_sequences(
         torch.tensor(0),
         torch.tensor(7, dtype=torch.int32),
         torch.tensor(9, dtype=torch.int64),
+        torch.tensor([7]),
         torch.tensor(1 << 20),
     ],
     ids=str,
 )
 def test_any_form_of_the_longest_length(longest: Any, flashinfer: Tower) -> None:
-    batch = Batch("", (7, 3))
+    batch = Case("", (7, 3))
     q, k, v = qkv(10)
     out = build(flashinfer)(q, k, v, offsets([7, 3]), longest)
     expected = attention_eager(q[0], k[0], v[0], batch, SCALE)
@@ -332,14 +347,14 @@ def test_any_form_of_the_longest_length(longest: Any, flashinfer: Tower) -> None
 
 
 class TestShapes:
-    def test_flat_heads(self, flashinfer: Tower) -> None:
+    def test_flat_heads(self, flashinfer: Tower, sdpa: Tower) -> None:
         layer = build(flashinfer)
         q, k, v = noise(3, 2, 9, HEADS * HEAD_DIM)
         out = layer(q, k, v)
         assert out.shape == q.shape
         heads = (x.unflatten(2, (HEADS, HEAD_DIM)) for x in (q, k, v))
         torch.testing.assert_close(out, layer(*heads).flatten(2))
-        torch.testing.assert_close(out, build(engine("TORCH_SDPA"))(q, k, v))
+        torch.testing.assert_close(out, build(sdpa)(q, k, v))
 
     def test_offsets_run_over_the_whole_batch(self, flashinfer: Tower) -> None:
         layer = build(flashinfer)
@@ -357,7 +372,7 @@ class TestShapes:
 
 
 def call(layer: torch.nn.Module, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """A block around the layer: what is compiled has something to do before and after."""
+    """A block around the layer, with work for a compiler before and after it."""
     q, k, v = (x * 2).unflatten(2, (3, HEADS, HEAD_DIM)).unbind(2)
     return layer(q, k, v, *args).flatten(2) + 1
 
@@ -381,9 +396,13 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+# Inductor needs a C++ compiler.
+CODE_BACKEND = "inductor" if which("g++") else "aot_eager"
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 class TestCompile:
-    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.parametrize("backend", ["eager", CODE_BACKEND])
     def test_is_compiled_once(self, backend: str, flashinfer: Tower) -> None:
         from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -406,7 +425,7 @@ class TestCompile:
             torch.testing.assert_close(compiled(layer, x), call(layer, x))
 
 
-BATCH = Batch("", (7, 12, 5), zeros=1)
+BATCH = Case("", (7, 12, 5), zeros=1)
 
 
 @pytest.mark.parametrize("rotary_dim", [0, HEAD_DIM // 2, HEAD_DIM])
