@@ -165,8 +165,8 @@ class FlashInferViTAttention(MMEncoderAttention):
     ) -> None:
         if not q.dtype == k.dtype == v.dtype:
             raise ValueError(
-                f"{self._where()}: query, key and value are {q.dtype}, {k.dtype}, {v.dtype}; "
-                "they must share one dtype"
+                f"{self._where()}: query, key and value are {q.dtype}, {k.dtype}, "
+                f"{v.dtype}; they must share one dtype"
             )
         if q.dtype != self.dtype:
             raise ValueError(
@@ -187,8 +187,8 @@ class FlashInferViTAttention(MMEncoderAttention):
             )
         if cu_seqlens.shape[0] < 2:
             raise ValueError(
-                f"{self._where()}: cu_seqlens has {cu_seqlens.shape[0]} entries, thus no "
-                "sequence; was the list of grids empty?"
+                f"{self._where()}: cu_seqlens has {cu_seqlens.shape[0]} entries, so "
+                "there is no sequence; was the list of grids empty?"
             )
         if cu_seqlens.device != q.device:
             raise ValueError(
