@@ -112,7 +112,7 @@ class FlashInferViTAttention(MMEncoderAttention):
         if key.shape[1] != q_len:
             if cu_seqlens is not None:
                 raise ValueError(
-                    f"{self._where()}: one cu_seqlens cannot describe {q_len} query and "
+                    f"{self._where()}: one cu_seqlens cannot hold {q_len} query and "
                     f"{key.shape[1]} key tokens; call without it for a dense batch"
                 )
             return self._fall_back("query and key lengths differ", query, key, value)
