@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel serves which class of calls: the one table, and its encoding.
+"""Which kernel serves which class of calls: the look-up, and the plan's encoding.
 
-A class is a range of longest-sequence lengths. A layer resolves its table once, and
-hands it to the custom op as a string, so that compiled graphs hold no Python object.
+A class is a range of longest-sequence lengths. A layer resolves its choices once, and
+hands them to the custom op as a string, so that compiled graphs hold no Python object.
+Nothing is measured at run time: choices come from the user's file, from the file that
+the package has for the GPU, or from its compute capability. See `docs/choices.md`.
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_flashinfer_vit.config import ENV_KERNEL, KernelName
+from vllm_flashinfer_vit import tuned
+from vllm_flashinfer_vit.config import ENV_KERNEL, SERVES_UP_TO, KernelName
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Choice(NamedTuple):
@@ -27,17 +34,9 @@ class Choice(NamedTuple):
     reason: str
 
 
-# Longest sequence, in tokens, that a kernel takes; the others take any.
-SERVES_UP_TO: Mapping[KernelName, int] = MappingProxyType({"triton_window": 128})
-
 _UNMEASURED = "unmeasured by this project on this GPU"
 
 _NO_GPU = (Choice("reference", None, "no GPU: plain PyTorch serves every length"),)
-
-_HOPPER = (
-    Choice("triton_window", 128, "placeholder until measured"),
-    Choice("flash_attn", None, "placeholder until measured"),
-)
 
 _BLACKWELL = (
     Choice("triton_window", 128, f"{_UNMEASURED}; one pass from the projection"),
@@ -49,16 +48,69 @@ _OTHER = (
     Choice("flash_attn", None, f"{_UNMEASURED}; vLLM's own default kernel"),
 )
 
+# The measured GPU that stands for others of its major compute capability.
+_STANDS_FOR: Mapping[int, str] = MappingProxyType({9: "NVIDIA H200"})
 
-def choices_for(capability: tuple[int, int] | None) -> tuple[Choice, ...]:
-    """Return the table for a GPU, classes ascending, the last one unbounded.
+
+def choices_for(
+    gpu_name: str | None,
+    capability: tuple[int, int] | None,
+    dtype: "torch.dtype | str",
+    head_dim: int,
+    tuned_dir: Path | None = None,
+) -> tuple[Choice, ...]:
+    """Return the choices for a GPU, classes ascending, the last one unbounded.
+
+    The entry with the smallest measured head dim at or above `head_dim` counts, and of
+    two with one head dim the user's.
 
     Args:
-        capability: CUDA compute capability, or None for a machine without a GPU.
+        gpu_name: The GPU's product name, or None for a machine without a GPU.
+        capability: Its CUDA compute capability, or None.
+        dtype: A torch dtype or its name, `bfloat16`.
+        head_dim: Head dim in elements.
+        tuned_dir: Folder of the user's measurements, or None to ignore them.
+
+    Raises:
+        TableError: A file of measurements cannot be used.
     """
-    if capability is None:
+    if gpu_name is None or capability is None:
         return _NO_GPU
-    return {9: _HOPPER, 10: _BLACKWELL, 12: _BLACKWELL}.get(capability[0], _OTHER)
+    dtype_name = str(dtype).removeprefix("torch.")
+    found: tuple[int, tuple[Choice, ...]] | None = None
+    for table, origin in _tables(gpu_name, capability, tuned_dir):
+        for name, classes in table.classes.items():
+            entry_dtype, _, text = name.partition("/")
+            measured = int(text)
+            if entry_dtype != dtype_name or measured < head_dim:
+                continue
+            if found is None or measured < found[0]:
+                reason = origin
+                if measured != head_dim:
+                    reason += f", at head dim {measured}, the next that was measured"
+                choices = tuple(Choice(c.kernel, c.max_len, reason) for c in classes)
+                found = measured, choices
+    if found is not None:
+        return found[1]
+    return _BLACKWELL if capability[0] in (10, 12) else _OTHER
+
+
+def _tables(
+    gpu_name: str, capability: tuple[int, int], tuned_dir: Path | None
+) -> Iterator[tuple[tuned.Table, str]]:
+    """Yield the tables that apply, best first, and what to say of each."""
+    if tuned_dir is not None and (table := tuned.read(tuned_dir, gpu_name)):
+        yield table, f"fastest on this machine, {_measured(table)}"
+    if table := tuned.read(tuned.BUNDLED, gpu_name):
+        yield table, f"fastest on {gpu_name}, {_measured(table)}"
+        return
+    other = _STANDS_FOR.get(capability[0])
+    if other is not None and (table := tuned.read(tuned.BUNDLED, other)):
+        yield table, f"{_UNMEASURED}; fastest on {other}, {_measured(table)}"
+
+
+def _measured(table: tuned.Table) -> str:
+    return f"measured by tune with vLLM {table.made_by['vllm']}"
 
 
 def forced(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:
@@ -72,10 +124,14 @@ def forced(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:
 
 
 def without(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:
-    """Drop a kernel that cannot run; its classes go to the class above or below."""
+    """Drop a kernel that cannot run; its classes go to the class above or below.
+
+    Nothing is left if no other kernel takes the longest class.
+    """
     kept = [choice for choice in choices if choice.kernel != kernel]
-    if kept:
-        kept[-1] = kept[-1]._replace(max_len=None)
+    if not kept or kept[-1].kernel in SERVES_UP_TO:
+        return ()
+    kept[-1] = kept[-1]._replace(max_len=None)
     return tuple(kept)
 
 

@@ -131,5 +131,46 @@ def doctor(
     raise typer.Exit(0 if report.ok else 1)
 
 
+@main.command()
+def tune(
+    dtypes: Annotated[
+        str, typer.Option(help="Dtypes to measure, comma-separated.")
+    ] = "bf16,fp16",
+    head_dims: Annotated[
+        str, typer.Option(help="Head dims to measure, comma-separated.")
+    ] = "80,72,64,96,128",
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File to write instead of this GPU's in the user's folder."),
+    ] = None,
+    time_limit: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds; what is not measured by then is left out."),
+    ] = 600.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON document instead of a table.")
+    ] = False,
+) -> None:
+    """Measure which kernel is fastest on this GPU; engines then choose by that.
+
+    The file that it writes replaces the one of an earlier run.
+    """
+    # vLLM reads it once, when it is imported.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        from vllm_flashinfer_vit.tuning import Options, render, run, to_json
+
+        options = Options(dtypes, head_dims, output, time_limit)
+        # Standard output is for the result alone.
+        report = run(options, Console(stderr=True))
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(to_json(report), indent=2))
+    else:
+        render(report, Console())
+
+
 if __name__ == "__main__":
     main()

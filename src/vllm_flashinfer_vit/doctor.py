@@ -20,6 +20,7 @@ from vllm_flashinfer_vit.config import (
     ENV_DISABLE_PATCHES,
     ENV_KERNEL,
     ENV_STRICT,
+    ENV_TUNED_DIR,
     KERNEL_NAMES,
     Settings,
 )
@@ -33,6 +34,7 @@ from vllm_flashinfer_vit.support import (
     run_isolated,
     usable_choices,
 )
+from vllm_flashinfer_vit.tuned import TableError
 
 SCHEMA = "vllm-flashinfer-vit/doctor/1"
 COMMAND = "vllm-flashinfer-vit doctor"
@@ -98,6 +100,7 @@ class Report:
             "kernel": self.settings.kernel or "auto",
             "strict": self.settings.strict,
             "disabled_patches": sorted(self.settings.disabled_patches),
+            "tuned_dir": str(self.settings.tuned_dir),
         }
         return {
             "schema": SCHEMA,
@@ -156,11 +159,18 @@ def diagnose(
     if stack.vllm is not None:
         problems += _plugin_problems(plugin, plugin_error, patches, settings)
     forced = settings.kernel if settings else None
+    tuned_dir = settings.tuned_dir if settings else None
     choices = []
     refusals: dict[str, None] = {}
     for dtype in HALF_DTYPES:
         for head_dim in HEAD_DIMS:
-            usable, refused = usable_choices(stack, head_dim, dtype, forced)
+            try:
+                usable, refused = usable_choices(
+                    stack, head_dim, dtype, forced, tuned_dir
+                )
+            except TableError as error:
+                problems.append(Problem(str(error), None, True))
+                continue
             refusals.update(dict.fromkeys(refused))
             choices += [
                 {"head_dim": head_dim, "dtype": dtype, **choice._asdict()}
@@ -462,6 +472,7 @@ def _settings_table(report: Report) -> Table:
     table.add_row(ENV_STRICT, str(int(settings.strict)))
     disabled = ", ".join(sorted(settings.disabled_patches))
     table.add_row(ENV_DISABLE_PATCHES, disabled or "none")
+    table.add_row(ENV_TUNED_DIR, str(settings.tuned_dir))
     return table
 
 

@@ -44,6 +44,8 @@ def resolve(
 ) -> tuple[Choice, ...]:
     """Return the choices that this machine can run for a head dim and dtype.
 
+    The first call for its arguments decides for the process.
+
     Args:
         head_dim: Head dim in elements.
         dtype: Activation dtype.
@@ -51,10 +53,12 @@ def resolve(
 
     Raises:
         NotServedError: No kernel can run, or the forced one cannot.
+        TableError: A file of measured choices cannot be used.
     """
     if problem := check_vllm(version("vllm")):
         raise NotServedError(problem)
-    choices, refusals = usable_choices(probe(), head_dim, dtype, forced)
+    tuned_dir = Settings.from_env().tuned_dir
+    choices, refusals = usable_choices(probe(), head_dim, dtype, forced, tuned_dir)
     if not choices:
         advice = f". Unset {ENV_KERNEL}={forced}" if forced else ""
         raise NotServedError(

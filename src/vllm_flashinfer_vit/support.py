@@ -256,6 +256,7 @@ def usable_choices(
     head_dim: int,
     dtype: "torch.dtype | str",
     forced: KernelName | None = None,
+    tuned_dir: Path | None = None,
 ) -> tuple[tuple[Choice, ...], tuple[str, ...]]:
     """Drop from a GPU's table of choices what this machine cannot run.
 
@@ -264,12 +265,17 @@ def usable_choices(
         head_dim: Head dim in elements.
         dtype: A torch dtype or its name.
         forced: The kernel that the user forces, or None.
+        tuned_dir: Folder of the user's measurements, or None to ignore them.
 
     Returns:
         The choices that are left, none if nothing can serve, and for each kernel that
         was dropped why, with its remedy.
+
+    Raises:
+        TableError: A file of measured choices cannot be used.
     """
-    choices = choices_for(stack.capability)
+    gpu_name = stack.gpus[0].name if stack.gpus else None
+    choices = choices_for(gpu_name, stack.capability, dtype, head_dim, tuned_dir)
     if forced is not None:
         choices = choices_module.forced(choices, forced)
     refusals = []

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_empty")]
 HEADS = 4
 
 
-@pytest.fixture(params=["cudnn", "flash_attn"])
+@pytest.fixture(params=["cudnn", "flash_attn", "flash"])
 def attention(request) -> Callable[..., torch.Tensor]:
     return import_module(f"vllm_flashinfer_vit.kernels.{request.param}").attention
 

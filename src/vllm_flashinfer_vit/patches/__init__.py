@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable
 
 from vllm_flashinfer_vit.config import Settings
-from vllm_flashinfer_vit.patches import platform, qwen_vl
+from vllm_flashinfer_vit.patches import platform, qwen_ops, qwen_vl
 from vllm_flashinfer_vit.patches._patch import Patch, PatchError
 
 __all__ = [
@@ -19,10 +19,12 @@ __all__ = [
 
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
+_MODEL_PATCHES = (*qwen_vl.PATCHES, *qwen_ops.PATCHES)
+
 
 def all_patches() -> tuple[Patch, ...]:
     """Return every patch, in the order in which they are applied."""
-    return (*platform.PATCHES, *qwen_vl.PATCHES)
+    return (*platform.PATCHES, *_MODEL_PATCHES)
 
 
 def apply_platform_patches() -> None:
@@ -41,25 +43,43 @@ def apply_model_patches(settings: Settings) -> None:
     """Apply the patches of the models that are loaded, once a FLASHINFER layer exists.
 
     A patch that does not fit leaves all model patches out: the models run on the
-    q, k, v entry of the layer, right but with stock's rotary pass.
+    q, k, v entry of the layer, right but with stock's other kernels.
 
     Raises:
         PatchError: A patch does not fit, and the settings are strict.
         ValueError: The settings disable a patch that does not exist.
     """
-    names = {patch.name for patch in qwen_vl.PATCHES}
+    names = {patch.name for patch in _MODEL_PATCHES}
     if unknown := settings.disabled_patches - names:
         raise ValueError(
             f"no model patch is named {', '.join(sorted(unknown))}; "
             f"the names are {', '.join(sorted(names))}"
         )
-    wanted = (p for p in qwen_vl.PATCHES if p.name not in settings.disabled_patches)
+    wanted = (p for p in _MODEL_PATCHES if p.name not in settings.disabled_patches)
     try:
         _apply(wanted)
     except PatchError as error:
         if settings.strict:
             raise
         logger.warning("vllm-flashinfer-vit leaves model patches out: %s", error)
+    _name_in_compile_cache()
+
+
+def _name_in_compile_cache() -> None:
+    """Keep code that vLLM compiled with other patches out of this engine.
+
+    Its cache goes by the engine's configuration and by sources that did not change. A
+    configuration that another plugin made an object of its own stays as it is.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    from vllm_flashinfer_vit import __version__
+
+    config = get_current_vllm_config_or_none()
+    if config is None or not isinstance(config.additional_config, dict):
+        return
+    applied = [patch.name for patch in _MODEL_PATCHES if patch.applied]
+    config.additional_config["vllm_flashinfer_vit"] = [__version__, *applied]
 
 
 def _apply(patches: Iterable[Patch]) -> None:

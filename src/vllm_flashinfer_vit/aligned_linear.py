@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An unquantized linear layer whose weight is padded with zeros after loading.
+
+A GEMM in 16 bits reads 16 bytes at a time, so rows of a size that is no multiple of 8
+run on kernels of an older generation. Zeros change no sum: the padded outputs of one
+layer are zero, and the padded inputs of the next one meet zero weights.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+# Values of 16 bits in 16 bytes, the most that one thread loads.
+_VECTOR = 8
+# A GEMM computes whole tiles of 64 anyway, and 64 values fill a cache line of 128 bytes.
+_TILE = 64
+
+
+def aligned_size(size: int) -> int:
+    """Return `size` if vector loads can read rows of it, else the next whole tile."""
+    return size if size % _VECTOR == 0 else -(-size // _TILE) * _TILE
+
+
+class AlignedLinearMethod(UnquantizedLinearMethod):
+    """Pads a layer's parameters when vLLM processes its loaded weights.
+
+    Later loads, as for weights that a trainer updates, still hand over weights of the
+    checkpoint's size: each parameter's loader sees that size again, and the result goes
+    into the padded storage, which CUDA graphs may hold.
+    """
+
+    def __init__(self, dim: int, size: int, parts: int = 1) -> None:
+        """Describe the padding.
+
+        Args:
+            dim: The dimension of the weight `[outputs, inputs]` to pad; for 0 the bias
+                `[outputs]` is padded too.
+            size: Rows or columns of one part on this rank.
+            parts: Stacked projections along `dim`; each is padded at its end.
+        """
+        super().__init__()
+        self.dim = dim
+        self.size = size
+        self.parts = parts
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pad the layer's parameters, then do what every unquantized layer does."""
+        for parameter in layer.parameters(recurse=False):
+            if parameter.dim() > self.dim:
+                self._align(parameter)
+        super().process_weights_after_loading(layer)
+
+    def pad(
+        self, stock: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return a copy of a parameter with zeros behind each part.
+
+        Args:
+            stock: `[outputs, inputs]` or `[outputs]`, the checkpoint's size.
+            out: Where to write it, padding included; None for a new tensor.
+        """
+        shape = list(stock.shape)
+        shape[self.dim] = aligned_size(self.size) - self.size
+        zeros = stock.new_zeros(shape)
+        pieces = [
+            piece
+            for part in stock.split(self.size, self.dim)
+            for piece in (part, zeros)
+        ]
+        return torch.cat(pieces, self.dim, out=out)
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a padded parameter in the checkpoint's size."""
+        parts = padded.split(aligned_size(self.size), self.dim)
+        pieces = [part.narrow(self.dim, 0, self.size) for part in parts]
+        return torch.cat(pieces, self.dim)
+
+    def _align(self, parameter: Any) -> None:
+        # vLLM's reload leaves a bias in place, which is padded and has its loader.
+        if parameter.shape[self.dim] == self.parts * self.size:
+            parameter.data = self.pad(parameter.data)
+        if not hasattr(parameter, "stock_weight_loader"):
+            parameter.stock_weight_loader = parameter.weight_loader
+            parameter.weight_loader = self._into_padded(parameter.weight_loader)
+
+    def _into_padded(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def weight_loader(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            padded = param.data
+            param.data = self.unpad(padded)
+            try:
+                return load(param, *args, **kwargs)
+            finally:
+                # vLLM's reload counts copied elements, so nothing is copied by copy_.
+                self.pad(param.data, out=padded)
+                param.data = padded
+
+        return weight_loader

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention within sequences of any length, made for 129 to 4096 tokens on Hopper.
+
+One program holds a block of queries of a head and walks over the keys of its sequence.
+It reads any strided views, and clears the rows behind the last sequence in the same
+launch, so that a graph's padding needs no pass of its own. A head dim is cut into a
+power of two and a rest (80 is 64 + 16), where cuDNN pads to 128 and FA3 to 96.
+
+Numerics: fp32 scores, softmax and sums; weights are rounded to the input's dtype before
+the sum over v. A row's bits do not depend on which block of queries it lies in, hence
+neither on the batch nor on `max_seqlen`.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_flashinfer_vit.kernels._triton import stride_unit
+from vllm_flashinfer_vit.kernels.window import _load, _split, _store, _zero_rows
+
+_LOG2_E = 1.4426950408889634
+# Keys per step. 128 leaves room for half the warps: 8 x 1024 takes 147 us, not 121.
+_BLOCK_N = 64
+# Two blocks of 8 warps, or four of 4, share an SM, so that the softmax of one hides
+# behind the products of another; with 182 registers 8 x 1024 takes 154 us, not 121.
+_MAXNREG = 128
+# Rows that one program checks and clears behind the last sequence.
+_ZERO_ROWS = 64
+
+
+class _Config(NamedTuple):
+    block_m: int
+    num_warps: int
+    num_stages: int
+
+
+def _config(max_seqlen: int, head_dim: int) -> _Config:
+    """Choose by measurement on an H200, bf16, 16 heads; us at D=80 if not said."""
+    if max_seqlen <= 512 and head_dim <= 80:
+        # Fewer rows behind the end: 20 x 400 takes 74, not 79. A third stage costs the
+        # fourth block of an SM, 76; at D=64 all four fit: 57, not 66.
+        return _Config(64, 4, num_stages=3 if head_dim <= 64 else 2)
+    # Half the reads of k and v from the L2: 8 x 1024 takes 121, not 124 (D=72: 125, not
+    # 138). Two stages take 127; at D=128 only they leave room for two blocks.
+    return _Config(128, 8, num_stages=3 if head_dim <= 96 else 2)
+
+
+# Nothing but dtypes, heads and the head dim selects a variant: a call in a graph's
+# capture compiles nothing that an eager call of the same model has not.
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_seqs",
+        "num_blocks",
+        "stride_qt",
+        "stride_qh",
+        "stride_kt",
+        "stride_kh",
+        "stride_vt",
+        "stride_vh",
+    ],
+    do_not_specialize_on_alignment=["cu_seqlens_ptr"],
+)
+def _flash_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cu_seqlens_ptr,
+    out_ptr,
+    num_tokens,
+    num_seqs,
+    num_blocks,
+    scale_log2e,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    UNIT: tl.constexpr,
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    D_LO: tl.constexpr,
+    D_HI_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    ZERO_ROWS: tl.constexpr,
+):
+    """Attend for BLOCK_M queries of one head, or clear rows behind the last sequence.
+
+    Strides count UNITs. The blocks of a head run together: k and v come from the L2.
+    Grid: (num_seqs * H * num_blocks + cdiv(num_tokens, ZERO_ROWS),)
+    """
+    D_HI: tl.constexpr = D - D_LO
+    pid = tl.program_id(0)
+    if pid >= num_seqs * H * num_blocks:
+        pid_z = (pid - num_seqs * H * num_blocks).to(tl.int64)
+        _zero_rows(
+            cu_seqlens_ptr,
+            out_ptr,
+            num_tokens,
+            num_seqs,
+            pid_z * ZERO_ROWS,
+            H * D,
+            ZERO_ROWS,
+        )
+        return
+
+    pid_n = pid // (num_blocks * H)
+    start = tl.load(cu_seqlens_ptr + pid_n)
+    length = tl.minimum(tl.load(cu_seqlens_ptr + pid_n + 1), num_tokens) - start
+    first = (pid % num_blocks) * BLOCK_M
+    if first >= length:
+        return
+    start = start.to(tl.int64)
+    pid_h = ((pid // num_blocks) % H).to(tl.int64)
+    pid_kv = pid_h // (H // H_KV)
+    q_base = q_ptr + (start * stride_qt + pid_h * stride_qh) * UNIT
+    k_base = k_ptr + (start * stride_kt + pid_kv * stride_kh) * UNIT
+    v_base = v_ptr + (start * stride_vt + pid_kv * stride_vh) * UNIT
+    o_base = out_ptr + (start * H + pid_h) * D
+
+    offs_m = first + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < length
+    row_q = offs_m.to(tl.int64) * stride_qt * UNIT
+    q_lo = _load(q_base, row_q, mask_m, 0, D_LO, D_LO)
+    acc_lo = tl.zeros([BLOCK_M, D_LO], tl.float32)
+    if D_HI > 0:
+        q_hi = _load(q_base, row_q, mask_m, D_LO, D_HI, D_HI_PAD)
+        acc_hi = tl.zeros([BLOCK_M, D_HI_PAD], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # Eight sums a row: adding columns of one thread needs no exchange between threads.
+    total = tl.zeros([BLOCK_M, 8], tl.float32)
+
+    offs_n = tl.arange(0, BLOCK_N)
+    # Offsets within a block fit int32, in half the registers; the base moves in int64.
+    row_k = offs_n * stride_kt * UNIT
+    row_v = offs_n * stride_vt * UNIT
+    for n in tl.range(0, length, BLOCK_N, num_stages=NUM_STAGES):
+        # Keys behind the end may be another sequence's, or NaN: not even read.
+        mask_n = offs_n < length - n
+        k_lo = _load(k_base, row_k, mask_n, 0, D_LO, D_LO)
+        if D_HI > 0:
+            k_hi = _load(k_base, row_k, mask_n, D_LO, D_HI, D_HI_PAD)
+            scores = tl.dot(q_hi, tl.trans(k_hi), input_precision="ieee")
+            scores = tl.dot(q_lo, tl.trans(k_lo), scores, input_precision="ieee")
+        else:
+            scores = tl.dot(q_lo, tl.trans(k_lo), input_precision="ieee")
+        # The maximum is in both branches to keep them branches: LLVM would turn the
+        # mask alone into selects in every step, at 5 % of the time.
+        if n + BLOCK_N > length:
+            scores = tl.where(mask_n[None, :], scores, float("-inf"))
+            block_top = tl.max(scores, axis=1)
+        else:
+            block_top = tl.max(scores, axis=1)
+        new_top = tl.maximum(top, block_top * scale_log2e)
+        weights = tl.exp2(scores * scale_log2e - new_top[:, None])
+        decay = tl.exp2(top - new_top)[:, None]
+        top = new_top
+        parts = tl.reshape(weights, [BLOCK_M, BLOCK_N // 8, 8])
+        total = total * decay + tl.sum(parts, axis=1)
+
+        v_lo = _load(v_base, row_v, mask_n, 0, D_LO, D_LO)
+        weights = weights.to(v_lo.dtype)
+        acc_lo = tl.dot(weights, v_lo, acc_lo * decay, input_precision="ieee")
+        if D_HI > 0:
+            v_hi = _load(v_base, row_v, mask_n, D_LO, D_HI, D_HI_PAD)
+            acc_hi = tl.dot(weights, v_hi, acc_hi * decay, input_precision="ieee")
+        k_base += tl.cast(stride_kt, tl.int64) * (BLOCK_N * UNIT)
+        v_base += tl.cast(stride_vt, tl.int64) * (BLOCK_N * UNIT)
+
+    row_o = offs_m.to(tl.int64) * (H * D)
+    norm = 1 / tl.sum(total, axis=1)[:, None]
+    _store(o_base, row_o, mask_m, 0, D_LO, D_LO, acc_lo * norm)
+    if D_HI > 0:
+        _store(o_base, row_o, mask_m, D_LO, D_HI, D_HI_PAD, acc_hi * norm)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attend within each sequence of a packed batch.
+
+    Args:
+        q: `[T, H, D]` fp16 or bf16 (fp32: right, not fast), D a multiple of 8 from 32
+            to 128, D-stride 1, any other strides. Multiples of 8 are read fastest.
+        k: `[T, H_kv, D]` in q's dtype, H a multiple of H_kv, D-stride 1.
+        v: `[T, H_kv, D]` like k.
+        cu_seqlens: `[N + 1]` int32, contiguous, token prefix sums from 0. A negative
+            length is an empty sequence, so it may end in zeros.
+        max_seqlen: An upper bound of the sequence lengths in tokens.
+        scale: Factor on the scores, usually `D ** -0.5`; above 0.
+
+    Returns:
+        `[T, H, D]` contiguous, in q's dtype. Rows behind the last sequence are zeros.
+
+    Raises:
+        ValueError: A tensor or `scale` breaks a demand above.
+    """
+    _check_inputs(q, k, v, cu_seqlens, scale)
+    num_tokens, heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_tokens == 0:
+        return out
+    config = _config(max_seqlen, head_dim)
+    d_lo, d_hi_pad = _split(head_dim)
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    unit = stride_unit(*strides)
+    num_seqs = cu_seqlens.numel() - 1
+    num_blocks = triton.cdiv(max(max_seqlen, 0), config.block_m)
+    grid = num_seqs * heads * num_blocks + triton.cdiv(num_tokens, _ZERO_ROWS)
+    _flash_kernel[(grid,)](
+        q,
+        k,
+        v,
+        cu_seqlens,
+        out,
+        num_tokens,
+        num_seqs,
+        num_blocks,
+        scale * _LOG2_E,
+        *(stride // unit for stride in strides),
+        UNIT=unit,
+        H=heads,
+        H_KV=k.shape[1],
+        D=head_dim,
+        D_LO=d_lo,
+        D_HI_PAD=d_hi_pad,
+        BLOCK_M=config.block_m,
+        BLOCK_N=_BLOCK_N,
+        NUM_STAGES=config.num_stages,
+        ZERO_ROWS=_ZERO_ROWS,
+        num_warps=config.num_warps,
+        maxnreg=_MAXNREG,
+    )
+    return out
+
+
+def _check_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+) -> None:
+    found = [(tuple(x.shape), x.stride(), x.dtype) for x in (q, k, v)]
+    if any(x.dim() != 3 or x.stride(2) != 1 or x.dtype != q.dtype for x in (q, k, v)):
+        raise ValueError(
+            f"q, k, v must be [T, H, D] with D-stride 1 and of one dtype, got {found}"
+        )
+    head_dim = q.shape[2]
+    if head_dim % 8 != 0 or not 32 <= head_dim <= 128:
+        raise ValueError(
+            f"the head dim must be a multiple of 8 from 32 to 128, got {head_dim}"
+        )
+    if (
+        k.shape != v.shape
+        or k.shape[::2] != q.shape[::2]
+        or k.shape[1] == 0
+        or q.shape[1] % k.shape[1] != 0
+    ):
+        raise ValueError(
+            "k and v must be [T, H_kv, D] with the T and D of q and H_kv a divisor of "
+            f"H, got {found}"
+        )
+    if (
+        cu_seqlens.dim() != 1
+        or cu_seqlens.numel() == 0
+        or cu_seqlens.dtype != torch.int32
+        or not cu_seqlens.is_contiguous()
+    ):
+        raise ValueError(
+            "cu_seqlens must be [N + 1] int32 and contiguous, got "
+            f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
