@@ -30,6 +30,7 @@ $(STAMP): pyproject.toml
 setup: $(STAMP)
 
 encode: $(STAMP)
+	@mkdir -p out
 	$(BIN)/vllm-flashinfer-vit encode examples/images \
 	  --model Qwen/Qwen2.5-VL-7B-Instruct --random-weights \
 	  --backend FLASHINFER --output out/embeddings.safetensors

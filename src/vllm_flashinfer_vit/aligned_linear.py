@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 # Values of 16 bits in 16 bytes, the most that one thread loads.
 _VECTOR = 8
-# A GEMM computes whole tiles of 64 anyway, and 64 values fill a cache line of 128 bytes.
+# GEMMs compute whole tiles of 64 anyway, and 64 values fill a line of the cache.
 _TILE = 64
 
 
@@ -53,9 +53,7 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
                 self._align(parameter)
         super().process_weights_after_loading(layer)
 
-    def pad(
-        self, stock: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def pad(self, stock: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a copy of a parameter with zeros behind each part.
 
         Args:

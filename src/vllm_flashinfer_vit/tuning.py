@@ -177,7 +177,6 @@ def run(options: Options, console: Console) -> Report:
         TuneError: There is no GPU, an option is not valid, or nothing was measured.
         OSError: The file cannot be written.
     """
-    options.combinations()
     stack = probe()
     if not stack.gpus or not torch.cuda.is_available():
         raise TuneError(

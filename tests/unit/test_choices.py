@@ -1,20 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of kernel choices and its encoding."""
+"""The look-up of kernel choices, their files, and the plan's encoding."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from vllm_flashinfer_vit.choices import Choice, choices_for, encode, select, without
+from vllm_flashinfer_vit import tuned
+from vllm_flashinfer_vit.choices import (
+    Choice,
+    choices_for,
+    encode,
+    forced,
+    select,
+    without,
+)
+from vllm_flashinfer_vit.config import KERNEL_NAMES
+from vllm_flashinfer_vit.tuned import Class, Measurement, Table, TableError
 
-TABLE = (
+CHOICES = (
     Choice("cudnn", 128, "short"),
     Choice("flash_attn", 1024, "middle"),
     Choice("cudnn", None, "long"),
 )
+GPU = "NVIDIA H200"
+TABLE = Table(
+    made_by={"gpu": GPU, "vllm": "0.25.1"},
+    classes={
+        "bfloat16/80": (Class(128, "triton_window"), Class(None, "flash_attn")),
+        "bfloat16/96": (Class(None, "cudnn"),),
+        "float16/80": (Class(1024, "cudnn"), Class(None, "flash_attn")),
+    },
+    measurements=(Measurement("bfloat16", 80, 64, 4, {"cudnn": 9.5, "flash_attn": 8}),),
+    left_out=('cudnn at "4 x 64"',),
+)
 
 
-@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_every_gpu_has_classes_that_ascend_to_no_bound(capability):
-    choices = choices_for(capability)
+@pytest.fixture
+def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in place of the package's own files."""
+    folder = tmp_path / "bundled"
+    folder.mkdir()
+    monkeypatch.setattr(tuned, "BUNDLED", folder)
+    return folder
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Path:
+    return tmp_path / "user"
+
+
+def put(folder: Path, table: Table) -> Path:
+    path = folder / tuned.file_name(table.made_by["gpu"])
+    tuned.write(table, path)
+    return path
+
+
+def plan(*args: Any, **kwargs: Any) -> str:
+    return encode(choices_for(*args, **kwargs))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_every_gpu_has_classes_that_ascend_to_no_bound(
+    capability: tuple[int, int],
+) -> None:
+    choices = choices_for("Some GPU", capability, "bfloat16", 80)
     bounds = [choice.max_len for choice in choices]
     assert bounds[-1] is None
     assert None not in bounds[:-1]
@@ -22,13 +75,230 @@ def test_every_gpu_has_classes_that_ascend_to_no_bound(capability):
     assert all(choice.reason for choice in choices)
 
 
-def test_no_gpu_means_the_reference_kernel():
-    assert [choice.kernel for choice in choices_for(None)] == ["reference"]
+def test_no_gpu_means_the_reference_kernel() -> None:
+    assert plan(None, None, "bfloat16", 80) == "*:reference"
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 1)])
-def test_gpus_that_nobody_measured_are_said_to_be_unmeasured(capability):
-    assert all("unmeasured" in c.reason for c in choices_for(capability))
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 1)])
+def test_gpus_that_nobody_measured_are_said_to_be_unmeasured(
+    capability: tuple[int, int],
+) -> None:
+    choices = choices_for("Some GPU", capability, "bfloat16", 80)
+    assert all("unmeasured" in choice.reason for choice in choices)
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (12, 0)])
+def test_blackwell_takes_cudnn_for_long_sequences(capability: tuple[int, int]) -> None:
+    assert choices_for("B", capability, "bfloat16", 80)[-1].kernel == "cudnn"
+
+
+def test_the_bundled_file_of_this_gpu_counts(bundled: Path) -> None:
+    put(bundled, TABLE)
+    choices = choices_for(GPU, (9, 0), "bfloat16", 80)
+    assert encode(choices) == "128:triton_window,*:flash_attn"
+    assert {choice.reason for choice in choices} == {
+        "fastest on NVIDIA H200, measured by tune with vLLM 0.25.1"
+    }
+
+
+def test_a_torch_dtype_finds_its_entry(bundled: Path) -> None:
+    torch = pytest.importorskip("torch")
+    put(bundled, TABLE)
+    assert plan(GPU, (9, 0), torch.float16, 80) == "1024:cudnn,*:flash_attn"
+
+
+def test_the_users_file_comes_before_the_bundled_one(bundled: Path, user: Path) -> None:
+    put(bundled, TABLE)
+    put(user, replace(TABLE, classes={"bfloat16/80": (Class(None, "cudnn"),)}))
+    (choice,) = choices_for(GPU, (9, 0), "bfloat16", 80, user)
+    assert choice.kernel == "cudnn"
+    assert choice.reason == (
+        "fastest on this machine, measured by tune with vLLM 0.25.1"
+    )
+    # What the user did not measure is still the package's.
+    assert plan(GPU, (9, 0), "float16", 80, user) == "1024:cudnn,*:flash_attn"
+
+
+def test_the_nearest_measured_head_dim_above_is_taken_and_said(bundled: Path) -> None:
+    put(bundled, TABLE)
+    choices = choices_for(GPU, (9, 0), "bfloat16", 72)
+    assert encode(choices) == "128:triton_window,*:flash_attn"
+    assert all("at head dim 80, the next" in choice.reason for choice in choices)
+    assert plan(GPU, (9, 0), "bfloat16", 88) == "*:cudnn"
+
+
+def test_an_exact_bundled_head_dim_beats_a_users_larger_one(
+    bundled: Path, user: Path
+) -> None:
+    put(bundled, TABLE)
+    put(user, replace(TABLE, classes={"bfloat16/128": (Class(None, "cudnn"),)}))
+    assert plan(GPU, (9, 0), "bfloat16", 80, user) == "128:triton_window,*:flash_attn"
+    assert plan(GPU, (9, 0), "bfloat16", 112, user) == "*:cudnn"
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 80), ("bfloat16", 104)])
+def test_what_was_not_measured_follows_the_capability(
+    bundled: Path, dtype: str, head_dim: int
+) -> None:
+    put(bundled, TABLE)
+    choices = choices_for(GPU, (9, 0), dtype, head_dim)
+    assert all("unmeasured" in choice.reason for choice in choices)
+
+
+def test_other_hopper_gpus_take_the_h200s_choices_and_say_so(bundled: Path) -> None:
+    put(bundled, TABLE)
+    choices = choices_for("NVIDIA H100 80GB HBM3", (9, 0), "bfloat16", 80)
+    assert encode(choices) == "128:triton_window,*:flash_attn"
+    for choice in choices:
+        assert "unmeasured by this project on this GPU" in choice.reason
+        assert "fastest on NVIDIA H200" in choice.reason
+    ada = choices_for("NVIDIA L4", (8, 9), "bfloat16", 80)
+    assert not any("H200" in choice.reason for choice in ada)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("NVIDIA H200", "h200.json"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3.json"),
+        ("NVIDIA RTX PRO 6000 Blackwell", "rtx-pro-6000-blackwell.json"),
+        ("Tesla T4/../x", "tesla-t4-x.json"),
+    ],
+)
+def test_a_gpus_file_is_named_after_it(gpu: str, name: str) -> None:
+    assert tuned.file_name(gpu) == name
+
+
+def test_a_written_table_is_read_back(user: Path) -> None:
+    path = put(user, TABLE)
+    assert tuned.read(user, GPU) == TABLE
+    assert [entry.name for entry in user.iterdir()] == [path.name]
+    # One line for each entry, so that a change of the file can be read.
+    lines = path.read_text().splitlines()
+    assert sum('"bfloat16/' in line for line in lines) == 2
+    assert sum('"longest": 64' in line for line in lines) == 1
+
+
+def test_a_table_without_measurements_is_json_too(user: Path) -> None:
+    table = replace(TABLE, measurements=(), left_out=())
+    put(user, table)
+    assert tuned.read(user, GPU) == table
+
+
+def test_a_failed_write_leaves_the_old_file(
+    user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(user, TABLE)
+
+    def fail(*args: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        put(user, replace(TABLE, left_out=()))
+    monkeypatch.undo()
+    assert tuned.read(user, GPU) == TABLE
+    assert len(list(user.iterdir())) == 1
+
+
+def test_a_table_that_would_be_refused_is_not_written(user: Path) -> None:
+    bad = replace(TABLE, classes={"bfloat16/80": (Class(128, "cudnn"),)})
+    with pytest.raises(ValueError, match="lacks the last class"):
+        put(user, bad)
+    assert not user.exists()
+
+
+def test_no_file_is_no_error(user: Path) -> None:
+    assert tuned.read(user, GPU) is None
+
+
+def _with_classes(*rows: Any) -> dict[str, Any]:
+    return {"classes": {"bfloat16/80": list(rows)}}
+
+
+def _row(max_len: Any, kernel: str = "cudnn") -> dict[str, Any]:
+    return {"max_len": max_len, "kernel": kernel}
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        pytest.param({"schema": "vllm-flashinfer-vit/choices/9"}, "schema", id="newer"),
+        pytest.param({"schema": None}, "schema", id="no-schema"),
+        pytest.param({"made_by": {"vllm": "1"}}, "'gpu' is missing", id="no-gpu"),
+        pytest.param({"made_by": {"gpu": GPU, "vllm": 1}}, "not a string", id="vllm"),
+        pytest.param(
+            {"made_by": {"gpu": "NVIDIA A100", "vllm": "1"}}, "not of", id="other-gpu"
+        ),
+        pytest.param({"classes": []}, "wrong form", id="classes-list"),
+        pytest.param({"classes": {"bf16": []}}, "no dtype/head dim", id="name"),
+        pytest.param({"measurements": [{"us": {}}]}, "wrong form", id="measurement"),
+        pytest.param({"left_out": None}, "wrong form", id="left-out"),
+        pytest.param(_with_classes(), "lacks the last class", id="no-class"),
+        pytest.param(_with_classes(_row(64)), "lacks the last class", id="no-last"),
+        pytest.param(
+            _with_classes(_row(None), _row(64)), "behind the one for any", id="behind"
+        ),
+        pytest.param(
+            _with_classes(_row(64), _row(64), _row(None)), "must ascend", id="equal"
+        ),
+        pytest.param(_with_classes(_row(0), _row(None)), "must ascend", id="zero"),
+        pytest.param(_with_classes(_row("64"), _row(None)), "must ascend", id="text"),
+        pytest.param(_with_classes(_row(True), _row(None)), "must ascend", id="bool"),
+        pytest.param(_with_classes({"max_len": None}), "'kernel' is missing", id="row"),
+        pytest.param(_with_classes(_row(None, "fa9")), "'fa9'", id="unknown-kernel"),
+        pytest.param(
+            _with_classes(_row(256, "triton_window"), _row(None)),
+            "more than 128 tokens",
+            id="too-long-for-its-kernel",
+        ),
+        pytest.param(
+            _with_classes(_row(None, "triton_window")),
+            "more than 128 tokens",
+            id="unbounded-for-its-kernel",
+        ),
+    ],
+)
+def test_a_file_that_breaks_the_schema_is_refused(
+    user: Path, changes: dict[str, Any], what: str
+) -> None:
+    path = put(user, TABLE)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(TableError) as caught:
+        choices_for(GPU, (9, 0), "bfloat16", 80, user)
+    message = str(caught.value)
+    assert what in message
+    assert str(path) in message
+    assert "delete it or run `vllm-flashinfer-vit tune` again" in message
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", None])
+def test_a_damaged_file_is_refused(user: Path, content: bytes | None) -> None:
+    path = put(user, TABLE)
+    text = path.read_bytes()
+    # None: as an interrupted copy leaves it.
+    path.write_bytes(text[: len(text) // 2] if content is None else content)
+    with pytest.raises(TableError, match="tune` again") as caught:
+        tuned.read(user, GPU)
+    assert str(path) in str(caught.value)
+
+
+def _bundled_tables() -> Iterator[Any]:
+    for path in sorted(tuned.BUNDLED.glob("*.json")):
+        yield pytest.param(path, id=path.stem)
+
+
+@pytest.mark.parametrize("path", _bundled_tables())
+def test_a_bundled_file_follows_from_its_measurements(path: Path) -> None:
+    pytest.importorskip("torch")
+    from vllm_flashinfer_vit.tuning import derive_classes
+
+    table = tuned.read(path.parent, json.loads(path.read_text())["made_by"]["gpu"])
+    assert table is not None
+    assert table.classes
+    for name, classes in table.classes.items():
+        rows = [m for m in table.measurements if name == tuned.key(m.dtype, m.head_dim)]
+        assert derive_classes(rows) == classes
 
 
 @pytest.mark.parametrize(
@@ -42,16 +312,34 @@ def test_gpus_that_nobody_measured_are_said_to_be_unmeasured(capability):
         (10**6, "cudnn"),
     ],
 )
-def test_select_takes_the_first_class_that_holds_the_length(length, kernel):
-    assert select(encode(TABLE), length) == kernel
+def test_select_takes_the_first_class_that_holds_the_length(
+    length: int, kernel: str
+) -> None:
+    assert select(encode(CHOICES), length) == kernel
 
 
-def test_encode_is_readable():
-    assert encode(TABLE) == "128:cudnn,1024:flash_attn,*:cudnn"
+def test_encode_is_readable() -> None:
+    assert encode(CHOICES) == "128:cudnn,1024:flash_attn,*:cudnn"
 
 
-def test_without_hands_the_classes_to_the_kernels_that_are_left():
-    left = without(TABLE, "cudnn")
+def test_without_hands_the_classes_to_the_kernels_that_are_left() -> None:
+    left = without(CHOICES, "cudnn")
     assert encode(left) == "*:flash_attn"
     assert without(left, "flash_attn") == ()
-    assert encode(without(TABLE, "flash_attn")) == "128:cudnn,*:cudnn"
+    assert encode(without(CHOICES, "flash_attn")) == "128:cudnn,*:cudnn"
+
+
+def test_without_gives_no_kernel_what_it_does_not_take() -> None:
+    choices = (Choice("triton_window", 128, "short"), Choice("flash_attn", None, ""))
+    assert without(choices, "flash_attn") == ()
+
+
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+def test_a_forced_kernel_gets_every_class_that_it_takes(kernel: Any) -> None:
+    choices = forced(CHOICES, kernel)
+    assert choices[0].kernel == kernel
+    assert choices[-1].max_len is None
+    if kernel == "triton_window":
+        assert encode(choices) == "128:triton_window,1024:flash_attn,*:cudnn"
+    else:
+        assert encode(choices) == f"*:{kernel}"

@@ -2,6 +2,7 @@
 """Settings: defaults, valid values, and errors that list them."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from vllm_flashinfer_vit.config import (
     ENV_DISABLE_PATCHES,
     ENV_KERNEL,
     ENV_STRICT,
+    ENV_TUNED_DIR,
     KERNEL_NAMES,
     Settings,
 )
@@ -50,6 +52,28 @@ def test_bad_kernel_names_the_variable_and_the_good_values(bad: str) -> None:
 def test_bad_strict_names_the_variable_and_the_good_values(bad: str) -> None:
     with pytest.raises(ValueError, match=f"{ENV_STRICT}.*use 0 or 1"):
         Settings.from_env({ENV_STRICT: bad})
+
+
+@pytest.mark.parametrize(
+    ("env", "folder"),
+    [
+        ({}, "/home/me/.config/vllm-flashinfer-vit"),
+        ({"XDG_CONFIG_HOME": ""}, "/home/me/.config/vllm-flashinfer-vit"),
+        ({"XDG_CONFIG_HOME": "/cfg"}, "/cfg/vllm-flashinfer-vit"),
+        ({"XDG_CONFIG_HOME": "/cfg", ENV_TUNED_DIR: "/mine"}, "/mine"),
+        ({ENV_TUNED_DIR: "~/mine"}, "/home/me/mine"),
+    ],
+)
+def test_the_folder_of_tuned_choices(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], folder: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert Settings.from_env(env).tuned_dir == Path(folder)
+
+
+def test_an_empty_folder_of_tuned_choices_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"{ENV_TUNED_DIR}='': use the path"):
+        Settings.from_env({ENV_TUNED_DIR: ""})
 
 
 def test_reads_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:

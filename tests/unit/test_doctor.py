@@ -8,17 +8,19 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 from test_support import HOPPER, STACK, TURING
 
-from vllm_flashinfer_vit import doctor
+from vllm_flashinfer_vit import doctor, tuned
 from vllm_flashinfer_vit.config import (
     ENV_DISABLE_PATCHES,
     ENV_KERNEL,
     ENV_STRICT,
+    ENV_TUNED_DIR,
     KERNEL_NAMES,
     Settings,
 )
@@ -115,7 +117,7 @@ def test_a_kernel_that_is_dropped_from_the_table_is_noted(
     from vllm_flashinfer_vit.choices import Choice
 
     table = (Choice("cudnn", 1024, "short"), Choice("flash_attn", None, "long"))
-    monkeypatch.setattr(support, "choices_for", lambda capability: table)
+    monkeypatch.setattr(support, "choices_for", lambda *_: table)
     report = judge(replace(STACK, cudnn_backend=90800))
     assert report.ok
     assert any("need cuDNN 9.10.2; 9.8.0 is loaded" in note for note in report.notes)
@@ -239,7 +241,8 @@ def test_the_runner_note_is_only_for_versions_that_it_is_true_for(
 
 
 def test_the_document_has_a_stable_shape() -> None:
-    report = judge(replace(STACK, flashinfer=None), env={ENV_KERNEL: "flash_attn"})
+    env = {ENV_KERNEL: "flash_attn", ENV_TUNED_DIR: "/tuned"}
+    report = judge(replace(STACK, flashinfer=None), env=env)
     document = json.loads(json.dumps(report.to_json()))
     assert {name: type(value).__name__ for name, value in document.items()} == {
         "schema": "str",
@@ -280,6 +283,7 @@ def test_the_document_has_a_stable_shape() -> None:
         "kernel": "flash_attn",
         "strict": False,
         "disabled_patches": [],
+        "tuned_dir": "/tuned",
     }
     assert set(document["kernels"][0]) == {
         "kernel",
@@ -298,6 +302,27 @@ def test_the_document_has_a_stable_shape() -> None:
     }
     assert document["patches"] == [PATCH]
     assert set(document["problems"][0]) == {"what", "remedy", "fatal"}
+
+
+def test_the_users_choices_are_shown_with_their_origin(tmp_path: Path) -> None:
+    table = tuned.Table(
+        {"gpu": HOPPER.name, "vllm": "0.25.1"},
+        {"bfloat16/80": (tuned.Class(None, "cudnn"),)},
+    )
+    tuned.write(table, tmp_path / tuned.file_name(HOPPER.name))
+    text = text_of(judge(env={ENV_TUNED_DIR: str(tmp_path)}))
+    assert "fastest on this machine, measured by tune with vLLM 0.25.1" in text
+    assert str(tmp_path) in text
+
+
+def test_a_file_of_choices_that_is_refused_is_one_fatal_problem(tmp_path: Path) -> None:
+    path = tmp_path / tuned.file_name(HOPPER.name)
+    path.write_text("{")
+    report = judge(env={ENV_TUNED_DIR: str(tmp_path)})
+    assert not report.ok
+    (problem,) = report.problems
+    assert str(path) in problem.what
+    assert "tune` again" in problem.what
 
 
 def test_the_document_covers_each_kernel_head_dim_and_dtype_once() -> None:

@@ -316,13 +316,13 @@ def test_unknown_kernel_raises() -> None:
 
 def test_choices_are_those_of_the_table_where_all_run() -> None:
     choices, refusals = usable_choices(STACK, 80, "bfloat16")
-    assert choices == choices_for((9, 0))
+    assert choices == choices_for(HOPPER.name, (9, 0), "bfloat16", 80)
     assert refusals == ()
 
 
 def test_choices_drop_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     table = (Choice("cudnn", 1024, "short"), Choice("flash_attn", None, "long"))
-    monkeypatch.setattr(support, "choices_for", lambda capability: table)
+    monkeypatch.setattr(support, "choices_for", lambda *_: table)
     stack = replace(STACK, flashinfer=None)
     choices, refusals = usable_choices(stack, 80, "bfloat16")
     assert choices == table[1:]

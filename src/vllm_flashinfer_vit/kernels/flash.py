@@ -119,14 +119,14 @@ def _flash_kernel(
     start = start.to(tl.int64)
     pid_h = ((pid // num_blocks) % H).to(tl.int64)
     pid_kv = pid_h // (H // H_KV)
-    q_base = q_ptr + (start * stride_qt + pid_h * stride_qh) * UNIT
+    q_base = q_ptr + ((start + first) * stride_qt + pid_h * stride_qh) * UNIT
     k_base = k_ptr + (start * stride_kt + pid_kv * stride_kh) * UNIT
     v_base = v_ptr + (start * stride_vt + pid_kv * stride_vh) * UNIT
-    o_base = out_ptr + (start * H + pid_h) * D
 
-    offs_m = first + tl.arange(0, BLOCK_M)
-    mask_m = offs_m < length
-    row_q = offs_m.to(tl.int64) * stride_qt * UNIT
+    # Offsets within a block fit int32, in half the registers; bases are int64.
+    offs_m = tl.arange(0, BLOCK_M)
+    mask_m = offs_m < length - first
+    row_q = offs_m * stride_qt * UNIT
     q_lo = _load(q_base, row_q, mask_m, 0, D_LO, D_LO)
     acc_lo = tl.zeros([BLOCK_M, D_LO], tl.float32)
     if D_HI > 0:
@@ -137,7 +137,6 @@ def _flash_kernel(
     total = tl.zeros([BLOCK_M, 8], tl.float32)
 
     offs_n = tl.arange(0, BLOCK_N)
-    # Offsets within a block fit int32, in half the registers; the base moves in int64.
     row_k = offs_n * stride_kt * UNIT
     row_v = offs_n * stride_vt * UNIT
     for n in tl.range(0, length, BLOCK_N, num_stages=NUM_STAGES):
@@ -173,7 +172,9 @@ def _flash_kernel(
         k_base += tl.cast(stride_kt, tl.int64) * (BLOCK_N * UNIT)
         v_base += tl.cast(stride_vt, tl.int64) * (BLOCK_N * UNIT)
 
-    row_o = offs_m.to(tl.int64) * (H * D)
+    # Computed here, not before the loop, where it would cost spills.
+    o_base = out_ptr + ((start + first) * H + pid_h) * D
+    row_o = offs_m * (H * D)
     norm = 1 / tl.sum(total, axis=1)[:, None]
     _store(o_base, row_o, mask_m, 0, D_LO, D_LO, acc_lo * norm)
     if D_HI > 0:

@@ -63,7 +63,7 @@ def _fuse_gelu(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if (
             flashinfer_requested()
-            and type(self.act) is QuickGELU
+            and isinstance(self.act, QuickGELU)
             and _has_compiled("gelu_quick")
         ):
             self.act._forward_method = self.act.forward_cuda
@@ -118,7 +118,7 @@ def _compiled_ops(tower: Any) -> Iterator[None]:
             # Anything but `native` is a choice that the user or the platform made.
             if op.get_priority() in ([], ["native"]):
                 stack.enter_context(op.set_priority(["vllm_c", "native"]))
-        if type(act) is SiluAndMul:
+        if isinstance(act, SiluAndMul):
             # All blocks share it with any other model of this process.
             stack.callback(setattr, act, "_forward_method", act._forward_method)
             act._forward_method = act.forward_cuda
