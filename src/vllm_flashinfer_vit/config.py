@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, Self, cast, get_args
 
-KernelName = Literal["cudnn", "flash_attn", "reference", "triton_window"]
+KernelName = Literal["cudnn", "flash_attn", "reference", "triton", "triton_window"]
 
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 

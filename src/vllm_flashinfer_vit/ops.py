@@ -21,6 +21,7 @@ _KERNELS = {
     "cudnn": ("vllm_flashinfer_vit.kernels.cudnn", "attention"),
     "flash_attn": ("vllm_flashinfer_vit.kernels.flash_attn", "attention"),
     "reference": ("vllm_flashinfer_vit.reference.attention", "attention_ref"),
+    "triton": ("vllm_flashinfer_vit.kernels.flash", "attention"),
     "triton_window": ("vllm_flashinfer_vit.kernels.window", "attention"),
 }
 # Kernels that rotate q and k themselves, if all of the head dim is rotated.
@@ -79,6 +80,7 @@ def _attention(
     num_tokens = q.shape[0]
     if num_tokens == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format)
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     longest = num_tokens
     if cu_seqlens is None:
         longest = seq_len

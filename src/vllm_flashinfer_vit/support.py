@@ -48,7 +48,12 @@ _RAGGED_FIRST = (9, 10)
 # Prefill rows of the support matrix on docs.nvidia.com/cudnn/operations/Attention, and
 # `supports_head_size` of vLLM's FlashAttention backend; both want multiples of 8.
 HEAD_DIMS: Mapping[KernelName, tuple[int, int]] = MappingProxyType(
-    {"cudnn": (8, 256), "flash_attn": (8, 256), "triton_window": (32, 128)}
+    {
+        "cudnn": (8, 256),
+        "flash_attn": (8, 256),
+        "triton": (32, 128),
+        "triton_window": (32, 128),
+    }
 )
 HALF_DTYPES = ("float16", "bfloat16")
 
@@ -242,7 +247,7 @@ def kernel_verdict(
             f"it needs compute capability 8.0 (Ampere) or newer; {stack.gpus[0].name} "
             f"has {_dotted(stack.capability)}",
         )
-    if kernel == "triton_window":
+    if kernel in ("triton", "triton_window"):
         if stack.triton is None:
             return _missing(stack, "triton")
         return Verdict(True, f"Triton {stack.triton}")

@@ -2,7 +2,6 @@
 """The look-up of kernel choices, their files, and the plan's encoding."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -283,12 +282,9 @@ def test_a_damaged_file_is_refused(user: Path, content: bytes | None) -> None:
     assert str(path) in str(caught.value)
 
 
-def _bundled_tables() -> Iterator[Any]:
-    for path in sorted(tuned.BUNDLED.glob("*.json")):
-        yield pytest.param(path, id=path.stem)
-
-
-@pytest.mark.parametrize("path", _bundled_tables())
+@pytest.mark.parametrize(
+    "path", sorted(tuned.BUNDLED.glob("*.json")), ids=lambda path: path.stem
+)
 def test_a_bundled_file_follows_from_its_measurements(path: Path) -> None:
     pytest.importorskip("torch")
     from vllm_flashinfer_vit.tuning import derive_classes

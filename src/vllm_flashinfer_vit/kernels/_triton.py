@@ -3,6 +3,10 @@
 
 import math
 
+import torch
+import triton
+import triton.language as tl
+
 # 16-bit elements of the widest load, 16 bytes.
 _MAX_UNIT = 8
 
@@ -15,3 +19,110 @@ def stride_unit(*sizes: int) -> int:
     multiplies by the constant unit, loads whole units and needs no variant per stride.
     """
     return math.gcd(_MAX_UNIT, *sizes)
+
+
+def split_width(width: int) -> tuple[int, int]:
+    """Cut a width into a power of two and what pads the rest: 80 is 64 and 16."""
+    low = 1 << (width.bit_length() - 1)
+    rest = width - low
+    # 16 is the least that a matrix instruction takes.
+    return low, max(16, triton.next_power_of_2(rest)) if rest else 0
+
+
+def check_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
+) -> None:
+    """Check what the Triton attention kernels demand of their inputs.
+
+    Raises:
+        ValueError: q is not `[T, H, D]`, k or v not `[T, H_kv, D]` with H_kv a divisor
+            of H, a D-stride is not 1, dtypes differ, D is no multiple of 8 from 32 to
+            128, or cu_seqlens is not contiguous `[N + 1] int32`.
+    """
+    found = [(tuple(x.shape), x.stride(), x.dtype) for x in (q, k, v)]
+    if any(x.dim() != 3 or x.stride(2) != 1 or x.dtype != q.dtype for x in (q, k, v)):
+        raise ValueError(
+            f"q, k, v must be [T, H, D] with D-stride 1 and of one dtype, got {found}"
+        )
+    head_dim = q.shape[2]
+    if head_dim % 8 != 0 or not 32 <= head_dim <= 128:
+        raise ValueError(
+            f"the head dim must be a multiple of 8 from 32 to 128, got {head_dim}"
+        )
+    if (
+        k.shape != v.shape
+        or k.shape[::2] != q.shape[::2]
+        or k.shape[1] == 0
+        or q.shape[1] % k.shape[1] != 0
+    ):
+        raise ValueError(
+            "k and v must be [T, H_kv, D] with the T and D of q and H_kv a divisor of "
+            f"H, got {found}"
+        )
+    if (
+        cu_seqlens.dim() != 1
+        or cu_seqlens.numel() == 0
+        or cu_seqlens.dtype != torch.int32
+        or not cu_seqlens.is_contiguous()
+    ):
+        raise ValueError(
+            "cu_seqlens must be [N + 1] int32 and contiguous, got "
+            f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+
+
+@triton.jit
+def load_columns(
+    base, row, mask, COL: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr
+):
+    """Load columns COL to COL + WIDTH; masked rows and the padding are zeros."""
+    offs_d = tl.arange(0, WIDTH_PAD)
+    mask = mask[:, None]
+    if WIDTH < WIDTH_PAD:
+        mask = mask & (offs_d < WIDTH)[None, :]
+    return tl.load(
+        base + (row[:, None] + (COL + offs_d)[None, :]), mask=mask, other=0.0
+    )
+
+
+@triton.jit
+def store_columns(
+    base,
+    row,
+    mask,
+    COL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    value,
+):
+    offs_d = tl.arange(0, WIDTH_PAD)
+    mask = mask[:, None]
+    if WIDTH < WIDTH_PAD:
+        mask = mask & (offs_d < WIDTH)[None, :]
+    value = value.to(base.dtype.element_ty)
+    tl.store(base + (row[:, None] + (COL + offs_d)[None, :]), value, mask=mask)
+
+
+@triton.jit
+def zero_rows(
+    cu_seqlens_ptr,
+    out_ptr,
+    num_tokens,
+    num_seqs,
+    first_row,
+    ROW: tl.constexpr,
+    ZERO_ROWS: tl.constexpr,
+):
+    """Clear those of ZERO_ROWS rows that lie behind every sequence."""
+    end = 0
+    offs = tl.arange(0, 1024)
+    for i in range(0, num_seqs + 1, 1024):
+        cu_seqlens = tl.load(
+            cu_seqlens_ptr + i + offs, mask=i + offs <= num_seqs, other=0
+        )
+        end = tl.maximum(end, tl.max(cu_seqlens, axis=0))
+    first = tl.maximum(first_row, end) * ROW
+    last = tl.minimum(first_row + ZERO_ROWS, num_tokens) * ROW
+    zeros = tl.zeros([1024], out_ptr.dtype.element_ty)
+    for i in range(first, last, 1024):
+        tl.store(out_ptr + i + offs, zeros, mask=i + offs < last)

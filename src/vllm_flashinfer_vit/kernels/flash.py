@@ -17,8 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._triton import stride_unit
-from vllm_flashinfer_vit.kernels.window import _load, _split, _store, _zero_rows
+from vllm_flashinfer_vit.kernels._triton import (
+    check_qkv,
+    load_columns,
+    split_width,
+    store_columns,
+    zero_rows,
+)
 
 _LOG2_E = 1.4426950408889634
 # Keys per step. 128 leaves room for half the warps: 8 x 1024 takes 147 us, not 121.
@@ -26,6 +31,10 @@ _BLOCK_N = 64
 # Two blocks of 8 warps, or four of 4, share an SM, so that the softmax of one hides
 # behind the products of another; with 182 registers 8 x 1024 takes 154 us, not 121.
 _MAXNREG = 128
+# Strides count 16-bit elements in eights: every load is one of 16 bytes, asynchronous.
+_UNIT = 8
+# Offsets within a block of 128 rows are int32.
+_MAX_STRIDE = 1 << 24
 # Rows that one program checks and clears behind the last sequence.
 _ZERO_ROWS = 64
 
@@ -38,17 +47,19 @@ class _Config(NamedTuple):
 
 def _config(max_seqlen: int, head_dim: int) -> _Config:
     """Choose by measurement on an H200, bf16, 16 heads; us at D=80 if not said."""
-    if max_seqlen <= 512 and head_dim <= 80:
-        # Fewer rows behind the end: 20 x 400 takes 74, not 79. A third stage costs the
-        # fourth block of an SM, 76; at D=64 all four fit: 57, not 66.
-        return _Config(64, 4, num_stages=3 if head_dim <= 64 else 2)
-    # Half the reads of k and v from the L2: 8 x 1024 takes 121, not 124 (D=72: 125, not
-    # 138). Two stages take 127; at D=128 only they leave room for two blocks.
+    if head_dim <= 64:
+        # Room for a third stage: 20 x 400 takes 53, not 63 (blocks of 128 rows: 61).
+        return _Config(64, 4, num_stages=3)
+    if head_dim <= 80 and max_seqlen <= 512:
+        # Fewer rows behind the end: 20 x 400 takes 72, not 79; 60 x 144 56, not 68.
+        return _Config(64, 4, num_stages=2)
+    # Half the reads of k and v from the L2: 8 x 1024 takes 119, not 121 (D=72: 125, not
+    # 136). Two stages take 128; at D=128 only they leave room for two blocks.
     return _Config(128, 8, num_stages=3 if head_dim <= 96 else 2)
 
 
-# Nothing but dtypes, heads and the head dim selects a variant: a call in a graph's
-# capture compiles nothing that an eager call of the same model has not.
+# Nothing but the model and the class of `max_seqlen` selects a variant: a call in a
+# graph's capture compiles nothing that an eager call of its class has not.
 @triton.jit(
     do_not_specialize=[
         "num_tokens",
@@ -92,14 +103,15 @@ def _flash_kernel(
 ):
     """Attend for BLOCK_M queries of one head, or clear rows behind the last sequence.
 
-    Strides count UNITs. The blocks of a head run together: k and v come from the L2.
+    Strides count UNITs; q, k and v start at a multiple of 16 bytes. The blocks of a
+    head run together, so that k and v come from the L2.
     Grid: (num_seqs * H * num_blocks + cdiv(num_tokens, ZERO_ROWS),)
     """
     D_HI: tl.constexpr = D - D_LO
     pid = tl.program_id(0)
     if pid >= num_seqs * H * num_blocks:
         pid_z = (pid - num_seqs * H * num_blocks).to(tl.int64)
-        _zero_rows(
+        zero_rows(
             cu_seqlens_ptr,
             out_ptr,
             num_tokens,
@@ -127,10 +139,10 @@ def _flash_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     mask_m = offs_m < length - first
     row_q = offs_m * stride_qt * UNIT
-    q_lo = _load(q_base, row_q, mask_m, 0, D_LO, D_LO)
+    q_lo = load_columns(q_base, row_q, mask_m, 0, D_LO, D_LO)
     acc_lo = tl.zeros([BLOCK_M, D_LO], tl.float32)
     if D_HI > 0:
-        q_hi = _load(q_base, row_q, mask_m, D_LO, D_HI, D_HI_PAD)
+        q_hi = load_columns(q_base, row_q, mask_m, D_LO, D_HI, D_HI_PAD)
         acc_hi = tl.zeros([BLOCK_M, D_HI_PAD], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # Eight sums a row: adding columns of one thread needs no exchange between threads.
@@ -142,9 +154,9 @@ def _flash_kernel(
     for n in tl.range(0, length, BLOCK_N, num_stages=NUM_STAGES):
         # Keys behind the end may be another sequence's, or NaN: not even read.
         mask_n = offs_n < length - n
-        k_lo = _load(k_base, row_k, mask_n, 0, D_LO, D_LO)
+        k_lo = load_columns(k_base, row_k, mask_n, 0, D_LO, D_LO)
         if D_HI > 0:
-            k_hi = _load(k_base, row_k, mask_n, D_LO, D_HI, D_HI_PAD)
+            k_hi = load_columns(k_base, row_k, mask_n, D_LO, D_HI, D_HI_PAD)
             scores = tl.dot(q_hi, tl.trans(k_hi), input_precision="ieee")
             scores = tl.dot(q_lo, tl.trans(k_lo), scores, input_precision="ieee")
         else:
@@ -163,11 +175,11 @@ def _flash_kernel(
         parts = tl.reshape(weights, [BLOCK_M, BLOCK_N // 8, 8])
         total = total * decay + tl.sum(parts, axis=1)
 
-        v_lo = _load(v_base, row_v, mask_n, 0, D_LO, D_LO)
+        v_lo = load_columns(v_base, row_v, mask_n, 0, D_LO, D_LO)
         weights = weights.to(v_lo.dtype)
         acc_lo = tl.dot(weights, v_lo, acc_lo * decay, input_precision="ieee")
         if D_HI > 0:
-            v_hi = _load(v_base, row_v, mask_n, D_LO, D_HI, D_HI_PAD)
+            v_hi = load_columns(v_base, row_v, mask_n, D_LO, D_HI, D_HI_PAD)
             acc_hi = tl.dot(weights, v_hi, acc_hi * decay, input_precision="ieee")
         k_base += tl.cast(stride_kt, tl.int64) * (BLOCK_N * UNIT)
         v_base += tl.cast(stride_vt, tl.int64) * (BLOCK_N * UNIT)
@@ -176,9 +188,9 @@ def _flash_kernel(
     o_base = out_ptr + ((start + first) * H + pid_h) * D
     row_o = offs_m * (H * D)
     norm = 1 / tl.sum(total, axis=1)[:, None]
-    _store(o_base, row_o, mask_m, 0, D_LO, D_LO, acc_lo * norm)
+    store_columns(o_base, row_o, mask_m, 0, D_LO, D_LO, acc_lo * norm)
     if D_HI > 0:
-        _store(o_base, row_o, mask_m, D_LO, D_HI, D_HI_PAD, acc_hi * norm)
+        store_columns(o_base, row_o, mask_m, D_LO, D_HI, D_HI_PAD, acc_hi * norm)
 
 
 def attention(
@@ -193,7 +205,8 @@ def attention(
 
     Args:
         q: `[T, H, D]` fp16 or bf16 (fp32: right, not fast), D a multiple of 8 from 32
-            to 128, D-stride 1, any other strides. Multiples of 8 are read fastest.
+            to 128, D-stride 1, T-stride below 2^24, any H-stride. What is not aligned
+            to 16 bytes (strides of 8 elements) is copied first.
         k: `[T, H_kv, D]` in q's dtype, H a multiple of H_kv, D-stride 1.
         v: `[T, H_kv, D]` like k.
         cu_seqlens: `[N + 1]` int32, contiguous, token prefix sums from 0. A negative
@@ -213,9 +226,9 @@ def attention(
     if num_tokens == 0:
         return out
     config = _config(max_seqlen, head_dim)
-    d_lo, d_hi_pad = _split(head_dim)
+    d_lo, d_hi_pad = split_width(head_dim)
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    unit = stride_unit(*strides)
     num_seqs = cu_seqlens.numel() - 1
     num_blocks = triton.cdiv(max(max_seqlen, 0), config.block_m)
     grid = num_seqs * heads * num_blocks + triton.cdiv(num_tokens, _ZERO_ROWS)
@@ -229,8 +242,8 @@ def attention(
         num_seqs,
         num_blocks,
         scale * _LOG2_E,
-        *(stride // unit for stride in strides),
-        UNIT=unit,
+        *(stride // _UNIT for stride in strides),
+        UNIT=_UNIT,
         H=heads,
         H_KV=k.shape[1],
         D=head_dim,
@@ -246,6 +259,15 @@ def attention(
     return out
 
 
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy of it if it cannot be read in units of 16 bytes."""
+    is_aligned = all(stride % _UNIT == 0 for stride in x.stride()[:2])
+    if is_aligned and x.data_ptr() % 16 == 0:
+        return x
+    # contiguous() would keep the odd stride of a dimension of size 1.
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _check_inputs(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -253,35 +275,9 @@ def _check_inputs(
     cu_seqlens: torch.Tensor,
     scale: float,
 ) -> None:
-    found = [(tuple(x.shape), x.stride(), x.dtype) for x in (q, k, v)]
-    if any(x.dim() != 3 or x.stride(2) != 1 or x.dtype != q.dtype for x in (q, k, v)):
-        raise ValueError(
-            f"q, k, v must be [T, H, D] with D-stride 1 and of one dtype, got {found}"
-        )
-    head_dim = q.shape[2]
-    if head_dim % 8 != 0 or not 32 <= head_dim <= 128:
-        raise ValueError(
-            f"the head dim must be a multiple of 8 from 32 to 128, got {head_dim}"
-        )
-    if (
-        k.shape != v.shape
-        or k.shape[::2] != q.shape[::2]
-        or k.shape[1] == 0
-        or q.shape[1] % k.shape[1] != 0
-    ):
-        raise ValueError(
-            "k and v must be [T, H_kv, D] with the T and D of q and H_kv a divisor of "
-            f"H, got {found}"
-        )
-    if (
-        cu_seqlens.dim() != 1
-        or cu_seqlens.numel() == 0
-        or cu_seqlens.dtype != torch.int32
-        or not cu_seqlens.is_contiguous()
-    ):
-        raise ValueError(
-            "cu_seqlens must be [N + 1] int32 and contiguous, got "
-            f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        )
+    check_qkv(q, k, v, cu_seqlens)
+    if any(x.stride(0) >= _MAX_STRIDE for x in (q, k, v)):
+        found = [x.stride() for x in (q, k, v)]
+        raise ValueError(f"T-strides must be below {_MAX_STRIDE}, got {found}")
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")

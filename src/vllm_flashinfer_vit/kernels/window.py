@@ -18,7 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._triton import stride_unit
+from vllm_flashinfer_vit.kernels._triton import (
+    check_qkv,
+    load_columns,
+    split_width,
+    store_columns,
+    stride_unit,
+    zero_rows,
+)
 from vllm_flashinfer_vit.kernels.rope import rotate
 
 MAX_SEQLEN = 128
@@ -100,7 +107,7 @@ def _window_kernel(
     pid = tl.program_id(0)
     if pid >= num_seqs * H:
         pid_z = (pid - num_seqs * H).to(tl.int64)
-        _zero_rows(
+        zero_rows(
             cu_seqlens_ptr,
             out_ptr,
             num_tokens,
@@ -138,24 +145,24 @@ def _window_kernel(
     o_base = out_ptr + (start * H + pid_h) * D
 
     # All loads come before the first use: their latencies overlap.
-    q1_lo = _load(q_base, row_q, mask, 0, HALF_LO, HALF_LO)
-    q2_lo = _load(q_base, row_q, mask, HALF, HALF_LO, HALF_LO)
-    k1_lo = _load(k_base, row_k, mask, 0, HALF_LO, HALF_LO)
-    k2_lo = _load(k_base, row_k, mask, HALF, HALF_LO, HALF_LO)
+    q1_lo = load_columns(q_base, row_q, mask, 0, HALF_LO, HALF_LO)
+    q2_lo = load_columns(q_base, row_q, mask, HALF, HALF_LO, HALF_LO)
+    k1_lo = load_columns(k_base, row_k, mask, 0, HALF_LO, HALF_LO)
+    k2_lo = load_columns(k_base, row_k, mask, HALF, HALF_LO, HALF_LO)
     if HALF_HI > 0:
-        q1_hi = _load(q_base, row_q, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
-        q2_hi = _load(q_base, row_q, mask, HALF + HALF_LO, HALF_HI, HALF_HI_PAD)
-        k1_hi = _load(k_base, row_k, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
-        k2_hi = _load(k_base, row_k, mask, HALF + HALF_LO, HALF_HI, HALF_HI_PAD)
+        q1_hi = load_columns(q_base, row_q, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
+        q2_hi = load_columns(q_base, row_q, mask, HALF + HALF_LO, HALF_HI, HALF_HI_PAD)
+        k1_hi = load_columns(k_base, row_k, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
+        k2_hi = load_columns(k_base, row_k, mask, HALF + HALF_LO, HALF_HI, HALF_HI_PAD)
     if HAS_ROPE:
-        cos_lo = _load(cos_base, row_c, mask, 0, HALF_LO, HALF_LO)
-        sin_lo = _load(sin_base, row_s, mask, 0, HALF_LO, HALF_LO)
+        cos_lo = load_columns(cos_base, row_c, mask, 0, HALF_LO, HALF_LO)
+        sin_lo = load_columns(sin_base, row_s, mask, 0, HALF_LO, HALF_LO)
         if HALF_HI > 0:
-            cos_hi = _load(cos_base, row_c, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
-            sin_hi = _load(sin_base, row_s, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
-    v_lo = _load(v_base, row_v, mask, 0, D_LO, D_LO)
+            cos_hi = load_columns(cos_base, row_c, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
+            sin_hi = load_columns(sin_base, row_s, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
+    v_lo = load_columns(v_base, row_v, mask, 0, D_LO, D_LO)
     if D_HI > 0:
-        v_hi = _load(v_base, row_v, mask, D_LO, D_HI, D_HI_PAD)
+        v_hi = load_columns(v_base, row_v, mask, D_LO, D_HI, D_HI_PAD)
 
     if HAS_ROPE:
         q1_lo, q2_lo = rotate(q1_lo, q2_lo, cos_lo, sin_lo)
@@ -176,24 +183,10 @@ def _window_kernel(
     total = tl.sum(weights, axis=1)[:, None]
     weights = weights.to(v_lo.dtype)
     o_lo = tl.dot(weights, v_lo, input_precision="ieee") / total
-    _store(o_base, row_o, mask, 0, D_LO, D_LO, o_lo)
+    store_columns(o_base, row_o, mask, 0, D_LO, D_LO, o_lo)
     if D_HI > 0:
         o_hi = tl.dot(weights, v_hi, input_precision="ieee") / total
-        _store(o_base, row_o, mask, D_LO, D_HI, D_HI_PAD, o_hi)
-
-
-@triton.jit
-def _load(
-    base, row, mask, COL: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr
-):
-    """Load columns COL to COL + WIDTH; masked rows and the padding are zeros."""
-    offs_d = tl.arange(0, WIDTH_PAD)
-    mask = mask[:, None]
-    if WIDTH < WIDTH_PAD:
-        mask = mask & (offs_d < WIDTH)[None, :]
-    return tl.load(
-        base + (row[:, None] + (COL + offs_d)[None, :]), mask=mask, other=0.0
-    )
+        store_columns(o_base, row_o, mask, D_LO, D_HI, D_HI_PAD, o_hi)
 
 
 @triton.jit
@@ -204,49 +197,6 @@ def _interleave(x1, x2, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     # sin instead of the turned q: 168 registers and 21 barriers, not 96 and 9.
     x = tl.reshape(tl.join(x1, x2), [BLOCK, 2 * WIDTH])
     return tl.max(tl.join(x, x), axis=2).to(x.dtype)
-
-
-@triton.jit
-def _store(
-    base,
-    row,
-    mask,
-    COL: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-    value,
-):
-    offs_d = tl.arange(0, WIDTH_PAD)
-    mask = mask[:, None]
-    if WIDTH < WIDTH_PAD:
-        mask = mask & (offs_d < WIDTH)[None, :]
-    value = value.to(base.dtype.element_ty)
-    tl.store(base + (row[:, None] + (COL + offs_d)[None, :]), value, mask=mask)
-
-
-@triton.jit
-def _zero_rows(
-    cu_seqlens_ptr,
-    out_ptr,
-    num_tokens,
-    num_seqs,
-    first_row,
-    ROW: tl.constexpr,
-    ZERO_ROWS: tl.constexpr,
-):
-    """Clear those of ZERO_ROWS rows that lie behind every sequence."""
-    end = 0
-    offs = tl.arange(0, 1024)
-    for i in range(0, num_seqs + 1, 1024):
-        cu_seqlens = tl.load(
-            cu_seqlens_ptr + i + offs, mask=i + offs <= num_seqs, other=0
-        )
-        end = tl.maximum(end, tl.max(cu_seqlens, axis=0))
-    first = tl.maximum(first_row, end) * ROW
-    last = tl.minimum(first_row + ZERO_ROWS, num_tokens) * ROW
-    zeros = tl.zeros([1024], out_ptr.dtype.element_ty)
-    for i in range(first, last, 1024):
-        tl.store(out_ptr + i + offs, zeros, mask=i + offs < last)
 
 
 def attention(
@@ -300,8 +250,8 @@ def attention(
     unit_c = stride_unit(*strides_c)
     block = max(16, triton.next_power_of_2(max_seqlen))
     config = _CONFIGS[block]
-    d_lo, d_hi_pad = _split(head_dim)
-    half_lo, half_hi_pad = _split(head_dim // 2)
+    d_lo, d_hi_pad = split_width(head_dim)
+    half_lo, half_hi_pad = split_width(head_dim // 2)
     num_seqs = cu_seqlens.numel() - 1
     _window_kernel[(num_seqs * heads + triton.cdiv(num_tokens, _ZERO_ROWS),)](
         q,
@@ -336,14 +286,6 @@ def attention(
     return out
 
 
-def _split(width: int) -> tuple[int, int]:
-    """Cut a width into a power of two and what pads the rest: 80 is 64 and 16."""
-    low = 1 << (width.bit_length() - 1)
-    rest = width - low
-    # 16 is the least that a matrix instruction takes.
-    return low, max(16, triton.next_power_of_2(rest)) if rest else 0
-
-
 def _check_inputs(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -358,42 +300,11 @@ def _check_inputs(
             f"the window kernel takes sequences of up to {MAX_SEQLEN} tokens, "
             f"got max_seqlen={max_seqlen}"
         )
-    head_dim = q.shape[-1]
-    if head_dim % 8 != 0 or not 32 <= head_dim <= 128:
-        raise ValueError(
-            "the window kernel takes head dims that are multiples of 8 from 32 to "
-            f"128, got {head_dim}"
-        )
-    if any(x.dim() != 3 or x.stride(2) != 1 or x.dtype != q.dtype for x in (q, k, v)):
-        found = [(tuple(x.shape), x.stride(), x.dtype) for x in (q, k, v)]
-        raise ValueError(
-            f"q, k, v must be [T, H, D] with D-stride 1 and of one dtype, got {found}"
-        )
-    if (
-        k.shape != v.shape
-        or k.shape[0] != q.shape[0]
-        or k.shape[2] != head_dim
-        or k.shape[1] == 0
-        or q.shape[1] % k.shape[1] != 0
-    ):
-        raise ValueError(
-            "k and v must be [T, H_kv, D] with the T and D of q and H_kv a divisor of "
-            f"H, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
-    if (
-        cu_seqlens.dim() != 1
-        or cu_seqlens.numel() == 0
-        or cu_seqlens.dtype != torch.int32
-        or not cu_seqlens.is_contiguous()
-    ):
-        raise ValueError(
-            "cu_seqlens must be [N + 1] int32 and contiguous, got "
-            f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        )
+    check_qkv(q, k, v, cu_seqlens)
     if (cos is None) != (sin is None):
         raise ValueError("cos and sin must be given together or not at all")
     if cos is not None and sin is not None:
-        expected = (q.shape[0], head_dim // 2)
+        expected = (q.shape[0], q.shape[2] // 2)
         if tuple(cos.shape) != expected or tuple(sin.shape) != expected:
             raise ValueError(
                 f"cos and sin must be [T, D / 2] = {list(expected)}, got "

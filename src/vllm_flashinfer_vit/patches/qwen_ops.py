@@ -136,7 +136,7 @@ PATCHES = (
     Patch(
         name="qwen2_5_vl-aligned-mlp",
         target="vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VisionMLP.__init__",
-        why="an intermediate size of 3420 sends down_proj to a slow GEMM for odd rows",
+        why="rows of 3420 values do not fit 16-byte loads, so down_proj is slow",
         vllm_range=SUPPORTED_VLLM,
         remove_when="vLLM pads this layer, or cuBLAS is as fast for such rows",
         parameters=(

@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches outside attention: same results, and nothing of them in other towers."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from _models import noise
+from torch import nn
+
+from cases import relative_error
+from vllm_flashinfer_vit import patches, tower
+from vllm_flashinfer_vit.config import ENV_DISABLE_PATCHES, Settings
+from vllm_flashinfer_vit.patches import qwen_ops
+from vllm_flashinfer_vit.tower import Tower, TowerSpec, build_tower, resolve_spec
+
+HAS_GPU = torch.cuda.is_available()
+cpu_only = pytest.mark.skipif(
+    HAS_GPU, reason="vLLM has one platform per process, and here it is the GPU"
+)
+DOCS = Path(__file__).parents[2] / "docs" / "patches.md"
+
+# Zeros change no product; only the order of sums may differ.
+TOLERANCE = 1e-6
+# No multiple of 8, like 3420 and the 1710 and 855 of its ranks.
+SIZE, ALIGNED = 44, 64
+NAMES = tuple(patch.name for patch in qwen_ops.PATCHES)
+GRIDS = [[1, 12, 20], [1, 6, 4]]
+SPECS = {
+    "qwen2_vl": {
+        "depth": 2,
+        "embed_dim": 64,
+        "hidden_size": 48,
+        "hidden_act": "quick_gelu",
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    "qwen2_5_vl": {
+        "depth": 2,
+        "hidden_size": 64,
+        "hidden_act": "silu",
+        "intermediate_size": SIZE,
+        "num_heads": 2,
+        "in_channels": 3,
+        "out_hidden_size": 48,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+    },
+}
+
+
+def build(
+    family: str = "qwen2_5_vl",
+    backend: str = "FLASHINFER",
+    seed: int = 0,
+    **vision: Any,
+) -> Tower:
+    spec = TowerSpec(
+        family=family,  # type: ignore[arg-type]
+        vision_config={**SPECS[family], **vision},
+        model=family,
+        checkpoint=None,
+        full_depth=2,
+    )
+    return build_tower(
+        spec, backend=backend, dtype=torch.float32, device="cpu", seed=seed
+    )
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Leave patches out of what is built, as the environment variable does."""
+    model_patches = [
+        patch for patch in patches.all_patches() if not patch.name.startswith("select-")
+    ]
+    for patch in reversed(model_patches):
+        patch.revert()
+    with pytest.MonkeyPatch.context() as context:
+        context.setenv(ENV_DISABLE_PATCHES, ",".join(names))
+        yield
+    for patch in reversed(model_patches):
+        patch.revert()
+
+
+def outputs(of: Tower) -> torch.Tensor:
+    rows = sum(t * h * w for t, h, w in GRIDS)
+    pixels = noise(rows, of.spec.patch_dim)
+    return of.encode(pixels, GRIDS)
+
+
+def mlp(of: Tower) -> Any:
+    return of.visual.get_submodule("blocks.0.mlp")
+
+
+def checkpoint(seed: int) -> list[tuple[str, torch.Tensor]]:
+    """Return a tower's weights as a checkpoint holds them."""
+    weights = []
+    for name, parameter in build(
+        backend="TORCH_SDPA", seed=seed
+    ).visual.named_parameters():
+        if "gate_up_proj" in name:
+            for part, half in zip(("gate", "up"), parameter.chunk(2), strict=True):
+                weights.append((name.replace("gate_up", part), half.clone()))
+        else:
+            weights.append((name, parameter.data.clone()))
+    return weights
+
+
+def load(into: Tower, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    with into.running():
+        into.visual.load_weights(weights)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("size", "aligned"),
+    [(3420, 3456), (1710, 1728), (855, 896), (3456, 3456), (864, 864), (1, 64)],
+)
+def test_aligned_size(size: int, aligned: int) -> None:
+    from vllm_flashinfer_vit.aligned_linear import aligned_size
+
+    assert aligned_size(size) == aligned
+
+
+@cpu_only
+@pytest.mark.parametrize("size", [3420, 1710, 855])
+@pytest.mark.parametrize(("dim", "parts"), [(0, 2), (1, 1)])
+def test_padding_of_a_rank(size: int, dim: int, parts: int) -> None:
+    from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod, aligned_size
+
+    with build().running():
+        method = AlignedLinearMethod(dim, size, parts)
+    shapes = [(parts * size, 8), (parts * size,)] if dim == 0 else [(8, size)]
+    for shape in shapes:
+        stock = noise(*shape)
+        padded = method.pad(stock)
+        assert padded.shape[dim] == parts * aligned_size(size)
+        assert padded.is_contiguous()
+        assert torch.equal(method.unpad(padded), stock)
+        halves = padded.chunk(parts, dim)
+        assert all(not half.narrow(dim, size, 1).any() for half in halves)
+        assert padded.count_nonzero() == stock.count_nonzero()
+
+
+@cpu_only
+class TestAlignedMlp:
+    def test_same_result(self) -> None:
+        padded = build()
+        with without("qwen2_5_vl-aligned-mlp"):
+            plain = build()
+        assert mlp(padded).gate_up_proj.weight.shape == (2 * ALIGNED, 64)
+        assert mlp(padded).gate_up_proj.bias.shape == (2 * ALIGNED,)
+        assert mlp(padded).down_proj.weight.shape == (64, ALIGNED)
+        assert mlp(padded).down_proj.bias.shape == (64,)
+        assert mlp(plain).gate_up_proj.weight.shape == (2 * SIZE, 64)
+        assert relative_error(outputs(padded), outputs(plain)) < TOLERANCE
+
+    @pytest.mark.parametrize(
+        ("backend", "size"), [("TORCH_SDPA", SIZE), ("FLASHINFER", 48)]
+    )
+    def test_others_stay_stock(self, backend: str, size: int) -> None:
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+        build()
+        other = mlp(build(backend=backend, intermediate_size=size))
+        for linear, shape in (
+            (other.gate_up_proj, (2 * size, 64)),
+            (other.down_proj, (64, size)),
+        ):
+            assert type(linear.quant_method) is UnquantizedLinearMethod
+            assert linear.weight.shape == shape
+
+    @pytest.mark.parametrize("is_wanted", [True, False])
+    def test_lora_on_the_tower(self, is_wanted: bool) -> None:
+        context = build()
+        lora = SimpleNamespace(enable_tower_connector_lora=is_wanted)
+        object.__setattr__(context.vllm_config, "lora_config", lora)
+        method = build_mlp(context).down_proj.quant_method
+        assert (type(method).__name__ == "AlignedLinearMethod") is not is_wanted
+
+    def test_quantized_linears(self) -> None:
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+        class Method(UnquantizedLinearMethod):
+            pass
+
+        config = SimpleNamespace(
+            get_quant_method=lambda layer, prefix: Method(),
+            online_quantization_config=None,
+        )
+        built = build_mlp(build(), quant_config=config)
+        assert type(built.gate_up_proj.quant_method) is Method
+        assert type(built.down_proj.quant_method) is Method
+
+    def test_later_load(self) -> None:
+        changed, fresh = build(seed=0), build(seed=1)
+        before = {
+            name: parameter.data_ptr()
+            for name, parameter in changed.visual.named_parameters()
+        }
+        assert relative_error(outputs(changed), outputs(fresh)) > 0.1
+        load(changed, checkpoint(seed=1))
+        assert torch.equal(outputs(changed), outputs(fresh))
+        # CUDA graphs hold the addresses.
+        for name, parameter in changed.visual.named_parameters():
+            assert parameter.data_ptr() == before[name]
+
+    def test_load_after_the_memory_was_lost(self) -> None:
+        changed = build()
+        for parameter in changed.visual.parameters():
+            parameter.data.fill_(float("nan"))
+        load(changed, checkpoint(seed=1))
+        assert torch.equal(outputs(changed), outputs(build(seed=1)))
+
+    def test_load_that_fails(self) -> None:
+        changed = build()
+        weight = mlp(changed).down_proj.weight
+        before = outputs(changed)
+        with pytest.raises((AssertionError, RuntimeError, ValueError)):
+            weight.weight_loader(weight, torch.zeros(64, SIZE - 1))
+        assert weight.shape == (64, ALIGNED)
+        assert torch.equal(outputs(changed), before)
+
+    def test_reload_by_layers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.model_executor.model_loader import reload
+
+        fill: Callable[..., None] = tower._fill_with_random_weights
+
+        def record_and_fill(visual: nn.Module, seed: int) -> None:
+            reload.record_metadata_for_reloading(visual)
+            fill(visual, seed)
+
+        monkeypatch.setattr(tower, "_fill_with_random_weights", record_and_fill)
+        changed = build()
+        monkeypatch.undo()
+        weights = checkpoint(seed=1)
+        before = mlp(changed).gate_up_proj.weight.data_ptr()
+        with changed.running():
+            reload.initialize_layerwise_reload(changed.visual)
+            changed.visual.load_weights(weights)  # type: ignore[operator]
+            reload.finalize_layerwise_reload(
+                changed.visual, changed.vllm_config.model_config
+            )
+        assert mlp(changed).gate_up_proj.weight.data_ptr() == before
+        assert torch.equal(outputs(changed), outputs(build(seed=1)))
+        load(changed, checkpoint(seed=2))
+        assert torch.equal(outputs(changed), outputs(build(seed=2)))
+
+
+def build_mlp(context: Tower, quant_config: Any = None) -> Any:
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VisionMLP
+
+    with context.running():
+        return Qwen2_5_VisionMLP(
+            64, SIZE, bias=True, act_fn=SiluAndMul(), quant_config=quant_config
+        )
+
+
+@pytest.fixture
+def compiled_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that vLLM's compiled ops are there; no test with it runs one."""
+    monkeypatch.setattr(qwen_ops, "_has_compiled", lambda *names: True)
+
+
+@cpu_only
+class TestFusedGelu:
+    def test_no_compiled_op(self) -> None:
+        act = mlp(build("qwen2_vl")).act
+        assert act._forward_method != act.forward_cuda
+
+    @pytest.mark.parametrize("backend", ["FLASHINFER", "TORCH_SDPA"])
+    def test_only_for_flashinfer(self, backend: str, compiled_ops: None) -> None:
+        build("qwen2_vl")
+        act = mlp(build("qwen2_vl", backend)).act
+        assert (act._forward_method == act.forward_cuda) is (backend == "FLASHINFER")
+
+    def test_another_activation(self, compiled_ops: None) -> None:
+        from vllm.model_executor.models.qwen2_vl import Qwen2VisionMLP
+
+        with build("qwen2_vl").running():
+            built = Qwen2VisionMLP(64, 128, act_layer=nn.GELU)
+        assert not hasattr(built.act, "_forward_method")
+
+
+@cpu_only
+class TestFusedOps:
+    def test_only_while_the_tower_runs(self, compiled_ops: None) -> None:
+        from vllm import ir
+
+        served = build()
+        act = mlp(served).act_fn
+        before = act._forward_method
+        priority = ir.ops.rms_norm.get_priority()
+        seen = []
+        with pytest.raises(KeyError), qwen_ops._compiled_ops(served.visual):
+            seen.append(act._forward_method)
+            raise KeyError
+        assert seen == [act.forward_cuda]
+        assert act._forward_method == before
+        assert ir.ops.rms_norm.get_priority() == priority
+
+    @pytest.mark.parametrize("is_compiled", [True, False])
+    def test_not_where_a_compiler_fuses(
+        self, is_compiled: bool, compiled_ops: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        served = build()
+        block = served.visual.get_submodule("blocks.0")
+        monkeypatch.setattr(block, "do_not_compile", not is_compiled, raising=False)
+        act = mlp(served).act_fn
+        with qwen_ops._compiled_ops(served.visual):
+            assert (act._forward_method == act.forward_cuda) is not is_compiled
+
+    def test_not_for_another_backend(self, compiled_ops: None) -> None:
+        stock = build(backend="TORCH_SDPA")
+        act = mlp(stock).act_fn
+        with qwen_ops._compiled_ops(stock.visual):
+            assert act._forward_method != act.forward_cuda
+
+
+@cpu_only
+@pytest.mark.parametrize("family", SPECS)
+def test_disabled_and_reverted(family: str) -> None:
+    build(family)
+    targets = [
+        patch for patch in qwen_ops.PATCHES if f":{_prefix(family)}" in patch.target
+    ]
+    assert targets
+    with without(*NAMES):
+        owners = [patch._owner() for patch in targets]
+        stock = [owner.__dict__[attribute] for owner, attribute in owners]
+        disabled = build(family)
+        after = [owner.__dict__[attribute] for owner, attribute in owners]
+        assert all(new is old for new, old in zip(after, stock, strict=True))
+        assert {patch.state(frozenset(NAMES)) for patch in targets} == {"disabled"}
+    patched = build(family)
+    assert all(patch.applied for patch in targets)
+    assert relative_error(outputs(patched), outputs(disabled)) < TOLERANCE
+    for patch in reversed(targets):
+        patch.revert()
+    after = [owner.__dict__[attribute] for owner, attribute in owners]
+    assert all(new is old for new, old in zip(after, stock, strict=True))
+    patches.apply_model_patches(Settings())
+
+
+def _prefix(family: str) -> str:
+    return {"qwen2_vl": "Qwen2Vision", "qwen2_5_vl": "Qwen2_5_Vision"}[family]
+
+
+@cpu_only
+def test_compiled_code_is_kept_apart() -> None:
+    # The first tower of a process makes ops that later ones share, and counts them.
+    build()
+    configs = [build().vllm_config]
+    with without("qwen2_5_vl-aligned-mlp"):
+        configs.append(build().vllm_config)
+    with without(*NAMES):
+        configs.append(build().vllm_config)
+    configs.append(build(backend="TORCH_SDPA").vllm_config)
+    configs.append(build().vllm_config)
+    *different, again = (config.compute_hash() for config in configs)
+    first = different[0]
+    assert len(set(different)) == 4
+    assert again == first
+
+
+def test_documented() -> None:
+    rows = [line for line in DOCS.read_text("utf-8").splitlines() if line[:2] == "| "]
+    names = [row.split("|")[1].strip() for row in rows]
+    assert names[1:] == [patch.name for patch in patches.all_patches()]
+
+
+@pytest.mark.gpu
+class TestOnAGpu:
+    """Whole blocks of the true size."""
+
+    MODELS = {
+        "qwen2_vl": "Qwen/Qwen2-VL-7B-Instruct",
+        "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
+    }
+    OPS = {
+        "qwen2_vl": {"_C::gelu_quick"},
+        "qwen2_5_vl": {"_C::rms_norm", "_C::fused_add_rms_norm", "_C::silu_and_mul"},
+    }
+
+    @classmethod
+    def build(cls, family: str, backend: str, dtype: torch.dtype) -> Tower:
+        spec = resolve_spec(cls.MODELS[family], random_weights=True, depth=8)
+        return build_tower(spec, backend=backend, dtype=dtype, device="cuda")
+
+    @pytest.mark.parametrize("family", MODELS)
+    def test_error(self, family: str) -> None:
+        exact = outputs(self.build(family, "TORCH_SDPA", torch.float32))
+        patched = outputs(self.build(family, "FLASHINFER", torch.bfloat16))
+        with without(*NAMES):
+            plain = outputs(self.build(family, "FLASHINFER", torch.bfloat16))
+        assert relative_error(patched, exact) <= 1.1 * relative_error(plain, exact)
+
+    @pytest.mark.parametrize("family", MODELS)
+    def test_ops_run(self, family: str) -> None:
+        def ops(of: Tower) -> set[str]:
+            with torch.profiler.profile() as profile:
+                outputs(of)
+            return {event.key for event in profile.key_averages()} & self.OPS[family]
+
+        assert ops(self.build(family, "FLASHINFER", torch.bfloat16)) == self.OPS[family]
+        with without(*NAMES):
+            plain = self.build(family, "FLASHINFER", torch.bfloat16)
+            assert not ops(plain)
+
+    def test_gemms_are_aligned(self) -> None:
+        kernels = {}
+        for disabled in ((), ("qwen2_5_vl-aligned-mlp",)):
+            with without(*disabled):
+                built = self.build("qwen2_5_vl", "FLASHINFER", torch.bfloat16)
+                down = mlp(built).down_proj
+                inputs = noise(8192, down.weight.shape[1]).cuda().bfloat16()
+                down(inputs)
+                with torch.profiler.profile() as profile, built.running():
+                    down(inputs)
+                names = [event.name for event in profile.events()]
+                kernels[disabled] = [name for name in names if "align2" in name]
+        assert not kernels[()]
+        assert kernels[("qwen2_5_vl-aligned-mlp",)]

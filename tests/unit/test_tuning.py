@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How measurements become classes, and the measuring with a clock that is told."""
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_support import STACK
+from typer.testing import CliRunner
+
+pytest.importorskip("vllm")
+
+import torch
+
+from vllm_flashinfer_vit import ops, tuned, tuning
+from vllm_flashinfer_vit.choices import choices_for, encode
+from vllm_flashinfer_vit.cli import main
+from vllm_flashinfer_vit.config import ENV_TUNED_DIR
+from vllm_flashinfer_vit.reference.attention import attention_ref
+from vllm_flashinfer_vit.tuned import Class, Measurement
+from vllm_flashinfer_vit.tuning import (
+    Cell,
+    GraphClock,
+    Options,
+    TuneError,
+    build_table,
+    derive_classes,
+    grid,
+    measure,
+    render,
+    to_json,
+)
+
+CPU = torch.device("cpu")
+
+
+def rows(times: Mapping[int, Mapping[str, float]], count: int = 1) -> list[Measurement]:
+    return [Measurement("bfloat16", 80, n, count, us) for n, us in times.items()]
+
+
+def classes(times: Mapping[int, Mapping[str, float]]) -> list[tuple[int | None, str]]:
+    return [tuple(c) for c in derive_classes(rows(times))]
+
+
+def test_each_length_gets_its_fastest_kernel() -> None:
+    assert classes(
+        {
+            64: {"triton_window": 5, "flash_attn": 9},
+            128: {"triton_window": 6, "flash_attn": 9},
+            256: {"cudnn": 8, "flash_attn": 10},
+            512: {"cudnn": 15, "flash_attn": 10},
+        }
+    ) == [(128, "triton_window"), (256, "cudnn"), (None, "flash_attn")]
+
+
+def test_lengths_may_come_in_any_order() -> None:
+    times = {256: {"cudnn": 8, "flash_attn": 10}, 64: {"cudnn": 20, "flash_attn": 10}}
+    assert classes(times) == [(64, "flash_attn"), (None, "cudnn")]
+
+
+def test_a_near_tie_joins_the_class_below() -> None:
+    assert classes(
+        {
+            64: {"reference": 10, "flash_attn": 20},
+            128: {"reference": 10.1, "flash_attn": 10},
+            256: {"reference": 20, "flash_attn": 10},
+        }
+    ) == [(128, "reference"), (None, "flash_attn")]
+
+
+def test_a_near_tie_joins_the_class_above() -> None:
+    assert classes(
+        {
+            64: {"reference": 10, "flash_attn": 10.1},
+            128: {"reference": 20, "flash_attn": 10},
+        }
+    ) == [(None, "flash_attn")]
+
+
+def test_beyond_a_tie_a_class_is_split() -> None:
+    assert classes(
+        {
+            64: {"reference": 10, "flash_attn": 20},
+            128: {"reference": 10.3, "flash_attn": 10},
+            256: {"reference": 10, "flash_attn": 20},
+        }
+    ) == [(64, "reference"), (128, "flash_attn"), (None, "reference")]
+
+
+def test_of_kernels_that_share_a_class_the_faster_one_wins() -> None:
+    assert classes(
+        {
+            64: {"reference": 10, "flash_attn": 10.1},
+            128: {"reference": 10.1, "flash_attn": 10},
+            256: {"reference": 10.1, "flash_attn": 10},
+        }
+    ) == [(None, "flash_attn")]
+
+
+@pytest.mark.parametrize(
+    ("cudnn", "kernel"), [(9.6, "flash_attn"), (9.51, "cudnn"), (9.5, "cudnn")]
+)
+def test_cudnn_must_win_by_five_percent(cudnn: float, kernel: str) -> None:
+    # 10 / 1.05 is 9.524.
+    assert classes({64: {"cudnn": cudnn, "flash_attn": 10}}) == [(None, kernel)]
+
+
+def test_a_tie_does_not_give_cudnn_more() -> None:
+    assert classes(
+        {
+            64: {"cudnn": 5, "flash_attn": 10},
+            128: {"cudnn": 9.6, "flash_attn": 10},
+        }
+    ) == [(64, "cudnn"), (None, "flash_attn")]
+
+
+def test_counts_weigh_alike_by_their_ratios() -> None:
+    few = rows({64: {"reference": 1, "flash_attn": 3}}, 1)
+    many = rows({64: {"reference": 2000, "flash_attn": 1000}}, 1024)
+    assert derive_classes(few + many) == (Class(None, "reference"),)
+
+
+def test_a_kernel_must_have_run_every_batch_of_a_length() -> None:
+    few = rows({64: {"reference": 1, "flash_attn": 3}}, 1)
+    many = rows({64: {"flash_attn": 3}}, 4)
+    assert derive_classes(few + many) == (Class(None, "flash_attn"),)
+
+
+def test_the_last_class_has_a_kernel_for_any_length() -> None:
+    window = {"triton_window": 5.0}
+    both = {"triton_window": 5.0, "flash_attn": 9.0}
+    assert classes({64: both}) == [(None, "flash_attn")]
+    assert classes({64: both, 96: both, 128: window}) == [
+        (64, "triton_window"),
+        (None, "flash_attn"),
+    ]
+    with pytest.raises(TuneError, match="any length"):
+        classes({64: window})
+    with pytest.raises(TuneError, match="any length"):
+        derive_classes([])
+
+
+def test_the_grid_covers_what_the_table_is_for() -> None:
+    for head_dim in tuning.HEAD_DIMS:
+        cells = grid(head_dim)
+        assert {cell.longest for cell in cells} == set(tuning.LENGTHS)
+        assert {cell.num_seqs for cell in cells} == set(tuning.COUNTS)
+        assert Cell(65536, 1) in cells
+        assert Cell(64, 1024) in cells
+        assert Cell(65536, 4) not in cells
+        assert cells == sorted(cells)
+
+
+class ToldClock:
+    """Says the times that it is told by kernel and length."""
+
+    def __init__(self, times: Mapping[str, Callable[[int], float]]) -> None:
+        self.times = times
+        self.cells: list[tuple[int, ...]] = []
+
+    def prepare(self, run: tuning.Run) -> tuning.Run:
+        return run
+
+    def median_us(self, runs: Mapping[str, tuning.Run]) -> dict[str, float]:
+        outputs = [run() for run in runs.values()]
+        self.cells.append(tuple(outputs[0].shape))
+        tokens = outputs[0].shape[0]
+        return {kernel: self.times[kernel](tokens) for kernel in runs}
+
+
+CLOCK = {"flash_attn": lambda tokens: 10.0, "cudnn": lambda tokens: tokens / 4.0}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
+    """GPU kernels by name, each replaced by plain PyTorch."""
+    replaced = dict.fromkeys(("flash_attn", "cudnn", "triton_window"), attention_ref)
+    monkeypatch.setattr(ops, "_kernel", replaced.__getitem__)
+    return replaced
+
+
+def test_measure_times_every_batch(kernels: dict[str, Callable[..., Any]]) -> None:
+    clock = ToldClock(CLOCK)
+    cells = [Cell(8, 1), Cell(8, 4), Cell(16, 1)]
+    seen: list[Cell] = []
+    found, left_out = measure(
+        torch.bfloat16, 32, list(CLOCK), cells, clock, CPU, seen.append
+    )
+    assert left_out == []
+    assert seen == cells
+    assert clock.cells == [(8, 16, 32), (32, 16, 32), (16, 16, 32)]
+    assert [m[:4] for m in found] == [("bfloat16", 32, *cell) for cell in cells]
+    assert found[1].us == {"flash_attn": 10.0, "cudnn": 8.0}
+
+
+def test_a_wrong_kernel_is_left_out_with_all_its_times(
+    kernels: dict[str, Callable[..., Any]],
+) -> None:
+    def wrong_for_several(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, *rest: Any
+    ) -> torch.Tensor:
+        whole = torch.tensor([0, q.shape[0]], dtype=torch.int32)
+        return attention_ref(q, k, v, whole, q.shape[0], rest[1])
+
+    kernels["cudnn"] = wrong_for_several
+    found, left_out = measure(
+        torch.bfloat16,
+        32,
+        list(CLOCK),
+        [Cell(8, 1), Cell(8, 4), Cell(16, 1)],
+        ToldClock(CLOCK),
+        CPU,
+    )
+    assert [set(m.us) for m in found] == [{"flash_attn"}] * 3
+    (reason,) = left_out
+    assert reason.startswith("cudnn from 4 x 8 tokens on: WrongResultError: wrong")
+
+
+def test_nan_is_a_wrong_result(kernels: dict[str, Callable[..., Any]]) -> None:
+    kernels["cudnn"] = lambda q, *rest: torch.full_like(q, float("nan"))
+    _, left_out = measure(
+        torch.float16, 32, list(CLOCK), [Cell(8, 1)], ToldClock(CLOCK), CPU
+    )
+    assert "relative error nan" in left_out[0]
+
+
+def test_a_kernel_that_stops_running_keeps_its_shorter_times(
+    kernels: dict[str, Callable[..., Any]],
+) -> None:
+    def short_only(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if q.shape[0] > 8:
+            raise RuntimeError("no plan\nand a long story")
+        return attention_ref(q, *rest)
+
+    kernels["cudnn"] = short_only
+    found, left_out = measure(
+        torch.bfloat16,
+        32,
+        list(CLOCK),
+        [Cell(8, 1), Cell(16, 1), Cell(32, 1)],
+        ToldClock(CLOCK),
+        CPU,
+    )
+    assert [len(m.us) for m in found] == [2, 1, 1]
+    assert left_out == ["cudnn from 1 x 16 tokens on: RuntimeError: no plan"]
+
+
+def test_a_batch_that_memory_does_not_hold_is_skipped(
+    kernels: dict[str, Callable[..., Any]],
+) -> None:
+    def small_only(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if q.shape[0] == 32:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return attention_ref(q, *rest)
+
+    kernels["cudnn"] = small_only
+    cells = [Cell(8, 1), Cell(8, 4), Cell(16, 1)]
+    found, left_out = measure(
+        torch.bfloat16, 32, list(CLOCK), cells, ToldClock(CLOCK), CPU
+    )
+    assert left_out == ["4 x 8 tokens: out of memory"]
+    assert [m[2:4] for m in found] == [(8, 1), (16, 1)]
+    assert all(len(m.us) == 2 for m in found)
+
+
+def test_a_kernel_is_not_tried_on_longer_sequences_than_it_takes(
+    kernels: dict[str, Callable[..., Any]],
+) -> None:
+    # It rotates q and k by itself.
+    kernels["triton_window"] = lambda q, k, v, cu, longest, scale, cos, sin: (
+        attention_ref(*ops._rotate(q, k, cos, sin), v, cu, longest, scale)
+    )
+    times = {"triton_window": lambda n: 1.0, "flash_attn": lambda n: 2.0}
+    found, left_out = measure(
+        torch.bfloat16,
+        32,
+        list(times),
+        [Cell(128, 1), Cell(192, 1)],
+        ToldClock(times),
+        CPU,
+    )
+    assert left_out == []
+    assert [set(m.us) for m in found] == [set(times), {"flash_attn"}]
+
+
+def build(options: Options, clock: ToldClock | None = None) -> tuned.Table:
+    return build_table(
+        options,
+        STACK,
+        clock or ToldClock({**CLOCK, "triton_window": lambda tokens: 99.0}),
+        CPU,
+        Console(file=io.StringIO()),
+        lengths=(8, 16, 64, 256),
+        counts=(1,),
+    )
+
+
+@pytest.fixture
+def two_kernels(
+    monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Callable[..., Any]]
+) -> None:
+    monkeypatch.setattr(tuning, "candidates", lambda *_: ["flash_attn", "cudnn"])
+
+
+@pytest.mark.usefixtures("two_kernels")
+def test_a_built_table_is_what_the_look_up_reads(tmp_path: Path) -> None:
+    options = Options(dtypes="bf16", head_dims="64, 80", time_limit_s=600)
+    table = build(options)
+    assert set(table.classes) == {"bfloat16/64", "bfloat16/80"}
+    assert table.classes["bfloat16/80"] == (
+        Class(16, "cudnn"),
+        Class(None, "flash_attn"),
+    )
+    assert len(table.measurements) == 8
+    assert table.made_by == {
+        "command": "vllm-flashinfer-vit tune --dtypes bf16 --head-dims 64,80",
+        "version": tuning.__version__,
+        "gpu": "NVIDIA H200",
+        "capability": "9.0",
+        "driver": "580.65.06",
+        "vllm": "0.25.1",
+        "torch": torch.__version__,
+        "triton": "3.6.0",
+        "flashinfer": "0.6.13",
+        "cudnn": "9.19.0",
+    }
+    tuned.write(table, tmp_path / tuned.file_name("NVIDIA H200"))
+    choices = choices_for("NVIDIA H200", (9, 0), torch.bfloat16, 80, tmp_path)
+    assert encode(choices) == "16:cudnn,*:flash_attn"
+
+
+@pytest.mark.usefixtures("two_kernels")
+def test_the_time_limit_leaves_the_rest_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(100))
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: next(seconds))
+    # The limit is set at 0, the first head dim takes 1 to 4.
+    table = build(Options(dtypes="bf16", head_dims="80,64", time_limit_s=5))
+    assert list(table.classes) == ["bfloat16/80"]
+    assert {m.head_dim for m in table.measurements} == {80}
+    (reason,) = table.left_out
+    assert reason.startswith("bfloat16/64: the time limit of 5 s passed")
+    with pytest.raises(TuneError, match="no choice could be measured.*--time-limit"):
+        build(Options(dtypes="bf16", head_dims="80", time_limit_s=2))
+
+
+def test_candidates_are_the_gpu_kernels_that_can_run() -> None:
+    found = tuning.candidates(STACK, torch.bfloat16, 80)
+    assert {"cudnn", "flash_attn", "triton_window"} <= set(found)
+    assert "reference" not in found
+    old = replace(STACK, cudnn_backend=90800)
+    assert "cudnn" not in tuning.candidates(old, torch.bfloat16, 80)
+    assert "triton_window" not in tuning.candidates(STACK, torch.bfloat16, 256)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (Options(dtypes="bf16,fp32"), "--dtypes has 'fp32': use bf16 or fp16"),
+        (Options(dtypes=""), "--dtypes has ''"),
+        (Options(head_dims="80,x"), "--head-dims has 'x'"),
+        (Options(head_dims="84"), "multiples of 8"),
+        (Options(head_dims="264"), "multiples of 8 from 8 to 256"),
+    ],
+)
+def test_bad_options_name_the_good_values(options: Options, what: str) -> None:
+    with pytest.raises(TuneError, match=what):
+        options.combinations()
+
+
+def test_combinations_are_measured_once_each() -> None:
+    options = Options(dtypes="fp16,bf16,fp16", head_dims="80,80")
+    assert options.combinations() == [(torch.float16, 80), (torch.bfloat16, 80)]
+
+
+def test_the_commands_defaults_are_those_of_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = []
+
+    def record(options: Options, console: Console) -> None:
+        given.append(options)
+        raise TuneError("enough")
+
+    monkeypatch.setattr(tuning, "run", record)
+    assert CliRunner().invoke(main, ["tune"]).exit_code == 2
+    assert given == [Options()]
+
+
+def test_without_a_gpu_tune_says_so_and_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "probe", lambda: replace(STACK, gpus=()))
+    monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path / "tuned"))
+    result = CliRunner().invoke(main, ["tune"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: tune needs an NVIDIA GPU")
+    assert not (tmp_path / "tuned").exists()
+
+
+@pytest.mark.usefixtures("two_kernels")
+def test_the_command_writes_and_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "deep" / "h200.json"
+    table = build(Options(dtypes="bf16", head_dims="80"))
+
+    def fake(options: Options, console: Console) -> tuning.Report:
+        assert options.output == path
+        assert (options.dtypes, options.head_dims) == ("bf16", "80")
+        assert options.time_limit_s == 30
+        tuned.write(table, path)
+        return tuning.Report(path, table)
+
+    monkeypatch.setattr(tuning, "run", fake)
+    command = ["tune", "--dtypes", "bf16", "--head-dims", "80", "--output", str(path)]
+    command += ["--time-limit", "30"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    assert "up to 16" in result.stdout
+    assert str(path) in result.stdout
+    document = json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)
+    assert document == json.loads(json.dumps(to_json(tuning.Report(path, table))))
+    assert document["classes"] == json.loads(path.read_text())["classes"]
+
+
+def test_what_was_left_out_is_printed(two_kernels: None) -> None:
+    table = replace(
+        build(Options(dtypes="bf16", head_dims="80")), left_out=("[cudnn]: no plan",)
+    )
+    console = Console(file=io.StringIO(), width=200)
+    render(tuning.Report(Path("x.json"), table), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "left out: [cudnn]: no plan" in text
+    assert "choices for NVIDIA H200 are in x.json" in text
+
+
+@pytest.mark.gpu
+def test_this_gpu_is_measured(tmp_path: Path) -> None:
+    from vllm_flashinfer_vit.support import probe
+
+    device = torch.device("cuda:0")
+    stack = probe()
+    table = build_table(
+        Options(dtypes="bf16", head_dims="80"),
+        stack,
+        GraphClock(device),
+        device,
+        Console(file=io.StringIO()),
+        lengths=(64, 256),
+        counts=(1, 16),
+    )
+    tuned.write(table, tmp_path / tuned.file_name(stack.gpus[0].name))
+    assert tuned.read(tmp_path, stack.gpus[0].name) == table
+    kernels = tuning.candidates(stack, torch.bfloat16, 80)
+    assert table.left_out == ()
+    for row in table.measurements:
+        expected = {k for k in kernels if row.longest <= 128 or k != "triton_window"}
+        assert set(row.us) == expected
+        # A replay takes microseconds; a cold cache cannot make it milliseconds.
+        assert all(0.5 < us < 1000 for us in row.us.values())
