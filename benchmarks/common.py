@@ -124,13 +124,13 @@ def commit() -> str:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """Return the command that repeats a run, without where it wrote its rows."""
+    """Return the command that repeats a run, without where it wrote what."""
     kept = []
     words = iter(argv[1:])
     for word in words:
-        if word == "--output":
+        if word in ("--output", "--logs"):
             next(words, None)
-        elif not word.startswith("--output="):
+        elif not word.startswith(("--output=", "--logs=")):
             kept.append(word)
     return shlex.join(["python", f"benchmarks/{Path(argv[0]).name}", *kept])
 

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,18 @@ def fill_tower(model: torch.nn.Module) -> None:
 
     Dummy weights are so small that the biases alone make up the embeddings.
     """
-    from vllm_flashinfer_vit.tower import _fill_with_random_weights
+    from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod
+    from vllm_flashinfer_vit.tower import fill_with_random_weights
 
-    _fill_with_random_weights(model.visual, seed=0)
+    with ExitStack() as stack:
+        # What the package padded must get the values that stock's weights get.
+        for module in model.visual.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, AlignedLinearMethod):
+                for parameter in module.parameters(recurse=False):
+                    if hasattr(parameter, "stock_weight_loader"):
+                        stack.enter_context(method.in_stock_size(parameter))
+        fill_with_random_weights(model.visual, seed=0)
 
 
 def describe_tower(model: torch.nn.Module) -> dict[str, Any]:

@@ -7,7 +7,8 @@ layer are zero, and the padded inputs of the next one meet zero weights.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,13 +88,22 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
     def _into_padded(self, load: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load)
         def weight_loader(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            padded = param.data
-            param.data = self.unpad(padded)
-            try:
+            with self.in_stock_size(param):
                 return load(param, *args, **kwargs)
-            finally:
-                # vLLM's reload counts copied elements, so nothing is copied by copy_.
-                self.pad(param.data, out=padded)
-                param.data = padded
 
         return weight_loader
+
+    @contextmanager
+    def in_stock_size(self, parameter: torch.Tensor) -> Iterator[None]:
+        """Give a padded parameter the checkpoint's size while the context lasts.
+
+        What is written meanwhile goes into the padded storage at its end.
+        """
+        padded = parameter.data
+        parameter.data = self.unpad(padded)
+        try:
+            yield
+        finally:
+            # vLLM's reload counts copied elements, so nothing is copied by copy_.
+            self.pad(parameter.data, out=padded)
+            parameter.data = padded

@@ -392,7 +392,7 @@ def build_tower(
         _init_distributed()
         visual = _build_module(spec, config, dtype, device)
         if spec.checkpoint is None:
-            _fill_with_random_weights(visual, seed)
+            fill_with_random_weights(visual, seed)
         else:
             _load_weights(visual, spec, spec.checkpoint)
         _finish_weights(visual, config, device)
@@ -583,7 +583,13 @@ def _model_module(family: Family) -> Any:
     return importlib.import_module(f"vllm.model_executor.models.{family}")
 
 
-def _fill_with_random_weights(visual: nn.Module, seed: int) -> None:
+def fill_with_random_weights(visual: nn.Module, seed: int) -> None:
+    """Fill a tower's parameters with seeded random values, of bf16's precision.
+
+    Args:
+        visual: vLLM's module; parameters of the checkpoint's size.
+        seed: With a parameter's name and shape, decides its values.
+    """
     generator = torch.Generator()
     for name, parameter in visual.named_parameters():
         if parameter.dim() == 1 and not name.endswith("bias"):

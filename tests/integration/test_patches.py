@@ -234,13 +234,13 @@ class TestAlignedMlp:
     def test_reload_by_layers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.model_executor.model_loader import reload
 
-        fill: Callable[..., None] = tower._fill_with_random_weights
+        fill: Callable[..., None] = tower.fill_with_random_weights
 
         def record_and_fill(visual: nn.Module, seed: int) -> None:
             reload.record_metadata_for_reloading(visual)
             fill(visual, seed)
 
-        monkeypatch.setattr(tower, "_fill_with_random_weights", record_and_fill)
+        monkeypatch.setattr(tower, "fill_with_random_weights", record_and_fill)
         changed = build()
         monkeypatch.undo()
         weights = checkpoint(seed=1)

@@ -202,7 +202,7 @@ def test_command_line_leaves_out_where_rows_go():
     argv = ["/somewhere/bench_encoder.py", "--output", "/x/a.csv", "--cases", "1x256"]
     expected = "python benchmarks/bench_encoder.py --cases 1x256"
     assert common.command_line(argv) == expected
-    argv[1:3] = ["--output=/x/a.csv"]
+    argv[1:3] = ["--output=/x/a.csv", "--logs", "/x/logs"]
     assert common.command_line(argv) == expected
 
 
