@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks hold half of the heads and of the MLP each, and agree with one rank."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_flashinfer_vit.tower import build_tower, resolve_spec
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="vLLM runs on the GPU in this process"
+)
+
+GRIDS = [[1, 12, 20], [2, 8, 8]]
+# Half of the MLP is 54 wide, no multiple of 8, so the package pads it.
+VISION = {
+    "qwen2_vl": {
+        "depth": 2,
+        "embed_dim": 64,
+        "hidden_size": 96,
+        "mlp_ratio": 2,
+        "num_heads": 4,
+    },
+    "qwen2_5_vl": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 108,
+        "num_heads": 4,
+        "out_hidden_size": 96,
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+    },
+    "qwen3_vl": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 108,
+        "num_heads": 4,
+        "out_hidden_size": 96,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+}
+
+# One rank: arguments are the checkpoint, the shared folder, the rank and the family.
+RANK = """
+import sys
+from pathlib import Path
+
+import torch
+from vllm_flashinfer_vit.platform_cpu import use_cpu_platform
+
+use_cpu_platform(force=True)
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+
+from vllm_flashinfer_vit import patches
+from vllm_flashinfer_vit.tower import build_tower, resolve_spec
+
+checkpoint, shared, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+store = torch.distributed.FileStore(str(shared / "store"), 2)
+torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+with set_current_vllm_config(VllmConfig()):
+    parallel_state.init_distributed_environment(2, rank, local_rank=rank, backend="gloo")
+    parallel_state.initialize_model_parallel(2, backend="gloo")
+spec = resolve_spec(checkpoint)
+tower = build_tower(spec, backend="FLASHINFER", dtype=torch.float32, device="cpu")
+pixels, grids = torch.load(shared / "input.pt")
+out = tower.encode(pixels, grids)
+names = [p.name for p in patches.all_patches() if p.applied]
+widths = {tuple(p.shape) for n, p in tower.visual.named_parameters() if ".mlp." in n}
+if rank == 0:
+    torch.save((out, names, widths), shared / "output.pt")
+torch.distributed.barrier()
+"""
+
+
+def make_checkpoint(family: str, folder: Path) -> None:
+    """Save a small random model of transformers, with what vLLM needs to load it."""
+    import transformers
+
+    stem = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "vocab_size": 64,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+    }
+    config = getattr(transformers, f"{stem[family]}Config")(
+        text_config=text, vision_config=VISION[family]
+    )
+    name = f"{stem[family]}ForConditionalGeneration"
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_two_ranks_agree_with_one(family: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    make_checkpoint(family, checkpoint)
+    spec = resolve_spec(str(checkpoint))
+    rows = sum(t * h * w for t, h, w in GRIDS)
+    pixels = torch.randn(
+        rows, spec.patch_dim, generator=torch.Generator().manual_seed(1)
+    )
+    torch.save((pixels, GRIDS), tmp_path / "input.pt")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(checkpoint), str(tmp_path), str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    logs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], logs
+    out, applied, widths = torch.load(tmp_path / "output.pt")
+    stock = build_tower(spec, backend="TORCH_SDPA", dtype=torch.float32, device="cpu")
+    expected = stock.encode(pixels, GRIDS)
+    assert (out - expected).norm() / expected.norm() < 1e-5
+    if family == "qwen2_5_vl":
+        assert "qwen2_5_vl-aligned-mlp" in applied
+        assert (64, 64) in widths  # down_proj, from 54 columns
