@@ -64,7 +64,9 @@ torch.set_num_threads(1)
 store = torch.distributed.FileStore(str(shared / "store"), 2)
 torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
 with set_current_vllm_config(VllmConfig()):
-    parallel_state.init_distributed_environment(2, rank, local_rank=rank, backend="gloo")
+    parallel_state.init_distributed_environment(
+        world_size=2, rank=rank, local_rank=rank, backend="gloo"
+    )
     parallel_state.initialize_model_parallel(2, backend="gloo")
 spec = resolve_spec(checkpoint)
 tower = build_tower(spec, backend="FLASHINFER", dtype=torch.float32, device="cpu")
