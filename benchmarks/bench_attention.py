@@ -29,7 +29,6 @@ from common import (
     Run,
     attention_flops,
     attention_fp32,
-    capture,
     check_error,
     device,
     print_row,
@@ -38,6 +37,7 @@ from common import (
     results_path,
     take_turns,
 )
+from vllm_flashinfer_vit.tuning import capture
 
 NUM_HEADS = 16
 # Six images: 256 x 256, 560 x 560, 1280 x 720, 1920 x 1080, 1024 x 1024 and 352 x 608

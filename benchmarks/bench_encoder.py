@@ -32,7 +32,6 @@ from common import (
     Failures,
     Run,
     attention_flops,
-    capture,
     check_error,
     device,
     is_replay,
@@ -42,6 +41,7 @@ from common import (
     results_path,
     rounds_within,
 )
+from vllm_flashinfer_vit.tuning import capture
 
 Grids = tuple[tuple[int, int, int], ...]
 

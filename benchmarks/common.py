@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -396,42 +396,6 @@ class Clock:
 def is_replay(mode: str) -> bool:
     """Return whether a mode replays a CUDA graph."""
     return mode.endswith("graph")
-
-
-def capture(run: Run) -> Run:
-    """Record a call into a CUDA graph.
-
-    Args:
-        run: The call; it has run before, so that nothing is compiled or planned now.
-
-    Returns:
-        A call that replays the graph and returns its output buffer.
-    """
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    # torch.cuda.graph() would also empty the allocator's cache, at every capture.
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        run()
-        torch.cuda.synchronize()
-        graph.capture_begin()
-        try:
-            output = run()
-        except BaseException:
-            # Ending a broken capture fails too, and would hide why.
-            with suppress(RuntimeError):
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-
-    # The graph reads tensors that the call closes over, so the call must live on.
-    def replay(_captured: Run = run) -> torch.Tensor:
-        graph.replay()
-        return output
-
-    return replay
 
 
 def rounds_within(

@@ -523,6 +523,39 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def capture(run: Run) -> Run:
+    """Run a call once, so that it compiles and plans, and record it into a CUDA graph.
+
+    Returns:
+        A call that replays the graph and returns its output buffer.
+    """
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    # torch.cuda.graph() would also empty the allocator's cache, at every capture.
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        run()
+        torch.cuda.synchronize()
+        graph.capture_begin()
+        try:
+            output = run()
+        except BaseException:
+            # Ending a broken capture fails too, and would hide why.
+            with suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+
+    # The graph reads tensors that the call closes over, so the call must live on.
+    def replay(_captured: Run = run) -> torch.Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
 class GraphClock:
     """Times replays of CUDA graphs on a cold L2 cache, the calls taking turns."""
 
@@ -536,30 +569,7 @@ class GraphClock:
         Returns:
             A call that replays the graph and returns its output buffer.
         """
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        # torch.cuda.graph() may also collect Python's garbage, at every capture.
-        with torch.cuda.stream(stream):
-            run()
-            torch.cuda.synchronize()
-            graph.capture_begin()
-            try:
-                output = run()
-            except BaseException:
-                # Ending a broken capture fails too, and would hide why.
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-
-        # The graph reads tensors that the call closes over, so the call must live on.
-        def replay(_captured: Run = run) -> torch.Tensor:
-            graph.replay()
-            return output
-
-        return replay
+        return capture(run)
 
     def median_us(self, runs: Mapping[KernelName, Run]) -> dict[KernelName, float]:
         """Return each call's median time; more rounds the shorter the calls are."""
