@@ -6,6 +6,9 @@ the projection, as stock's attention layer gets them. `qkv_attention` begins wit
 QKV projection `[T, 3 * H * D]` and the rotary tables, as the models' attention classes
 do. `--sweep` times kernels over lengths and counts, for the table of choices.
 
+Providers with `fp8` in their names quantise within the measured time and have a gate of
+their own, `FP8_GATE`; `plugin-fp8` is what a layer of mm_encoder_attn_dtype=fp8 runs.
+
     python benchmarks/bench_attention.py
     python benchmarks/bench_attention.py --sweep
     python benchmarks/bench_attention.py --smoke --output out/attention.csv   # no GPU
@@ -21,6 +24,7 @@ import torch
 
 from common import (
     DTYPES,
+    FP8_GATE,
     GATES,
     Clock,
     CsvLog,
@@ -37,7 +41,7 @@ from common import (
     results_path,
     take_turns,
 )
-from vllm_flashinfer_vit.tuning import capture
+from vllm_flashinfer_vit.tuning import capture, fp8_call, scale_method
 
 NUM_HEADS = 16
 # Six images: 256 x 256, 560 x 560, 1280 x 720, 1920 x 1080, 1024 x 1024 and 352 x 608
@@ -225,31 +229,34 @@ def plugin_run(kernel: str | None, bench: str, problem: Problem) -> Run:
     """Return the call of this package's op; it gives `[T, H, D]`.
 
     Args:
-        kernel: A kernel's name, or None for the package's own choice.
+        kernel: A kernel's name, or None for the package's own choice; `fp8` for its
+            choice of FP8 attention.
         bench: One of `BENCHES`.
         problem: The case.
     """
-    from vllm_flashinfer_vit.choices import encode
+    from vllm_flashinfer_vit.choices import encode, select
+    from vllm_flashinfer_vit.fp8 import resolve_fp8
     from vllm_flashinfer_vit.ops import attention
     from vllm_flashinfer_vit.selection import resolve
 
-    plan = encode(resolve(problem.q.shape[2], problem.q.dtype, kernel))
+    is_fp8 = is_fp8_provider(f"plugin-{kernel}")
+    look_up = resolve_fp8 if is_fp8 else resolve
+    forced = None if kernel == "fp8" else kernel
+    plan = encode(look_up(problem.q.shape[2], problem.q.dtype, forced))
     if bench == "attention":
         q, k, v, cos, sin = problem.q, problem.k, problem.v, None, None
     else:
         (q, k, v), cos, sin = problem.parts(), problem.cos, problem.sin
-    return lambda: attention(
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        problem.cu_seqlens,
-        problem.max_seqlen,
-        0,
-        problem.scale,
-        plan,
-    )
+    inputs = (q, k, v, cos, sin, problem.cu_seqlens, problem.max_seqlen)
+    if is_fp8:
+        method = scale_method(select(plan, max(problem.lens)))
+        return fp8_call(inputs, problem.scale, plan, method)
+    return lambda: attention(*inputs, 0, problem.scale, plan)
+
+
+def is_fp8_provider(provider: str) -> bool:
+    """Whether a provider may attend in FP8."""
+    return provider.endswith("fp8")
 
 
 def provider_names() -> list[str]:
@@ -257,9 +264,10 @@ def provider_names() -> list[str]:
     from vllm_flashinfer_vit.config import KERNEL_NAMES
 
     if device().type == "cpu":
-        return ["stock-torch_sdpa", "plugin"]
-    forced = [f"plugin-{name}" for name in KERNEL_NAMES if name != "reference"]
-    return ["stock-flash_attn", "stock-flashinfer", "plugin", *forced]
+        # By its own choice, FP8 serves longer sequences than the smoke test has.
+        return ["stock-torch_sdpa", "plugin", "plugin-reference_fp8"]
+    forced = [f"plugin-{n}" for n in KERNEL_NAMES if not n.startswith("reference")]
+    return ["stock-flash_attn", "stock-flashinfer", "plugin", "plugin-fp8", *forced]
 
 
 def setup(provider: str, bench: str, problem: Problem) -> Run:
@@ -313,14 +321,15 @@ class Bench:
         for provider in self.providers:
             with self.failures.noted(f"{what} {provider}"):
                 run = setup(provider, bench, problem)
-                self._checked(run, rows, ref, dtype)
+                self._checked(run, rows, ref, gate(provider, dtype))
                 ready[provider] = run
         for mode in self.modes:
             runs, errors = {}, {}
             for provider, run in ready.items():
                 with self.failures.noted(f"{what} {provider} {mode}"):
                     runs[provider] = capture(run) if mode == "graph" else run
-                    errors[provider] = self._checked(runs[provider], rows, ref, dtype)
+                    limit = gate(provider, dtype)
+                    errors[provider] = self._checked(runs[provider], rows, ref, limit)
             timed = {name: runs[name] for name in errors}
             if not timed:
                 continue
@@ -345,12 +354,17 @@ class Bench:
                 print_row(row)
 
     def _checked(
-        self, run: Run, rows: torch.Tensor, ref: torch.Tensor, dtype: str
+        self, run: Run, rows: torch.Tensor, ref: torch.Tensor, limit: float
     ) -> float:
         out = run().reshape(-1, *ref.shape[1:])
         rel_err = relative_error(out[rows], ref)
-        check_error(rel_err, GATES[dtype])
+        check_error(rel_err, limit)
         return rel_err
+
+
+def gate(provider: str, dtype: str) -> float:
+    """Return the relative error beyond which a provider is not timed."""
+    return FP8_GATE if is_fp8_provider(provider) else GATES[dtype]
 
 
 def sweep_cases() -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -432,7 +446,11 @@ def main() -> None:
     torch.set_float32_matmul_precision("highest")
     providers = args.providers or provider_names()
     if args.sweep and not args.providers and on_gpu:
-        providers = [name for name in providers if name.startswith("plugin-")]
+        providers = [
+            name
+            for name in providers
+            if name.startswith("plugin-") and not is_fp8_provider(name)
+        ]
     modes = ["eager", "graph"] if on_gpu else ["eager"]
     quick = args.sweep or args.smoke
     environment = Environment.probe()

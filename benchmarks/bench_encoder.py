@@ -73,7 +73,9 @@ MODELS = (
     "Qwen/Qwen2.5-VL-7B-Instruct",
     "Qwen/Qwen3-VL-8B-Instruct",
 )
-MODES = ("eager", "graph", "compiled", "compiled_graph")
+# How the blocks run: vLLM's default, its fused ops on as by `enforce_eager`, compiled.
+BLOCKS = ("eager", "fused", "compiled")
+MODES = ("eager", "graph", "fused", "fused_graph", "compiled", "compiled_graph")
 PACKAGE = "vllm_flashinfer_vit"
 REFERENCE = "reference"
 # A tower that is wrong is off by more than this; bf16 over 32 blocks by a few percent.
@@ -94,7 +96,8 @@ class Contender:
         backend: The encoder attention backend that its engine configuration names.
         is_stock: Whether the plugin stays out of the process.
         dtype: A key of `DTYPES`, or `fp32`.
-        is_compiled: Whether the blocks are compiled, as by `compile_mm_encoder`.
+        blocks: One of `BLOCKS`.
+        attn_dtype: The engine's encoder attention dtype, None or `fp8`.
         environment: Variables of the process.
     """
 
@@ -102,11 +105,12 @@ class Contender:
     backend: str
     is_stock: bool
     dtype: str
-    is_compiled: bool = False
+    blocks: str = "eager"
+    attn_dtype: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, provider: str, dtype: str, is_compiled: bool) -> "Contender":
+    def of(cls, provider: str, dtype: str, blocks: str = "eager") -> "Contender":
         """Return the contender of a provider's name.
 
         Raises:
@@ -116,12 +120,15 @@ class Contender:
         if origin == "stock" and kernel:
             # vLLM then loads no plugin by itself.
             env = {"VLLM_PLUGINS": ""}
-            return cls(provider, kernel.upper(), True, dtype, is_compiled, env)
+            return cls(provider, kernel.upper(), True, dtype, blocks, None, env)
         if origin == "plugin":
-            env = {"VLLM_FLASHINFER_VIT_KERNEL": kernel} if kernel else {}
-            return cls(provider, "FLASHINFER", False, dtype, is_compiled, env)
+            attn_dtype = "fp8" if kernel.endswith("fp8") else None
+            is_forced = kernel not in ("", "fp8")
+            env = {"VLLM_FLASHINFER_VIT_KERNEL": kernel} if is_forced else {}
+            return cls(provider, "FLASHINFER", False, dtype, blocks, attn_dtype, env)
         raise ValueError(
-            f"provider {provider!r}: use stock-<backend>, plugin or plugin-<kernel>"
+            f"provider {provider!r}: use stock-<backend>, plugin, plugin-fp8 or "
+            "plugin-<kernel>"
         )
 
 
@@ -134,14 +141,15 @@ class Worker:
 
         torch.set_float32_matmul_precision("highest")
         self._dtype = DTYPES.get(contender.dtype, torch.float32)
-        self._is_compiled = contender.is_compiled
         self.tower = build_tower(
             resolve_spec(model, random_weights=not Path(model).is_dir(), depth=depth),
             backend=contender.backend,
             dtype=self._dtype,
             device=device(),
-            compile=contender.is_compiled,
+            compile=contender.blocks == "compiled",
+            fused_ops=contender.blocks == "fused",
             plugin=not contender.is_stock,
+            attn_dtype=contender.attn_dtype,
         )
         layers = self.tower.attention_layers()
         self._layer = next(iter(layers.values()))
@@ -150,7 +158,7 @@ class Worker:
             raise RuntimeError(
                 f"{contender.provider} got attention layers of {type(self._layer)}"
             )
-        if contender.is_compiled and not self._compiled_modules():
+        if contender.blocks == "compiled" and not self._compiled_modules():
             raise RuntimeError("this vLLM compiles no part of this tower")
         self._clock = Clock(device())
         self._runs: dict[str, Run] = {}
@@ -212,6 +220,34 @@ class Worker:
         if warm_up:
             run()
         return [self._clock.sample_ms(run, mode) for _ in range(count)]
+
+    def kernel_times(self, calls: int) -> dict[str, float]:
+        """Return the device's time in a call without a graph, by kernel.
+
+        Args:
+            calls: How many calls to average.
+
+        Returns:
+            Milliseconds by the kernel's name; without a GPU by the op's name.
+        """
+        on_gpu = torch.cuda.is_available()
+        activity = torch.profiler.ProfilerActivity
+        self._eager()
+        with torch.profiler.profile(
+            activities=[activity.CUDA if on_gpu else activity.CPU]
+        ) as profile:
+            for _ in range(calls):
+                self._eager()
+            if on_gpu:
+                torch.cuda.synchronize()
+        times = {}
+        for event in profile.key_averages():
+            time_us = event.self_cpu_time_total
+            if on_gpu:
+                time_us = event.self_device_time_total
+            if time_us > 0:
+                times[event.key] = time_us / calls / 1e3
+        return times
 
     def _eager(self) -> torch.Tensor:
         return self.tower.visual(self._pixels, self._grids)
@@ -358,12 +394,10 @@ class Bench:
         depth: int | None,
     ) -> None:
         """Time one model's towers on every case."""
-        sdpa = Contender.of("stock-torch_sdpa", "fp32", False)
+        sdpa = Contender.of("stock-torch_sdpa", "fp32")
         contenders = [replace(sdpa, provider=REFERENCE)]
-        for is_compiled in sorted({_is_compiled(mode) for mode in self.modes}):
-            contenders += [
-                Contender.of(name, self.dtype, is_compiled) for name in providers
-            ]
+        for blocks in dict.fromkeys(_blocks(mode) for mode in self.modes):
+            contenders += [Contender.of(name, self.dtype, blocks) for name in providers]
         # All at once, since importing and building take longer than measuring.
         remotes = [Remote(contender, model, depth) for contender in contenders]
         try:
@@ -407,7 +441,7 @@ class Bench:
         for mode in self.modes:
             errors: dict[Remote, float] = {}
             for remote in loaded:
-                if remote.contender.is_compiled == _is_compiled(mode):
+                if remote.contender.blocks == _blocks(mode):
                     with self.failures.noted(f"{model} {case} {_title(remote)} {mode}"):
                         errors[remote] = remote.call("check", mode)
             with self.failures.noted(f"{model} {case} {mode}"):
@@ -466,13 +500,13 @@ class Bench:
         self.failures.summary()
 
 
-def _is_compiled(mode: str) -> bool:
-    return mode.startswith("compiled")
+def _blocks(mode: str) -> str:
+    """Return which of `BLOCKS` a mode runs; a graph is of eager blocks by default."""
+    return mode.removesuffix("graph").removesuffix("_") or "eager"
 
 
 def _title(remote: Remote) -> str:
-    contender = remote.contender
-    return contender.provider + (" compiled" if contender.is_compiled else "")
+    return f"{remote.contender.provider} {remote.contender.blocks}"
 
 
 def parse_args() -> argparse.Namespace:
@@ -484,7 +518,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=[*CASES, *SMOKE_CASES])
     parser.add_argument("--modes", nargs="+", choices=MODES)
     parser.add_argument(
-        "--providers", nargs="+", help="stock-<backend>, plugin, plugin-<kernel>"
+        "--providers",
+        nargs="+",
+        help="stock-<backend>, plugin, plugin-fp8, plugin-<kernel>",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--depth", type=int, help="blocks to build; default all")

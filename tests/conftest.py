@@ -46,3 +46,33 @@ def nan_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter round to e4m3 as a GPU does.
+
+    Its own conversion loses the carry of a mantissa that rounds up, and takes NaN and
+    what is out of range for numbers.
+    """
+    if HAS_GPU:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+
+    def convert(value: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if tl.float8e4nv not in (source, target):
+            return original(value, source, target, rounding)
+        tensor = torch.from_numpy(value)
+        if source == tl.float8e4nv:
+            wide = {32: torch.float32, 16: torch.float16}[target.primitive_bitwidth]
+            bits = {32: torch.int32, 16: torch.int16}[target.primitive_bitwidth]
+            tensor = tensor.view(torch.float8_e4m3fn).to(wide).view(bits)
+        else:
+            tensor = tensor.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensor = tensor.view(torch.uint8)
+        return tensor.numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)

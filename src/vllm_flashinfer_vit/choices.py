@@ -14,7 +14,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_flashinfer_vit import tuned
-from vllm_flashinfer_vit.config import ENV_KERNEL, SERVES_UP_TO, KernelName
+from vllm_flashinfer_vit.config import (
+    ENV_KERNEL,
+    FP8_KERNELS,
+    SERVES_UP_TO,
+    KernelName,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +53,23 @@ _OTHER = (
     Choice("flash_attn", None, f"{_UNMEASURED}; vLLM's own default kernel"),
 )
 
+FP8_DTYPE = "float8_e4m3fn"
+
+# The longest sequence that stays in the activations' dtype where nothing is measured:
+# quantising then costs about what the faster matmuls save.
+_FP8_ABOVE = 4095
+
+# By major compute capability; `triton_fp8` everywhere else.
+_FP8_KERNEL: Mapping[int, KernelName] = MappingProxyType(
+    {9: "hopper_fp8", 10: "cudnn_fp8", 12: "cudnn_fp8"}
+)
+
+# Windows stay in the activations' dtype, as they do on a GPU.
+_NO_GPU_FP8 = (
+    Choice("reference", 128, _NO_GPU[0].reason),
+    Choice("reference_fp8", None, "no GPU: plain PyTorch quantises and attends"),
+)
+
 # The measured GPU that stands for others of its major compute capability.
 _STANDS_FOR: Mapping[int, str] = MappingProxyType({9: "NVIDIA H200"})
 
@@ -76,6 +98,67 @@ def choices_for(
     """
     if gpu_name is None or capability is None:
         return _NO_GPU
+    found = _look_up(gpu_name, capability, dtype, head_dim, tuned_dir)
+    if found is not None:
+        return found
+    return _BLACKWELL if capability[0] in (10, 12) else _OTHER
+
+
+def fp8_choices_for(
+    gpu_name: str | None,
+    capability: tuple[int, int] | None,
+    dtype: "torch.dtype | str",
+    head_dim: int,
+    tuned_dir: Path | None = None,
+) -> tuple[Choice, ...]:
+    """Return the choices of a layer with FP8 attention; see `choices_for`.
+
+    Windows and short sequences have kernels in the activations' dtype, by the same
+    measurements or up to `_FP8_ABOVE` tokens; FP8 kernels take the rest.
+
+    Args:
+        gpu_name: As for `choices_for`.
+        capability: As for `choices_for`.
+        dtype: The activations' dtype.
+        head_dim: As for `choices_for`.
+        tuned_dir: As for `choices_for`.
+
+    Raises:
+        TableError: A file of measurements cannot be used.
+    """
+    if gpu_name is None or capability is None:
+        return _NO_GPU_FP8
+    found = _look_up(gpu_name, capability, FP8_DTYPE, head_dim, tuned_dir)
+    if found is not None:
+        return found
+    short = []
+    for choice in choices_for(gpu_name, capability, dtype, head_dim, tuned_dir):
+        if choice.max_len is None or choice.max_len >= _FP8_ABOVE:
+            short.append(choice._replace(max_len=_FP8_ABOVE))
+            break
+        short.append(choice)
+    kernel = _FP8_KERNEL.get(capability[0], "triton_fp8")
+    return (*short, Choice(kernel, None, f"FP8, {_UNMEASURED}"))
+
+
+def fp8_from(choices: Iterable[Choice]) -> int | None:
+    """Return the shortest longest sequence, in tokens, that runs in FP8, or None."""
+    shorter = 0
+    for choice in choices:
+        if choice.kernel in FP8_KERNELS:
+            return shorter + 1
+        shorter = choice.max_len or 0
+    return None
+
+
+def _look_up(
+    gpu_name: str,
+    capability: tuple[int, int],
+    dtype: "torch.dtype | str",
+    head_dim: int,
+    tuned_dir: Path | None,
+) -> tuple[Choice, ...] | None:
+    """Return what was measured, or None."""
     dtype_name = str(dtype).removeprefix("torch.")
     found: tuple[int, tuple[Choice, ...]] | None = None
     for table, origin in _tables(gpu_name, capability, tuned_dir):
@@ -90,9 +173,7 @@ def choices_for(
                     reason += f", at head dim {measured}, the next that was measured"
                 choices = tuple(Choice(c.kernel, c.max_len, reason) for c in classes)
                 found = measured, choices
-    if found is not None:
-        return found[1]
-    return _BLACKWELL if capability[0] in (10, 12) else _OTHER
+    return None if found is None else found[1]
 
 
 def _tables(
@@ -135,6 +216,18 @@ def without(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]
     return tuple(kept)
 
 
+def replaced(
+    choices: Iterable[Choice], kernel: KernelName, by: KernelName
+) -> tuple[Choice, ...]:
+    """Give the classes of a kernel that cannot run to another one."""
+    return tuple(
+        choice._replace(kernel=by, reason=f"in place of {kernel}; {_UNMEASURED}")
+        if choice.kernel == kernel
+        else choice
+        for choice in choices
+    )
+
+
 def encode(choices: Iterable[Choice]) -> str:
     """Write choices as the op's `plan` argument, e.g. `128:cudnn,*:flash_attn`."""
     return ",".join(
@@ -147,6 +240,11 @@ def encode(choices: Iterable[Choice]) -> str:
 def _decode(plan: str) -> tuple[tuple[int | None, str], ...]:
     entries = (entry.split(":") for entry in plan.split(","))
     return tuple((None if n == "*" else int(n), kernel) for n, kernel in entries)
+
+
+def bounds(plan: str) -> tuple[int, ...]:
+    """Return the longest lengths of a plan's bounded classes, ascending."""
+    return tuple(bound for bound, _ in _decode(plan) if bound is not None)
 
 
 def select(plan: str, max_len: int) -> str:

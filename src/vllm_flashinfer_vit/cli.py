@@ -69,6 +69,13 @@ def encode(
         list[str],
         typer.Option(help="Attention backend; repeat the option to compare several."),
     ] = ["FLASHINFER"],  # noqa: B006
+    attn_dtype: Annotated[
+        str | None,
+        typer.Option(help="fp8: quantised attention, where FLASHINFER runs."),
+    ] = None,
+    fp8_scale_path: Annotated[
+        Path | None, typer.Option(help="File of FP8 scales, as calibrate writes it.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     max_pixels: Annotated[
@@ -95,10 +102,85 @@ def encode(
             random_weights=random_weights,
             depth=depth,
             backends=backend,
+            attn_dtype=attn_dtype,
+            fp8_scale_path=fp8_scale_path,
             dtype=dtype,
             device=device,
             max_pixels=max_pixels,
             output=output,
+        )
+        # Standard output is for the result alone.
+        report = run(options, Console(stderr=True))
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        render(report, Console())
+
+
+@main.command()
+def calibrate(
+    images: Annotated[
+        list[Path], typer.Argument(help="Image files, or folders of them.")
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Folder of a local Hugging Face checkpoint; with --random-weights "
+            "also the name of a Qwen-VL model."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option(help="File of scales to write; vLLM itself reads it too.")
+    ] = Path("fp8_scales.json"),
+    margin: Annotated[
+        float, typer.Option(help="Head room over the largest absolute values.")
+    ] = 1.5,
+    merge: Annotated[
+        Path | None,
+        typer.Option(help="File of scales to widen, of this command's or of vLLM's."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="SVG file for a plot of each layer's largest values."),
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Seeded random weights, to try it.")
+    ] = False,
+    depth: Annotated[
+        int | None,
+        typer.Option(min=1, help="Build only the first DEPTH blocks of the tower."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    max_pixels: Annotated[
+        int | None,
+        typer.Option(min=1, help="Shrink larger images to this many pixels."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON document instead of a table.")
+    ] = False,
+) -> None:
+    """Make a file of FP8 scales from images; show each layer's clip rate and error."""
+    # vLLM reads it once, when it is imported.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        from vllm_flashinfer_vit.calibrate import Options, render, run
+
+        options = Options(
+            images=images,
+            model=model,
+            output=output,
+            margin=margin,
+            merge=merge,
+            plot=plot,
+            random_weights=random_weights,
+            depth=depth,
+            dtype=dtype,
+            device=device,
+            max_pixels=max_pixels,
         )
         # Standard output is for the result alone.
         report = run(options, Console(stderr=True))
@@ -135,7 +217,7 @@ def doctor(
 def tune(
     dtypes: Annotated[
         str, typer.Option(help="Dtypes to measure, comma-separated.")
-    ] = "bf16,fp16",
+    ] = "bf16,fp16,fp8",
     head_dims: Annotated[
         str, typer.Option(help="Head dims to measure, comma-separated.")
     ] = "80,72,64,96,128",

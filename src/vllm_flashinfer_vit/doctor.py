@@ -16,11 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_flashinfer_vit import __version__
+from vllm_flashinfer_vit.choices import FP8_DTYPE, fp8_from
 from vllm_flashinfer_vit.config import (
     ENV_DISABLE_PATCHES,
+    ENV_FIX_GRAPH_PADDING,
+    ENV_FP8_SCALES,
+    ENV_FP8_SKIP_LAYERS,
     ENV_KERNEL,
     ENV_STRICT,
     ENV_TUNED_DIR,
+    FP8_KERNELS,
     KERNEL_NAMES,
     Settings,
 )
@@ -42,7 +47,7 @@ COMMAND = "vllm-flashinfer-vit doctor"
 # CLIP and Qwen's text-like towers, SigLIP and Qwen3-VL, Qwen2-VL and Qwen2.5-VL, and
 # two larger ones.
 HEAD_DIMS = (64, 72, 80, 96, 128)
-DTYPES = (*HALF_DTYPES, "float32", "float8_e4m3fn")
+DTYPES = (*HALF_DTYPES, "float32", FP8_DTYPE)
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "flashinfer_vit"
@@ -83,7 +88,8 @@ class Report:
     def summary(self) -> str:
         """The verdict in one sentence."""
         if self.ok:
-            names = " and ".join(dict.fromkeys(row["kernel"] for row in self.choices))
+            kernels = (r["kernel"] for r in self.choices if r["dtype"] != FP8_DTYPE)
+            names = " and ".join(dict.fromkeys(kernels))
             return f"FLASHINFER can serve on this machine, by {names}."
         count = sum(problem.fatal for problem in self.problems)
         return f"FLASHINFER cannot serve on this machine: {count} problem(s) above."
@@ -101,6 +107,9 @@ class Report:
             "strict": self.settings.strict,
             "disabled_patches": sorted(self.settings.disabled_patches),
             "tuned_dir": str(self.settings.tuned_dir),
+            "fp8_scales": self.settings.fp8_scales or "auto",
+            "fp8_skip_layers": sorted(self.settings.fp8_skip_layers),
+            "fix_graph_padding": self.settings.fix_graph_padding,
         }
         return {
             "schema": SCHEMA,
@@ -146,7 +155,7 @@ def diagnose(
         env: The environment to judge.
     """
     problems = list(stack.problems)
-    notes = []
+    notes: list[str] = []
     settings = None
     try:
         settings = Settings.from_env(env)
@@ -179,6 +188,9 @@ def diagnose(
             if not usable:
                 what = f"nothing serves head dim {head_dim} in {dtype}"
                 problems.append(Problem(f"{what}: {'; '.join(refused)}", None, True))
+    fp8_choices, fp8_note = _fp8_choices(stack, settings)
+    choices += fp8_choices
+    notes += filter(None, [fp8_note])
     if stack.capability is None:
         notes.append(
             "No GPU: the reference kernel (plain PyTorch) serves `encode` and tests, "
@@ -199,6 +211,40 @@ def diagnose(
         patches=patches,
         problems=tuple(dict.fromkeys(problems)),
         notes=tuple(notes),
+    )
+
+
+def _fp8_choices(
+    stack: Stack, settings: Settings | None
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the rows of FP8 layers, and why there are none for some head dims."""
+    forced = settings.kernel if settings else None
+    rows: list[dict[str, Any]] = []
+    refusals: dict[str, None] = {}
+    for head_dim in HEAD_DIMS:
+        try:
+            usable, refused = usable_choices(
+                stack,
+                head_dim,
+                HALF_DTYPES[-1],
+                forced if forced in FP8_KERNELS else None,
+                settings.tuned_dir if settings else None,
+                fp8=True,
+            )
+        except TableError:
+            # Reported for the other dtypes already.
+            continue
+        refusals.update(dict.fromkeys(refused))
+        if fp8_from(usable) is not None:
+            rows += [
+                {"head_dim": head_dim, "dtype": FP8_DTYPE, **choice._asdict()}
+                for choice in usable
+            ]
+    if rows or not refusals:
+        return rows, None
+    return rows, (
+        "--mm-encoder-attn-dtype fp8 is an error on this machine: "
+        f"{'; '.join(refusals)}."
     )
 
 
@@ -432,12 +478,13 @@ def _kernel_table(report: Report) -> RenderableType:
     reasons: dict[str, str] = {}
     cells: dict[tuple[str, str], list[str]] = {}
     for row in report.kernels:
+        # That FP8 kernels take FP8 and others do not says no more than their names.
+        if (row["kernel"] in FP8_KERNELS) != (row["dtype"] == FP8_DTYPE):
+            continue
         mark = "yes"
         if not row["ok"]:
             # One number for each distinct reason, explained below the table.
             key = f"{row['kernel']}: {row['reason']}"
-            if row["dtype"].startswith("float8"):
-                key = row["reason"]
             mark = reasons.setdefault(key, f"no ({len(reasons) + 1})")
         cells.setdefault((row["kernel"], row["dtype"]), []).append(mark)
     for (kernel, dtype), marks in cells.items():
@@ -473,6 +520,10 @@ def _settings_table(report: Report) -> Table:
     disabled = ", ".join(sorted(settings.disabled_patches))
     table.add_row(ENV_DISABLE_PATCHES, disabled or "none")
     table.add_row(ENV_TUNED_DIR, str(settings.tuned_dir))
+    table.add_row(ENV_FP8_SCALES, settings.fp8_scales or "auto")
+    skipped = ", ".join(sorted(settings.fp8_skip_layers))
+    table.add_row(ENV_FP8_SKIP_LAYERS, skipped or "none")
+    table.add_row(ENV_FIX_GRAPH_PADDING, str(int(settings.fix_graph_padding)))
     return table
 
 

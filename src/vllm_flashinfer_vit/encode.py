@@ -5,96 +5,64 @@ Images go through the model's Hugging Face image processor and vLLM's vision tow
 in an engine; every result is compared with the same tower in fp32.
 """
 
-import logging
-import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageOps
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from vllm_flashinfer_vit.tower import (
-    Tower,
-    TowerError,
-    TowerSpec,
-    build_tower,
-    check_backend,
-    resolve_spec,
+from vllm_flashinfer_vit.job import (
+    Inputs,
+    JobError,
+    Patches,
+    check_output,
+    device_name,
+    image_paths,
+    image_processor,
+    pick_device,
+    pick_dtype,
+    progress_bar,
+    quiet_vllm,
+    read_patches,
+    resolve_tower,
+    versions,
 )
+from vllm_flashinfer_vit.tower import Tower, TowerSpec, build_tower, check_backend
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
-IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 REFERENCE_BACKEND = "TORCH_SDPA"
+# The other backends stay in the activations' dtype, and can be compared with it.
+_FP8_BACKEND = "FLASHINFER"
 
-# Five images then take two CPU cores about a minute, most of it vLLM's imports.
-CPU_DEPTH = 4
-CPU_MAX_PIXELS = 512 * 512
 
 GPU_RUNS = 5
 
 # A tower takes about as long to build as these many images take to encode.
 _BUILD_STEPS = 2
 
-# min_pixels, max_pixels, mean and std of each family's published image processor.
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_PROCESSORS = {
-    "qwen2_vl": (56 * 56, 28 * 28 * 16384, _CLIP_MEAN, _CLIP_STD),
-    "qwen2_5_vl": (56 * 56, 28 * 28 * 16384, _CLIP_MEAN, _CLIP_STD),
-    "qwen3_vl": (256 * 256, 4096 * 4096, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-}
-
-
-class EncodeError(TowerError):
-    """An image or option cannot be used; the message says what to change."""
-
 
 @dataclass(frozen=True)
-class Options:
-    """What to encode, and how.
+class Options(Inputs):
+    """What to encode, and how; see also `Inputs`.
 
     Attributes:
-        images: Image files, and folders of them.
-        model: A local checkpoint folder, or a name in `tower.NAMED_MODELS`.
-        random_weights: Seeded random weights instead of a checkpoint's.
-        depth: Blocks of the tower, from the first on. None: all of them, but
-            `CPU_DEPTH` for random weights on the CPU.
         backends: Names for `--mm-encoder-attn-backend`, compared side by side.
-        dtype: `bf16`, `fp16`, `fp32`; `auto` is bf16 where the device has it.
-        device: `cpu`, `cuda` or `auto`.
-        max_pixels: Larger images are shrunk to it. None: the processor's own limit,
-            but `CPU_MAX_PIXELS` for random weights on the CPU.
+        attn_dtype: As `--mm-encoder-attn-dtype`, None or `fp8`, for FLASHINFER.
+        fp8_scale_path: As `--mm-encoder-fp8-scale-path`.
         output: File for the embeddings, or None.
-        seed: Seeds random weights.
     """
 
-    images: Sequence[Path]
-    model: str
-    random_weights: bool = False
-    depth: int | None = None
     backends: Sequence[str] = ("FLASHINFER",)
-    dtype: str = "auto"
-    device: str = "auto"
-    max_pixels: int | None = None
+    attn_dtype: str | None = None
+    fp8_scale_path: Path | None = None
     output: Path | None = None
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,15 +123,6 @@ class Report:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class _Patches:
-    name: str
-    width: int
-    height: int
-    grid: tuple[int, int, int]
-    pixel_values: torch.Tensor = field(repr=False)
-
-
 def run(options: Options, console: Console | None = None) -> Report:
     """Encode images on each backend and measure them.
 
@@ -175,33 +134,42 @@ def run(options: Options, console: Console | None = None) -> Report:
         TowerError: An option, image or checkpoint cannot be used.
         NotServedError: FLASHINFER was asked for, and this machine cannot serve it.
     """
-    device = _device(options.device)
-    dtype = _dtype(options.dtype, device)
+    device = pick_device(options.device)
+    dtype = pick_dtype(options.dtype, device)
     backends = _backends(options.backends)
-    _check_output(options.output)
-    paths = _image_paths(options.images)
-    spec, max_pixels, notes = _resolve(options, device)
-    with _progress(console) as progress:
+    if options.attn_dtype is not None and _FP8_BACKEND not in backends:
+        raise JobError(f"attn_dtype {options.attn_dtype} needs backend {_FP8_BACKEND}")
+    check_output(options.output)
+    paths = image_paths(options.images)
+    spec, max_pixels, notes = resolve_tower(options, device)
+    with progress_bar(console) as progress:
         count = len(paths) + (1 + len(backends)) * (len(paths) + _BUILD_STEPS)
         bar = progress.add_task("load the image processor", total=count)
 
         def step(now: str, advance: int = 0) -> None:
             progress.update(bar, description=now, advance=advance)
 
-        processor = _processor(spec, max_pixels)
+        processor = image_processor(spec, max_pixels)
         patches = []
         for path, name in paths:
             step(f"read {name}", 1)
-            patches.append(_read_patches(path, name, processor))
+            patches.append(read_patches(path, name, processor))
         step("load vLLM")
-        with _quiet_vllm():
+        with quiet_vllm():
             for backend in backends:
                 check_backend(backend, device, dtype)
 
             def encode_all(backend: str, dtype: torch.dtype) -> list[_Encoded]:
                 step(f"build the tower for {backend}")
+                fp8 = backend == _FP8_BACKEND
                 tower = build_tower(
-                    spec, backend=backend, dtype=dtype, device=device, seed=options.seed
+                    spec,
+                    backend=backend,
+                    dtype=dtype,
+                    device=device,
+                    seed=options.seed,
+                    attn_dtype=options.attn_dtype if fp8 else None,
+                    fp8_scale_path=options.fp8_scale_path if fp8 else None,
                 )
                 return _encode_all(tower, patches, step)
 
@@ -212,7 +180,7 @@ def run(options: Options, console: Console | None = None) -> Report:
         depth=spec.depth,
         full_depth=spec.full_depth,
         dtype=str(dtype).removeprefix("torch."),
-        device=_device_name(device),
+        device=device_name(device),
         backends=backends,
         images=[
             _image_report(
@@ -224,7 +192,7 @@ def run(options: Options, console: Console | None = None) -> Report:
             for index, image in enumerate(patches)
         ],
         notes=notes,
-        versions=_versions(),
+        versions=versions(),
         output=None if options.output is None else str(options.output),
     )
     if options.output is not None:
@@ -286,227 +254,11 @@ def _kernel_text(kernels: Mapping[str, str]) -> str:
     return "\n".join(f"{label}: {kernels[label]}" for label in sorted(kernels))
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise EncodeError(
-            f"device {name!r} is unknown; use auto, cpu or cuda"
-        ) from None
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        # A CPU without instructions for bf16 is several times slower in it.
-        native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-        return torch.bfloat16 if native else torch.float32
-    if name not in DTYPES:
-        raise EncodeError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
 def _backends(names: Iterable[str]) -> list[str]:
     backends = list(dict.fromkeys(name.upper() for name in names))
     if not backends:
-        raise EncodeError("no backend was given; FLASHINFER is this package's")
+        raise JobError("no backend was given; FLASHINFER is this package's")
     return backends
-
-
-def _check_output(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.is_dir() or not path.parent.is_dir():
-        raise EncodeError(
-            f"embeddings cannot be saved to {path}; give a file in a folder that exists"
-        )
-    if not os.access(path.parent, os.W_OK):
-        raise EncodeError(f"{path.parent} cannot be written to; choose another folder")
-
-
-def _image_paths(given: Iterable[Path]) -> list[tuple[Path, str]]:
-    paths: dict[Path, str] = {}
-    for path in given:
-        if not path.is_dir():
-            paths[path] = str(path)
-            continue
-        found = sorted(
-            one for one in path.iterdir() if one.suffix.lower() in IMAGE_SUFFIXES
-        )
-        if not found:
-            raise EncodeError(
-                f"folder {path} holds no image ({', '.join(IMAGE_SUFFIXES)}); images "
-                "in folders below it are not looked for"
-            )
-        paths |= {one: one.name for one in found}
-    if not paths:
-        raise EncodeError("no image was given; name image files or folders")
-    # Two folders may hold files of one name, and names are keys of the output.
-    if len(set(paths.values())) < len(paths):
-        paths = {path: str(path) for path in paths}
-    return list(paths.items())
-
-
-def _resolve(
-    options: Options, device: torch.device
-) -> tuple[TowerSpec, int | None, list[str]]:
-    notes = []
-    depth, max_pixels = options.depth, options.max_pixels
-    if options.random_weights:
-        notes.append(
-            "Weights are random: times and errors are real, embeddings mean nothing."
-        )
-    if device.type == "cpu" and options.random_weights:
-        if depth is None:
-            full = resolve_spec(options.model, random_weights=True).full_depth
-            depth = min(CPU_DEPTH, full)
-            notes.append(
-                f"On a CPU only {depth} of {full} blocks run; --depth {full} runs all."
-            )
-        if max_pixels is None:
-            max_pixels = CPU_MAX_PIXELS
-            notes.append(
-                f"On a CPU images are shrunk to {max_pixels:,} pixels; --max-pixels "
-                "sets another limit."
-            )
-    if max_pixels is not None and max_pixels < 1:
-        raise EncodeError(f"max_pixels is {max_pixels}; it must be positive")
-    spec = resolve_spec(
-        options.model, random_weights=options.random_weights, depth=depth
-    )
-    return spec, max_pixels, notes
-
-
-def _processor(spec: TowerSpec, max_pixels: int | None) -> Any:
-    from transformers import AutoImageProcessor, Qwen2VLImageProcessor
-
-    smallest, largest, mean, std = _PROCESSORS[spec.family]
-    folder = Path(spec.model)
-    if folder.is_dir():
-        try:
-            processor = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True
-            )
-        except (OSError, ValueError) as error:
-            raise EncodeError(
-                f"{folder} holds no image processor ({error}); "
-                "copy preprocessor_config.json from the model's repository into it"
-            ) from error
-        smallest = processor.size["shortest_edge"]
-        largest = processor.size["longest_edge"]
-    else:
-        processor = Qwen2VLImageProcessor(
-            patch_size=spec.patch_size,
-            temporal_patch_size=spec.vision_config.get("temporal_patch_size", 2),
-            merge_size=spec.merge_size,
-            image_mean=list(mean),
-            image_std=list(std),
-        )
-    if max_pixels is not None:
-        token_pixels = (spec.patch_size * spec.merge_size) ** 2
-        if max_pixels < token_pixels:
-            raise EncodeError(
-                f"max_pixels is {max_pixels}; one token of this model takes "
-                f"{token_pixels} pixels"
-            )
-        largest = min(largest, max_pixels)
-    # Set afterwards, because constructors of some transformers ignore `size`.
-    processor.size = {"shortest_edge": min(smallest, largest), "longest_edge": largest}
-    if getattr(processor, "min_pixels", None) is not None:
-        processor.min_pixels = min(smallest, largest)
-        processor.max_pixels = largest
-    return processor
-
-
-def _read_patches(path: Path, name: str, processor: Any) -> _Patches:
-    image = _read_image(path)
-    try:
-        inputs = processor(images=[image], return_tensors="pt")
-    except ValueError as error:
-        raise EncodeError(
-            f"the image processor refuses {path}, {image.width} x {image.height} "
-            f"pixels ({error}); crop or pad the image"
-        ) from error
-    pixel_values = inputs["pixel_values"]
-    if not pixel_values.isfinite().all():
-        raise EncodeError(
-            f"{path} holds NaN or infinite pixels after the image processor; check the "
-            "file and the processor's mean and std"
-        )
-    frames, rows, columns = inputs["image_grid_thw"][0].tolist()
-    return _Patches(
-        name, image.width, image.height, (frames, rows, columns), pixel_values
-    )
-
-
-def _read_image(path: Path) -> Image.Image:
-    try:
-        with Image.open(path) as file:
-            if file.mode.startswith(("I", "F")):
-                raise EncodeError(
-                    f"{path} has {file.mode} pixels of more than 8 bits; convert it to "
-                    "8 bits per channel"
-                )
-            image = ImageOps.exif_transpose(file)
-            if image.has_transparency_data:
-                image = image.convert("RGBA")
-                white = Image.new("RGBA", image.size, "white")
-                image = Image.alpha_composite(white, image)
-            return image.convert("RGB")
-    except FileNotFoundError:
-        raise EncodeError(f"image {path} does not exist") from None
-    except EncodeError:
-        raise
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise EncodeError(
-            f"{path} cannot be read as an image ({error}); it is damaged or no image"
-        ) from error
-
-
-@contextmanager
-def _quiet_vllm() -> Iterator[None]:
-    """Keep vLLM's log off standard output, and down to what a user can act on."""
-    verbose = os.environ.get("VLLM_LOGGING_LEVEL", "").upper() in ("DEBUG", "INFO")
-    with ExitStack() as stack:
-
-        def set_level(name: str, level: int) -> None:
-            logger = logging.getLogger(name)
-            stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(level)
-
-        if not verbose:
-            set_level("torch", logging.ERROR)
-        # Its import sets level and stream of vLLM's logger.
-        import vllm.logger  # noqa: F401
-
-        for handler in logging.getLogger("vllm").handlers:
-            if getattr(handler, "stream", None) is sys.stdout:
-                assert isinstance(handler, logging.StreamHandler)
-                stack.callback(handler.setStream, sys.stdout)
-                handler.setStream(sys.stderr)
-        if not verbose:
-            set_level("vllm", logging.ERROR)
-            set_level("vllm.plugins.flashinfer_vit", logging.WARNING)
-        yield
-
-
-def _progress(console: Console | None) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=console is None,
-        transient=True,
-        redirect_stdout=False,
-    )
 
 
 @dataclass(frozen=True)
@@ -517,7 +269,7 @@ class _Encoded:
 
 
 def _encode_all(
-    tower: Tower, images: Iterable[_Patches], step: Callable[[str, int], None]
+    tower: Tower, images: Iterable[Patches], step: Callable[[str, int], None]
 ) -> list[_Encoded]:
     encoded = []
     try:
@@ -528,14 +280,14 @@ def _encode_all(
             step(f"encode {image.name} with {tower.backend}", 1)
             encoded.append(_encode(tower, image))
     except torch.OutOfMemoryError as error:
-        raise EncodeError(
-            f"{_device_name(tower.device)} has too little memory ({error}); use a "
+        raise JobError(
+            f"{device_name(tower.device)} has too little memory ({error}); use a "
             "smaller max_pixels"
         ) from error
     return encoded
 
 
-def _encode(tower: Tower, image: _Patches) -> _Encoded:
+def _encode(tower: Tower, image: Patches) -> _Encoded:
     pixels = image.pixel_values.to(tower.device, tower.dtype)
 
     def encode() -> torch.Tensor:
@@ -566,7 +318,7 @@ def _time_on_gpu(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]
 
 
 def _image_report(
-    image: _Patches,
+    image: Patches,
     spec: TowerSpec,
     reference: torch.Tensor,
     encoded: Mapping[str, _Encoded],
@@ -595,22 +347,6 @@ def _relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     return ((value.double() - reference).norm() / reference.norm()).item()
 
 
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in (
-        "vllm-flashinfer-vit",
-        "vllm",
-        "torch",
-        "transformers",
-        "flashinfer-python",
-    ):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
 def _save(
     path: Path, report: Report, encoded: Mapping[str, Sequence[_Encoded]]
 ) -> None:
@@ -631,4 +367,4 @@ def _save(
     try:
         save_file(tensors, path, metadata)
     except (OSError, SafetensorError) as error:
-        raise EncodeError(f"embeddings cannot be saved to {path}: {error}") from error
+        raise JobError(f"embeddings cannot be saved to {path}: {error}") from error

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The encoder attention layer that vLLM builds in place of `MMEncoderAttention`."""
 
+import os
+from importlib.metadata import version
+
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mm_encoder_attention import (
     MMEncoderAttention,
 )
-from vllm.model_executor.models.vision import get_multimodal_config
+from vllm.platforms import current_platform
 
-from vllm_flashinfer_vit import __version__, ops, patches
-from vllm_flashinfer_vit.choices import encode, select
+from vllm_flashinfer_vit import __version__, fp8, ops, patches, warmup
+from vllm_flashinfer_vit.choices import bounds, encode, select
 from vllm_flashinfer_vit.config import ENV_STRICT, Settings
 from vllm_flashinfer_vit.kernels.flash_attn import fa_version
 from vllm_flashinfer_vit.selection import (
@@ -39,27 +43,36 @@ class FlashInferViTAttention(MMEncoderAttention):
         """Build the layer; see `MMEncoderAttention` for the arguments.
 
         Raises:
-            NotServedError: FLASHINFER cannot be had; see `selection.served`.
-            ValueError: FP8 attention was asked for, which this version does not have.
+            NotServedError: FLASHINFER cannot be had, see `selection.served`; or FP8
+                attention, see `fp8.policy_for`.
+            ScaleError: The file of FP8 scales cannot be used, or not for this layer.
         """
-        choices = None
+        choices = policy = None
+        settings = Settings.from_env()
         if flashinfer_requested():
-            _refuse_fp8(prefix)
+            dtype = torch.get_default_dtype()
             try:
-                choices = served(head_size, torch.get_default_dtype())
+                policy = fp8.policy_for(prefix, head_size, dtype, settings)
+                choices = policy.choices if policy else served(head_size, dtype)
             except NotServedError as error:
                 raise NotServedError(f"layer {prefix!r}: {error}") from None
         if choices is None:
+            _refuse_fp8(prefix)
+            if settings.fix_graph_padding:
+                patches.apply_graph_patches()
             self.__class__ = MMEncoderAttention
             MMEncoderAttention.__init__(
                 self, num_heads, head_size, scale, num_kv_heads, prefix
             )
             return
         super().__init__(num_heads, head_size, scale, num_kv_heads, prefix)
-        settings = Settings.from_env()
+        self._settings = settings
         self._strict = settings.strict
         self._plan = encode(choices)
-        patches.apply_model_patches(settings)
+        self._fp8_policy = policy
+        method = f" {policy.method} {policy.save}" if policy else ""
+        patches.apply_model_patches(settings, self._plan + method)
+        _warn_of_ignored_graphs()
         if any(choice.kernel == "flash_attn" for choice in choices):
             # Decided here, where the engine's configuration is in force.
             fa_version(head_size)
@@ -73,10 +86,45 @@ class FlashInferViTAttention(MMEncoderAttention):
                 choice.kernel,
                 choice.reason,
             )
+        self._fp8_state = None
+        if fp8.requested():
+            fp8.enroll(self)
+        if policy is not None:
+            logger.info_once("vllm-flashinfer-vit %s: %s", __version__, policy.summary)
+            if policy.has_state:
+                self._fp8_state = fp8.ScaleState(policy, prefix, head_size)
+            if policy.observes:
+                patches.apply_fp8_patches(settings)
 
     def _init_fp8_state(self) -> None:
         # The base class would judge FP8 by the backend that the models are told.
         self.fp8_enabled = False
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Warm up, with scales where the weights are; vLLM calls it after loading.
+
+        Raises:
+            NotServedError: Settings name a layer that the model does not have.
+            ScaleError: The scale file does.
+        """
+        if fp8.requested():
+            fp8.check_names(self._fp8_policy, self._settings)
+        if current_platform.is_cuda():
+            warmup.warm_up(self)
+        if self._fp8_state is not None:
+            self._fp8_state.reset()
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What selects the variants of kernels; equal layers run the same ones."""
+        heads = (self.num_heads, self.num_kv_heads, self.head_size)
+        method = self._fp8_policy.method if self._fp8_policy else None
+        return (self._plan, self.dtype, *heads, method)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The lengths, in tokens, up to which other kernels serve; ascending."""
+        return bounds(self._plan)
 
     def kernel_for(self, max_seqlen: int) -> str:
         """Return the kernel's name for sequences of up to `max_seqlen` tokens."""
@@ -148,8 +196,41 @@ class FlashInferViTAttention(MMEncoderAttention):
         self._check(q, k, v, cu_seqlens)
         if isinstance(max_seqlen, int):
             max_seqlen = torch.tensor(max_seqlen, dtype=torch.int32)
-        return ops.attention(
-            q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len, self.scale, self._plan
+        policy = self._fp8_policy
+        if policy is None:
+            return ops.attention(
+                q,
+                k,
+                v,
+                cos,
+                sin,
+                cu_seqlens,
+                max_seqlen,
+                seq_len,
+                self.scale,
+                self._plan,
+            )
+        amax = history = position = scales = None
+        if (state := self._fp8_state) is not None:
+            amax, history = state.amax, state.history
+            position, scales = state.position, state.scales
+        return ops.fp8_attention(
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            cu_seqlens,
+            max_seqlen,
+            seq_len,
+            self.scale,
+            self._plan,
+            policy.method,
+            policy.save,
+            amax,
+            history,
+            position,
+            scales,
         )
 
     def _where(self) -> str:
@@ -217,12 +298,25 @@ class FlashInferViTAttention(MMEncoderAttention):
         return self._forward_sdpa(query, key, value)
 
 
+def _warn_of_ignored_graphs() -> None:
+    config = get_current_vllm_config_or_none()
+    if (
+        config is None
+        or not config.compilation_config.cudagraph_mm_encoder
+        or not config.use_v2_model_runner
+    ):
+        return
+    from vllm_flashinfer_vit.doctor import runner_note
+
+    if note := runner_note(version("vllm"), os.environ):
+        logger.warning_once("%s", note)
+
+
 def _refuse_fp8(layer_name: str) -> None:
-    config = get_multimodal_config()
-    if config is not None and config.mm_encoder_attn_dtype is not None:
+    # On other platforms, vLLM has FP8 encoder attention of its own.
+    if fp8.requested() and (current_platform.is_cuda() or current_platform.is_cpu()):
         raise ValueError(
-            f"layer {layer_name!r}: mm_encoder_attn_dtype="
-            f"{config.mm_encoder_attn_dtype!r} is not in vllm-flashinfer-vit "
-            f"{__version__}; leave --mm-encoder-attn-dtype out to run in the model's "
-            "dtype"
+            f"layer {layer_name!r}: mm_encoder_attn_dtype=fp8 runs with "
+            "--mm-encoder-attn-backend FLASHINFER; set it, or leave "
+            "--mm-encoder-attn-dtype out"
         )

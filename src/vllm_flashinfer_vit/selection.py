@@ -58,7 +58,8 @@ def resolve(
     if problem := check_vllm(version("vllm")):
         raise NotServedError(problem)
     tuned_dir = Settings.from_env().tuned_dir
-    choices, refusals = usable_choices(probe(), head_dim, dtype, forced, tuned_dir)
+    stack = probe(libraries=False)
+    choices, refusals = usable_choices(stack, head_dim, dtype, forced, tuned_dir)
     if not choices:
         advice = f". Unset {ENV_KERNEL}={forced}" if forced else ""
         raise NotServedError(

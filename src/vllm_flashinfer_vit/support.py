@@ -26,8 +26,20 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from vllm_flashinfer_vit import choices as choices_module
-from vllm_flashinfer_vit.choices import Choice, choices_for, without
-from vllm_flashinfer_vit.config import KERNEL_NAMES, KernelName
+from vllm_flashinfer_vit.choices import (
+    FP8_DTYPE,
+    Choice,
+    choices_for,
+    fp8_choices_for,
+    replaced,
+    without,
+)
+from vllm_flashinfer_vit.config import (
+    ENV_KERNEL,
+    FP8_KERNELS,
+    KERNEL_NAMES,
+    KernelName,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -44,17 +56,26 @@ MIN_CUDNN = 91002
 # TransformerEngine #2693.
 MIN_CUDNN_RAGGED_EVERYWHERE = 91801
 _RAGGED_FIRST = (9, 10)
+# The first with the FP8 forward pass for prefill: FlashInfer #2241, vLLM's own gate.
+MIN_CUDNN_FP8 = 91701
+# Packed FP8 batches by TransformerEngine's gate (#2994). On an H200, 9.19's kernel runs
+# an illegal instruction, which no process survives: it must not even be tried.
+MIN_CUDNN_FP8_HOPPER = 92300
 
 # Prefill rows of the support matrix on docs.nvidia.com/cudnn/operations/Attention, and
 # `supports_head_size` of vLLM's FlashAttention backend; both want multiples of 8.
 HEAD_DIMS: Mapping[KernelName, tuple[int, int]] = MappingProxyType(
     {
         "cudnn": (8, 256),
+        "cudnn_fp8": (8, 128),
         "flash_attn": (8, 256),
+        "hopper_fp8": (32, 128),
         "triton": (32, 128),
+        "triton_fp8": (32, 128),
         "triton_window": (32, 128),
     }
 )
+_ON_CUDNN = frozenset({"cudnn", "cudnn_fp8"})
 HALF_DTYPES = ("float16", "bfloat16")
 
 _MODULES = {
@@ -135,7 +156,8 @@ class Stack:
         driver: Version of the NVIDIA driver.
         pins: What the installed vLLM requires of other packages, by package name.
         import_errors: Why a module failed to import, by module name.
-        inspected: Whether cuDNN and FlashInfer were imported to fill this in.
+        inspected: Whether cuDNN and FlashInfer were imported to fill this in; None if
+            that waits for a kernel that needs them.
         problems: What is missing or broken.
     """
 
@@ -155,7 +177,7 @@ class Stack:
     driver: str | None = None
     pins: Mapping[str, str] = field(default_factory=dict)
     import_errors: Mapping[str, str] = field(default_factory=dict)
-    inspected: bool = False
+    inspected: bool | None = False
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -214,20 +236,20 @@ def kernel_verdict(
         ValueError: There is no kernel of this name.
     """
     dtype_name = str(dtype).removeprefix("torch.")
-    if dtype_name.startswith("float8"):
+    if kernel not in KERNEL_NAMES:
+        raise ValueError(f"no kernel is named {kernel!r}")
+    is_fp8 = kernel in FP8_KERNELS
+    if is_fp8 and dtype_name != FP8_DTYPE:
         return Verdict(
             False,
-            "FP8 attention is not part of this release: a layer refuses "
-            "mm_encoder_attn_dtype=fp8",
-            "leave --mm-encoder-attn-dtype out",
+            "it is FP8 attention, which must be asked for",
+            "--mm-encoder-attn-dtype fp8",
         )
-    if kernel == "reference":
+    if kernel in ("reference", "reference_fp8"):
         if stack.torch is None:
             return _missing(stack, "torch")
         return Verdict(True, "plain PyTorch runs everywhere")
-    if kernel not in KERNEL_NAMES:
-        raise ValueError(f"no kernel is named {kernel!r}")
-    if dtype_name not in HALF_DTYPES:
+    if not is_fp8 and dtype_name not in HALF_DTYPES:
         return Verdict(
             False,
             f"it takes {' and '.join(HALF_DTYPES)}, not {dtype_name}",
@@ -247,7 +269,9 @@ def kernel_verdict(
             f"it needs compute capability 8.0 (Ampere) or newer; {stack.gpus[0].name} "
             f"has {_dotted(stack.capability)}",
         )
-    if kernel in ("triton", "triton_window"):
+    if is_fp8 and (refusal := _fp8_refusal(kernel, stack, stack.capability)):
+        return refusal
+    if kernel in ("hopper_fp8", "triton", "triton_fp8", "triton_window"):
         if stack.triton is None:
             return _missing(stack, "triton")
         return Verdict(True, f"Triton {stack.triton}")
@@ -262,15 +286,24 @@ def usable_choices(
     dtype: "torch.dtype | str",
     forced: KernelName | None = None,
     tuned_dir: Path | None = None,
+    *,
+    fp8: bool = False,
+    attempt: Callable[[KernelName], str | None] = lambda kernel: None,
 ) -> tuple[tuple[Choice, ...], tuple[str, ...]]:
     """Drop from a GPU's table of choices what this machine cannot run.
 
+    `triton_fp8` takes the place of another FP8 kernel that cannot run.
+
     Args:
-        stack: What the machine has.
+        stack: What the machine has. If its libraries were left out, they are inspected
+            where a choice runs on cuDNN.
         head_dim: Head dim in elements.
         dtype: A torch dtype or its name.
         forced: The kernel that the user forces, or None.
         tuned_dir: Folder of the user's measurements, or None to ignore them.
+        fp8: The layer is one with FP8 attention. What is left may have no FP8 kernel.
+        attempt: Runs an FP8 kernel that should run by all that is known, and says what
+            went wrong, or None.
 
     Returns:
         The choices that are left, none if nothing can serve, and for each kernel that
@@ -280,26 +313,43 @@ def usable_choices(
         TableError: A file of measured choices cannot be used.
     """
     gpu_name = stack.gpus[0].name if stack.gpus else None
-    choices = choices_for(gpu_name, stack.capability, dtype, head_dim, tuned_dir)
+    look_up = fp8_choices_for if fp8 else choices_for
+    choices = look_up(gpu_name, stack.capability, dtype, head_dim, tuned_dir)
     if forced is not None:
         choices = choices_module.forced(choices, forced)
     refusals = []
-    for kernel in dict.fromkeys(choice.kernel for choice in choices):
-        verdict = kernel_verdict(kernel, stack, head_dim, dtype)
-        if not verdict.ok:
-            remedy = f" ({verdict.remedy})" if verdict.remedy else ""
-            refusals.append(f"{kernel}: {verdict.reason}{remedy}")
-            choices = () if kernel == forced else without(choices, kernel)
+    kernels = [choice.kernel for choice in choices]
+    if stack.inspected is None and not _ON_CUDNN.isdisjoint(kernels):
+        stack = probe()
+    for kernel in kernels:
+        is_fp8 = fp8 and kernel in FP8_KERNELS
+        verdict = kernel_verdict(
+            kernel, stack, head_dim, FP8_DTYPE if is_fp8 else dtype
+        )
+        if verdict.ok and is_fp8 and (error := attempt(kernel)):
+            verdict = Verdict(False, error)
+        if verdict.ok or kernel not in (choice.kernel for choice in choices):
+            continue
+        remedy = f" ({verdict.remedy})" if verdict.remedy else ""
+        refusals.append(f"{kernel}: {verdict.reason}{remedy}")
+        if kernel == forced:
+            choices = ()
+        elif is_fp8 and kernel != "triton_fp8":
+            choices = replaced(choices, kernel, "triton_fp8")
+            kernels.append("triton_fp8")
+        else:
+            choices = without(choices, kernel)
     return choices, tuple(refusals)
 
 
-def probe(*, isolated: bool = False) -> Stack:
+def probe(*, isolated: bool = False, libraries: bool = True) -> Stack:
     """Find out what this machine has; never raises and creates no CUDA context.
 
     Args:
         isolated: Import cuDNN and FlashInfer in a child process, which may crash, and
             do so even without a GPU. Otherwise they are imported here, as the cuDNN
             kernel will do anyway, and only if there is a GPU for it.
+        libraries: Whether to import them at all, which takes seconds.
     """
     problems: list[Problem] = []
     wheels = {name: v for name in _CUDNN_WHEELS if (v := _version(name))}
@@ -313,7 +363,7 @@ def probe(*, isolated: bool = False) -> Stack:
         if error is not None:
             problems.append(Problem(f"reading the versions of torch and cuDNN {error}"))
             errors.setdefault(facts.pop("importing", "torch"), error)
-    elif gpus and gpus[0].capability >= (8, 0):
+    elif libraries and gpus and gpus[0].capability >= (8, 0):
         report_libraries(facts.update)
         errors = facts.pop("import_errors", {})
     stack = Stack(
@@ -333,7 +383,7 @@ def probe(*, isolated: bool = False) -> Stack:
         driver=driver,
         pins=pins,
         import_errors=errors,
-        inspected=bool(facts),
+        inspected=bool(facts) if libraries else None,
     )
     problems += stack_problems(stack)
     return replace(stack, problems=tuple(problems))
@@ -672,6 +722,43 @@ def _flash_attn_verdict(stack: Stack, capability: tuple[int, int]) -> Verdict:
             _reinstall_vllm(stack),
         )
     return Verdict(True, f"FlashAttention {version} from vLLM {stack.vllm}")
+
+
+def _fp8_refusal(
+    kernel: KernelName, stack: Stack, capability: tuple[int, int]
+) -> Verdict | None:
+    name, found = stack.gpus[0].name, _dotted(capability)
+    if capability < (8, 9):
+        return Verdict(
+            False,
+            f"FP8 needs compute capability 8.9 (Ada) or newer; {name} has {found}",
+            "leave --mm-encoder-attn-dtype out",
+        )
+    if kernel == "hopper_fp8" and capability[0] != 9:
+        return Verdict(False, f"it is for Hopper (9.0) only; {name} has {found}")
+    if kernel != "cudnn_fp8":
+        return None
+    if capability < (9, 0):
+        return Verdict(
+            False, f"cuDNN has no FP8 attention below Hopper (9.0); {name} has {found}"
+        )
+    loaded = stack.cudnn_backend
+    if capability[0] == 9 and (loaded or MIN_CUDNN_FP8_HOPPER) < MIN_CUDNN_FP8_HOPPER:
+        return Verdict(
+            False,
+            f"FP8 on Hopper needs cuDNN {format_cudnn(MIN_CUDNN_FP8_HOPPER)}; "
+            f"{format_cudnn(loaded)} is loaded, and 9.19 runs an illegal instruction, "
+            "which ends the CUDA context",
+            f"{ENV_KERNEL}=hopper_fp8",
+        )
+    if (loaded or MIN_CUDNN_FP8) < MIN_CUDNN_FP8:
+        return Verdict(
+            False,
+            f"FP8 needs cuDNN {format_cudnn(MIN_CUDNN_FP8)}; "
+            f"{format_cudnn(loaded)} is loaded",
+            f'pip install "{stack.cudnn_package}>={format_cudnn(MIN_CUDNN_FP8)}"',
+        )
+    return None
 
 
 def _cudnn_verdict(stack: Stack, capability: tuple[int, int]) -> Verdict:

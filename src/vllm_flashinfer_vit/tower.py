@@ -361,7 +361,10 @@ def build_tower(
     device: str | torch.device,
     seed: int = 0,
     compile: bool = False,
+    fused_ops: bool = False,
     plugin: bool = True,
+    attn_dtype: str | None = None,
+    fp8_scale_path: Path | None = None,
 ) -> Tower:
     """Build a tower with vLLM's own classes and fill in its weights.
 
@@ -376,8 +379,12 @@ def build_tower(
         seed: Seeds random weights. The same seed gives the same values for every
             backend, device, dtype and depth; all can be represented in bf16.
         compile: Compile the blocks, as `compile_mm_encoder` does; CUDA only.
+        fused_ops: Run vLLM's own fused norms and activations, as `enforce_eager` does;
+            CUDA only, and not with `compile`.
         plugin: Activate this package first. Without it the tower is stock vLLM's,
             provided that the process has not activated the package before.
+        attn_dtype: As `--mm-encoder-attn-dtype`, None or `fp8`.
+        fp8_scale_path: As `--mm-encoder-fp8-scale-path`.
 
     Raises:
         TowerError: The backend is unknown or not available on this device.
@@ -386,8 +393,16 @@ def build_tower(
     device = torch.device(device)
     if compile and device.type == "cpu":
         raise TowerError("compiling the tower needs a GPU; leave compile out")
+    if fused_ops and (compile or device.type == "cpu"):
+        raise TowerError("vLLM's fused ops need a GPU and uncompiled blocks")
     check_backend(backend, device, dtype, plugin=plugin)
-    config = _vllm_config(spec, backend, dtype, device, compile)
+    attention = {
+        "mm_encoder_attn_backend": backend,
+        "mm_encoder_attn_dtype": attn_dtype,
+    }
+    if fp8_scale_path is not None:
+        attention["mm_encoder_fp8_scale_path"] = str(fp8_scale_path)
+    config = _vllm_config(spec, attention, dtype, device, compile, fused_ops)
     with _current_config(config):
         _init_distributed()
         visual = _build_module(spec, config, dtype, device)
@@ -467,10 +482,11 @@ def _current_config(config: Any) -> Iterator[None]:
 
 def _vllm_config(
     spec: TowerSpec,
-    backend: str,
+    attention: Mapping[str, str | None],
     dtype: torch.dtype,
     device: torch.device,
     compile: bool,
+    fused_ops: bool,
 ) -> Any:
     from vllm.config import (
         CompilationConfig,
@@ -480,7 +496,12 @@ def _vllm_config(
         VllmConfig,
     )
 
-    if device.type == "cuda":
+    if fused_ops:
+        # Without a compiler, vLLM turns its fused ops on.
+        compilation = CompilationConfig(
+            mode=CompilationMode.NONE, compile_mm_encoder=False
+        )
+    elif device.type == "cuda":
         compilation = CompilationConfig(compile_mm_encoder=compile)
     else:
         # Without compilation and custom operators, layers run their plain PyTorch code.
@@ -494,7 +515,7 @@ def _vllm_config(
             model=folder,
             dtype=dtype,
             skip_tokenizer_init=True,
-            mm_encoder_attn_backend=backend,
+            **attention,
         )
         config = VllmConfig(
             model_config=model_config,
@@ -712,4 +733,7 @@ def _refuse_quantized(path: Path, name: str, tensor: torch.Tensor) -> None:
 def _finish_weights(visual: nn.Module, config: Any, device: torch.device) -> None:
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    process_weights_after_loading(visual, config.model_config, device)
+    from vllm_flashinfer_vit.warmup import without_warm_up
+
+    with without_warm_up():
+        process_weights_after_loading(visual, config.model_config, device)

@@ -5,6 +5,9 @@ What is timed is the layer's whole op, from views of the QKV projection and the 
 tables to the output: replays of a CUDA graph on a cold L2 cache, kernels taking turns,
 medians. A kernel that is too far from fp32 is not timed. `docs/choices.md` says how
 classes follow from the times.
+
+FP8 layers have entries of their own, `float8_e4m3fn/<head dim>`. There all kernels are
+compared on bf16 inputs, and quantising counts, so that a class begins where FP8 pays.
 """
 
 import math
@@ -31,15 +34,21 @@ from rich.table import Table as TextTable
 
 from vllm_flashinfer_vit import __version__, tuned
 from vllm_flashinfer_vit.config import (
+    FP8_KERNELS,
     KERNEL_NAMES,
     SERVES_UP_TO,
     KernelName,
+    ScaleMethod,
     Settings,
 )
 from vllm_flashinfer_vit.support import Stack, format_cudnn, kernel_verdict, probe
 from vllm_flashinfer_vit.tuned import Class, Measurement, Table
 
-DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
 # Head dims of the Qwen towers first: they are measured if the time runs out.
 HEAD_DIMS = (80, 72, 64, 96, 128)
 TIME_LIMIT_S = 600.0
@@ -53,13 +62,15 @@ MAX_FLOPS = 4e12
 
 # Relative errors far above those of kernels with fp32 sums, far below a wrong result.
 _GATES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+# e4m3 rounds by 0.026 on average; q, k, v, weights and perhaps the output make 0.06.
+_FP8_GATE = 0.1
 # Larger batches take the same code paths, and fp32 takes seconds for them.
 _GATE_MAX_TOKENS = 8192
 
 # Kernels this close are equal, so that noise makes no classes.
 _TIE = 1.02
 # Must win by 5 %: each new shape costs a plan of tens of milliseconds on the host.
-_HANDICAPS: Mapping[str, float] = {"cudnn": 1.05}
+_HANDICAPS: Mapping[str, float] = {"cudnn": 1.05, "cudnn_fp8": 1.05}
 
 # Above twice the L2 cache of any GPU.
 _FLUSH_BYTES = 256 * 2**20
@@ -241,8 +252,8 @@ def build_table(
                     )
                 bar.update(task, advance=1, description=f"{name}, {cell}")
 
-            kernels = candidates(stack, dtype, head_dim)
             try:
+                kernels = candidates(stack, dtype, head_dim)
                 rows, failures = measure(
                     dtype, head_dim, kernels, cells, clock, device, advance
                 )
@@ -278,12 +289,29 @@ def _made_by(stack: Stack, command: str) -> dict[str, Any]:
 
 
 def candidates(stack: Stack, dtype: torch.dtype, head_dim: int) -> list[KernelName]:
-    """Return the kernels to compare; plain PyTorch is no candidate on a GPU."""
-    return [
+    """Return the kernels to compare; plain PyTorch is no candidate on a GPU.
+
+    For FP8 layers these are the kernels of bf16 and those of FP8.
+
+    Raises:
+        TuneError: No FP8 kernel can run, so there is nothing to choose for FP8 layers.
+    """
+    found = [
         kernel
         for kernel in KERNEL_NAMES
-        if kernel != "reference" and kernel_verdict(kernel, stack, head_dim, dtype).ok
+        if not kernel.startswith("reference")
+        and kernel_verdict(kernel, stack, head_dim, _dtype_of(kernel, dtype)).ok
     ]
+    if dtype == torch.float8_e4m3fn and not FP8_KERNELS.intersection(found):
+        raise TuneError("no FP8 kernel runs on this GPU")
+    return found
+
+
+def _dtype_of(kernel: KernelName, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a kernel attends in, in layers of a dtype."""
+    if dtype == torch.float8_e4m3fn and kernel not in FP8_KERNELS:
+        return torch.bfloat16
+    return dtype
 
 
 def grid(
@@ -317,7 +345,7 @@ def measure(
     the times that it has, too. A batch that the memory does not hold is skipped.
 
     Args:
-        dtype: Activation dtype.
+        dtype: Activation dtype; e4m3 for FP8 layers, whose activations are bf16 here.
         head_dim: Head dim in elements.
         kernels: The kernels to compare.
         cells: Batches, shortest sequences first.
@@ -334,7 +362,8 @@ def measure(
     for cell in cells:
         advance(cell)
         try:
-            batch = _Batch.draw(cell, dtype, head_dim, device)
+            drawn = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+            batch = _Batch.draw(cell, drawn, head_dim, device)
             failures, times[cell] = _measure_batch(batch, trusted, clock)
         except torch.OutOfMemoryError:
             left_out.append(f"{cell}: out of memory")
@@ -381,7 +410,9 @@ def _measure_batch(
         try:
             ready = clock.prepare(batch.call(kernel))
             if expected is not None:
-                _check(ready(), expected, _GATES[batch.q.dtype])
+                is_fp8 = kernel in FP8_KERNELS
+                limit = _FP8_GATE if is_fp8 else _GATES[batch.q.dtype]
+                _check(ready(), expected, limit)
             runs[kernel] = ready
         except torch.OutOfMemoryError:
             raise
@@ -499,7 +530,10 @@ class _Batch(NamedTuple):
         from vllm_flashinfer_vit.ops import attention
 
         scale = self.q.shape[2] ** -0.5
-        return lambda: attention(*self, 0, scale, f"*:{kernel}")
+        plan = f"*:{kernel}"
+        if kernel in FP8_KERNELS:
+            return fp8_call(self, scale, plan, scale_method(kernel))
+        return lambda: attention(*self, 0, scale, plan)
 
     def in_fp32(self) -> torch.Tensor:
         """Return what every kernel should, `[T, H, D] fp32`."""
@@ -509,6 +543,31 @@ class _Batch(NamedTuple):
         q, k = rope_ref(self.q.float(), self.k.float(), self.cos, self.sin)
         longest, scale = int(self.max_seqlen), self.q.shape[2] ** -0.5
         return attention_ref(q, k, self.v.float(), self.cu_seqlens, longest, scale)
+
+
+def scale_method(kernel: str) -> ScaleMethod:
+    """Return where an FP8 kernel's scales come from if no file has them."""
+    return "dynamic" if kernel == "cudnn_fp8" else "block"
+
+
+def fp8_call(
+    inputs: Sequence[Any], scale: float, plan: str, method: ScaleMethod
+) -> Run:
+    """Return the call of the op of an FP8 layer, with scales of its own.
+
+    Args:
+        inputs: q, k, v, cos, sin, cu_seqlens and max_seqlen, as for `ops.attention`.
+        scale: Softmax scale.
+        plan: As for `ops.attention`.
+        method: Where scales come from.
+    """
+    from vllm_flashinfer_vit.kernels.absmax import DynamicScales
+    from vllm_flashinfer_vit.ops import fp8_attention
+
+    state: tuple[torch.Tensor | None, ...] = (None,) * 4
+    if method == "dynamic":
+        state = DynamicScales.on(inputs[0].device)
+    return lambda: fp8_attention(*inputs, 0, scale, plan, method, False, *state)
 
 
 def _check(out: torch.Tensor, expected: torch.Tensor, limit: float) -> None:

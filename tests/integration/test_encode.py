@@ -13,8 +13,9 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from vllm_flashinfer_vit import encode, tower
-from vllm_flashinfer_vit.encode import EncodeError, Options, render, run
+from vllm_flashinfer_vit import encode, job, tower
+from vllm_flashinfer_vit.encode import Options, render, run
+from vllm_flashinfer_vit.job import JobError
 from vllm_flashinfer_vit.tower import TowerError
 
 MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
@@ -105,8 +106,8 @@ class TestRun:
     def test_random_weights_on_a_cpu_are_announced(self, tmp_path: Path) -> None:
         image = save_image(tmp_path / "a.png", 700, 700)
         report = run(options(image, depth=None, max_pixels=None))
-        assert report.depth == encode.CPU_DEPTH
-        assert report.images[0].patches <= encode.CPU_MAX_PIXELS // 14**2
+        assert report.depth == job.CPU_DEPTH
+        assert report.images[0].patches <= job.CPU_MAX_PIXELS // 14**2
         notes = " ".join(report.notes)
         assert "only 4 of 32 blocks run; --depth 32 runs all" in notes
         assert "shrunk to 262,144 pixels; --max-pixels" in notes
@@ -182,7 +183,7 @@ class TestProcessor:
 
         transformers.Qwen2_5_VLConfig().save_pretrained(tmp_path)
         image = save_image(tmp_path / "a.png", 60, 60)
-        with pytest.raises(EncodeError, match=r"preprocessor_config\.json"):
+        with pytest.raises(JobError, match=r"preprocessor_config\.json"):
             run(options(image, model=str(tmp_path)))
 
     @pytest.mark.parametrize(
@@ -196,9 +197,9 @@ class TestProcessor:
         self, tmp_path: Path, model: str, patch: int, black: float
     ) -> None:
         Image.new("RGB", (320, 320), "black").save(tmp_path / "a.png")
-        spec = encode.resolve_spec(model, random_weights=True)
-        processor = encode._processor(spec, None)
-        patches = encode._read_patches(tmp_path / "a.png", "a", processor)
+        spec = tower.resolve_spec(model, random_weights=True)
+        processor = job.image_processor(spec, None)
+        patches = job.read_patches(tmp_path / "a.png", "a", processor)
         side = round(320 / patch / 2) * 2
         assert patches.grid == (1, side, side)
         assert patches.pixel_values.shape == (side * side, 3 * 2 * patch * patch)
@@ -247,7 +248,7 @@ class TestBadInput:
         def processor(images: Any, return_tensors: str) -> dict[str, torch.Tensor]:
             return {"pixel_values": torch.tensor([[float("nan")]])}
 
-        monkeypatch.setattr(encode, "_processor", lambda spec, limit: processor)
+        monkeypatch.setattr(encode, "image_processor", lambda spec, limit: processor)
         path = save_image(tmp_path / "a.png", 60, 60)
         self.refused(r"a\.png holds NaN or infinite pixels", path)
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 from _models import noise
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import relative_error
 from vllm_flashinfer_vit import patches, tower
 from vllm_flashinfer_vit.config import ENV_DISABLE_PATCHES, Settings
-from vllm_flashinfer_vit.patches import qwen_ops
+from vllm_flashinfer_vit.patches import _blocks, qwen_metadata, qwen_ops
 from vllm_flashinfer_vit.tower import Tower, TowerSpec, build_tower, resolve_spec
 
 HAS_GPU = torch.cuda.is_available()
@@ -28,7 +30,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "patches.md"
 TOLERANCE = 1e-6
 # No multiple of 8, like 3420 and the 1710 and 855 of its ranks.
 SIZE, ALIGNED = 44, 64
-NAMES = tuple(patch.name for patch in qwen_ops.PATCHES)
+PATCHES = (*qwen_ops.PATCHES, *qwen_metadata.PATCHES)
+NAMES = tuple(patch.name for patch in PATCHES)
 GRIDS = [[1, 12, 20], [1, 6, 4]]
 SPECS = {
     "qwen2_vl": {
@@ -56,6 +59,20 @@ SPECS = {
         "temporal_patch_size": 2,
         "window_size": 112,
         "fullatt_block_indexes": [1],
+    },
+    "qwen3_vl": {
+        "depth": 3,
+        "hidden_size": 64,
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": SIZE,
+        "num_heads": 2,
+        "in_channels": 3,
+        "out_hidden_size": 48,
+        "num_position_embeddings": 64,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "deepstack_visual_indexes": [0, 1],
     },
 }
 
@@ -101,6 +118,10 @@ def outputs(of: Tower) -> torch.Tensor:
 
 def mlp(of: Tower) -> Any:
     return of.visual.get_submodule("blocks.0.mlp")
+
+
+def blocks(of: Tower) -> list[Any]:
+    return list(of.visual.get_submodule("blocks"))
 
 
 def checkpoint(seed: int) -> list[tuple[str, torch.Tensor]]:
@@ -181,26 +202,27 @@ class TestAlignedMlp:
             assert linear.weight.shape == shape
 
     @pytest.mark.parametrize("is_wanted", [True, False])
-    def test_lora_on_the_tower(self, is_wanted: bool) -> None:
+    def test_lora_on_the_tower(self, is_wanted: bool, log: list[str]) -> None:
         context = build()
-        lora = SimpleNamespace(enable_tower_connector_lora=is_wanted)
-        object.__setattr__(context.vllm_config, "lora_config", lora)
+        allow_lora(context, is_wanted)
         method = build_mlp(context).down_proj.quant_method
         assert (type(method).__name__ == "AlignedLinearMethod") is not is_wanted
+        assert ("LoRA" in log[-1]) is is_wanted
 
-    def test_quantized_linears(self) -> None:
-        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    def test_quantized_linears(self, log: list[str]) -> None:
+        built = build_mlp(build(), quant_config=QUANTIZED)
+        assert type(built.gate_up_proj.quant_method).__name__ == "OtherMethod"
+        assert type(built.down_proj.quant_method).__name__ == "OtherMethod"
+        assert "keep rows of 44 values" in log[-1]
+        assert "OtherMethod" in log[-1]
 
-        class Method(UnquantizedLinearMethod):
-            pass
-
-        config = SimpleNamespace(
-            get_quant_method=lambda layer, prefix: Method(),
-            online_quantization_config=None,
-        )
-        built = build_mlp(build(), quant_config=config)
-        assert type(built.gate_up_proj.quant_method) is Method
-        assert type(built.down_proj.quant_method) is Method
+    def test_memory_is_reported(self, log: list[str]) -> None:
+        built = build_mlp(build(), width=2**10)
+        before = sum(p.numel() for p in built.parameters() if p.dim() == 2)
+        for linear in (built.gate_up_proj, built.down_proj):
+            linear.quant_method.process_weights_after_loading(linear)
+        added = sum(p.numel() for p in built.parameters() if p.dim() == 2) - before
+        assert f"{added * 4 / 2**20:.2f} MiB more in each block" in log[-1]
 
     def test_later_load(self) -> None:
         changed, fresh = build(seed=0), build(seed=1)
@@ -257,14 +279,52 @@ class TestAlignedMlp:
         assert torch.equal(outputs(changed), outputs(build(seed=2)))
 
 
-def build_mlp(context: Tower, quant_config: Any = None) -> Any:
+def other_method(layer: nn.Module, prefix: str) -> Any:
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    class OtherMethod(UnquantizedLinearMethod):
+        pass
+
+    return OtherMethod()
+
+
+QUANTIZED = SimpleNamespace(
+    get_quant_method=other_method, online_quantization_config=None
+)
+
+
+def allow_lora(context: Tower, is_wanted: bool) -> None:
+    lora = SimpleNamespace(enable_tower_connector_lora=is_wanted)
+    object.__setattr__(context.vllm_config, "lora_config", lora)
+
+
+def build_mlp(context: Tower, quant_config: Any = None, width: int = 64) -> Any:
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VisionMLP
 
     with context.running():
         return Qwen2_5_VisionMLP(
-            64, SIZE, bias=True, act_fn=SiluAndMul(), quant_config=quant_config
+            width, SIZE, bias=True, act_fn=SiluAndMul(), quant_config=quant_config
         )
+
+
+def build_gelu_mlp(context: Tower, act_fn: Any, quant_config: Any = None) -> Any:
+    from vllm.model_executor.models.qwen3_vl import Qwen3_VisionMLP
+
+    with context.running():
+        return Qwen3_VisionMLP(
+            64, 128, bias=True, act_fn=act_fn, quant_config=quant_config
+        )
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect what is said once in a process, every time."""
+    lines: list[str] = []
+    monkeypatch.setattr(
+        qwen_ops, "_say_once", lambda message, *values: lines.append(message % values)
+    )
+    return lines
 
 
 @pytest.fixture
@@ -329,12 +389,220 @@ class TestFusedOps:
 
 
 @cpu_only
+class TestGeluLinear:
+    TANH = nn.GELU(approximate="tanh")
+
+    @pytest.mark.parametrize("size", [SIZE, 128])
+    def test_same_result(self, size: int) -> None:
+        fused = build("qwen3_vl", intermediate_size=size)
+        with without(*NAMES):
+            plain = build("qwen3_vl", intermediate_size=size)
+        assert type(mlp(fused).act_fn) is nn.Identity
+        assert type(mlp(plain).act_fn) is nn.GELU
+        rows = ALIGNED if size == SIZE else size
+        assert mlp(fused).linear_fc1.weight.shape == (rows, 64)
+        assert mlp(fused).linear_fc2.weight.shape == (64, rows)
+        assert relative_error(outputs(fused), outputs(plain)) < TOLERANCE
+
+    def test_one_gemm_on_a_gpu(self) -> None:
+        from vllm_flashinfer_vit.gelu_linear import GeluLinearMethod
+
+        with build("qwen3_vl").running():
+            method = GeluLinearMethod()
+        weight, bias = noise(128, 64), noise(128)
+        layer = SimpleNamespace(weight=weight)
+        # On fake tensors, since a CPU's op of this name computes another GELU.
+        with FakeTensorMode(), torch.device("cuda"):
+            fakes = SimpleNamespace(weight=torch.empty(128, 64))
+            with OpNames() as ops:
+                out = method.apply(fakes, torch.empty(5, 1, 64), torch.empty(128))
+            assert (out.shape, out.device.type) == ((5, 1, 128), "cuda")
+        assert "_addmm_activation" in ops.names
+        assert not {"gelu", "mm", "addmm", "clone"} & ops.names
+        x = noise(5, 1, 64)
+        expected = self.TANH(nn.functional.linear(x, weight, bias))
+        layer.cpu_linear = lambda x, weight, bias: nn.functional.linear(x, weight, bias)
+        assert relative_error(method.apply(layer, x, bias), expected) < TOLERANCE
+
+    @pytest.mark.parametrize(
+        "act_fn", [nn.GELU(), nn.SiLU(), nn.functional.silu], ids=["erf", "silu", "fn"]
+    )
+    def test_another_activation(self, act_fn: Any) -> None:
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+        built = build_gelu_mlp(build("qwen3_vl"), act_fn)
+        assert built.act_fn is act_fn
+        assert type(built.linear_fc1.quant_method) is UnquantizedLinearMethod
+
+    def test_another_backend(self) -> None:
+        build("qwen3_vl")
+        assert type(mlp(build("qwen3_vl", "TORCH_SDPA")).act_fn) is nn.GELU
+
+    def test_lora_and_quantized_linears(self) -> None:
+        context = build("qwen3_vl")
+        built = build_gelu_mlp(context, self.TANH, QUANTIZED)
+        assert built.act_fn is self.TANH
+        assert type(build_gelu_mlp(context, self.TANH).act_fn) is nn.Identity
+        allow_lora(context, True)
+        assert build_gelu_mlp(context, self.TANH).act_fn is self.TANH
+
+
+class OpNames(TorchDispatchMode):
+    """Collects the names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.add(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let towers on the CPU run Triton kernels, by its interpreter."""
+    monkeypatch.setattr(qwen_ops, "_runs_triton", lambda: True)
+
+
+@cpu_only
+class TestChainedBlocks:
+    @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+    def test_same_result(
+        self, family: str, interpreted: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm_flashinfer_vit.kernels import add_norm
+
+        calls = []
+
+        def counted(*args: Any) -> Any:
+            calls.append(args)
+            return kernel(*args)
+
+        kernel = add_norm.add_layer_norm
+        monkeypatch.setattr(add_norm, "add_layer_norm", counted)
+        fused = build(family)
+        with without(*NAMES):
+            plain = build(family)
+            expected = outputs(plain)
+        assert not calls
+        patches.apply_model_patches(Settings())
+        assert relative_error(outputs(fused), expected) < TOLERANCE
+        # The last block's second sum has no norm of its own behind it.
+        assert len(calls) == 2 * len(blocks(fused)) - 1
+
+    def test_rms_norm(self) -> None:
+        served = build()
+        expected = outputs(served)
+        with _blocks.chained(blocks(served), qwen_ops._add_rms_norm):
+            chained = outputs(served)
+        assert relative_error(chained, expected) < TOLERANCE
+
+    def test_nothing_stays(self) -> None:
+        served = build("qwen3_vl")
+        seen = []
+
+        def raising(*args: Any) -> Any:
+            seen.append(args)
+            raise KeyError
+
+        with (
+            pytest.raises(KeyError),
+            _blocks.chained(blocks(served), raising),
+        ):
+            outputs(served)
+        assert seen
+        assert all("forward" not in vars(block) for block in blocks(served))
+
+    @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+    def test_others_stay_stock(
+        self, family: str, interpreted: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        block = blocks(build(family))[0]
+        assert qwen_ops._can_chain(block)
+        # What a compiler fuses, norms of another kind, blocks that take more.
+        with monkeypatch.context() as context:
+            context.setattr(block, "do_not_compile", False, raising=False)
+            assert not qwen_ops._can_chain(block)
+        with monkeypatch.context() as context:
+            context.setitem(block._modules, "norm2", nn.RMSNorm(64))
+            assert not qwen_ops._can_chain(block)
+
+        class Other(type(block)):  # type: ignore[misc]
+            def forward(self, x: torch.Tensor, mask: torch.Tensor) -> None: ...
+
+        with monkeypatch.context() as context:
+            context.setattr(block, "__class__", Other)
+            assert not qwen_ops._can_chain(block)
+        assert qwen_ops._can_chain(block)
+        assert not qwen_ops._can_chain(blocks(build(family, "TORCH_SDPA"))[0])
+
+    def test_without_a_gpu(self) -> None:
+        assert not qwen_ops._can_chain(blocks(build("qwen3_vl"))[0])
+
+
+@cpu_only
+class TestMetadata:
+    # Images of one size, of another, turned, and videos of either.
+    GRIDS = [[1, 4, 6], [1, 6, 4], [1, 4, 6], [3, 4, 6], [2, 8, 8], [3, 4, 6]]
+
+    @pytest.mark.parametrize("padding", [{}, {"max_batch_size": 20}])
+    @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+    def test_same_bits(self, family: str, padding: dict[str, int]) -> None:
+        def metadata(of: Tower) -> dict[str, Any]:
+            with of.running():
+                return of.visual.prepare_encoder_metadata(self.GRIDS, **padding)
+
+        with without(*NAMES):
+            expected = metadata(build(family))
+        patched = build(family)
+        for _ in range(2):
+            found = metadata(patched)
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                if value is None:
+                    assert found[name] is None
+                else:
+                    assert found[name].dtype == value.dtype
+                    assert torch.equal(found[name], value)
+
+    @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+    def test_kept_tables_cannot_be_written(self, family: str) -> None:
+        visual: Any = build(family).visual
+        with torch.inference_mode():
+            expected = [table.clone() for table in visual.rot_pos_emb([[1, 4, 6]])]
+            # As a CUDA graph does that captured them.
+            for table in visual.rot_pos_emb([[1, 4, 6]]):
+                table.zero_()
+            for table, value in zip(
+                visual.rot_pos_emb([[1, 4, 6]]), expected, strict=True
+            ):
+                assert torch.equal(table, value)
+        assert vars(visual)[qwen_metadata._CACHE].held_bytes > 0
+
+    def test_positions_follow_their_weights(self) -> None:
+        visual: Any = build("qwen3_vl").visual
+        with torch.inference_mode():
+            before = visual.fast_pos_embed_interpolate(self.GRIDS)
+            visual.pos_embed.weight.data.mul_(2)
+            after = visual.fast_pos_embed_interpolate(self.GRIDS)
+        assert torch.equal(after, 2 * before)
+
+    @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+    def test_only_for_flashinfer(self, family: str) -> None:
+        build(family)
+        stock: Any = build(family, "TORCH_SDPA").visual
+        stock.rot_pos_emb(self.GRIDS)
+        assert qwen_metadata._CACHE not in vars(stock)
+
+
+@cpu_only
 @pytest.mark.parametrize("family", SPECS)
 def test_disabled_and_reverted(family: str) -> None:
     build(family)
-    targets = [
-        patch for patch in qwen_ops.PATCHES if f":{_prefix(family)}" in patch.target
-    ]
+    targets = [patch for patch in PATCHES if f":{_prefix(family)}" in patch.target]
     assert targets
     with without(*NAMES):
         owners = [patch._owner() for patch in targets]
@@ -354,7 +622,11 @@ def test_disabled_and_reverted(family: str) -> None:
 
 
 def _prefix(family: str) -> str:
-    return {"qwen2_vl": "Qwen2Vision", "qwen2_5_vl": "Qwen2_5_Vision"}[family]
+    return {
+        "qwen2_vl": "Qwen2Vision",
+        "qwen2_5_vl": "Qwen2_5_Vision",
+        "qwen3_vl": "Qwen3_Vision",
+    }[family]
 
 
 @cpu_only
@@ -387,10 +659,12 @@ class TestOnAGpu:
     MODELS = {
         "qwen2_vl": "Qwen/Qwen2-VL-7B-Instruct",
         "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
+        "qwen3_vl": "Qwen/Qwen3-VL-8B-Instruct",
     }
     OPS = {
-        "qwen2_vl": {"_C::gelu_quick"},
+        "qwen2_vl": {"_C::gelu_quick", "_add_layer_norm_kernel"},
         "qwen2_5_vl": {"_C::rms_norm", "_C::fused_add_rms_norm", "_C::silu_and_mul"},
+        "qwen3_vl": {"aten::_addmm_activation", "_add_layer_norm_kernel"},
     }
 
     @classmethod

@@ -17,8 +17,9 @@ import torch
 from packaging.version import Version
 
 from cases import CASES, TOLERANCES, Case, make_qkv, params, relative_error
+from vllm_flashinfer_vit.kernels import _cudnn
 from vllm_flashinfer_vit.kernels import cudnn as kernel
-from vllm_flashinfer_vit.kernels.cudnn import PlanCache
+from vllm_flashinfer_vit.kernels._cudnn import PlanCache
 from vllm_flashinfer_vit.reference.attention import attention_ref
 
 pytestmark = [
@@ -182,7 +183,7 @@ def _layouts():
 
 
 def _run(plans, qkv, case, scale):
-    return plans.attention(*qkv, case.cu_seqlens(), case.max_seqlen, scale)
+    return kernel._attention(plans, *qkv, case.cu_seqlens(), case.max_seqlen, scale)
 
 
 def _assert_close(out, qkv, case, scale):
@@ -324,7 +325,7 @@ def test_workspace_covers_every_plan_and_is_never_freed(flashinfer, monkeypatch)
 def test_a_build_is_counted_and_logged(flashinfer, caplog, monkeypatch):
     plans = PlanCache()
     # Once vLLM is imported its loggers no longer reach the root, where caplog listens.
-    monkeypatch.setattr(kernel, "logger", logging.getLogger("test_cudnn"))
+    monkeypatch.setattr(_cudnn, "logger", logging.getLogger("test_cudnn"))
     with caplog.at_level(logging.DEBUG, logger="test_cudnn"):
         _run(plans, make_qkv(IMAGES, 2, 80, torch.bfloat16), IMAGES, 0.1)
     assert plans.stats.built == 1
@@ -333,7 +334,7 @@ def test_a_build_is_counted_and_logged(flashinfer, caplog, monkeypatch):
 
 
 def test_process_wide_counters_are_copies(flashinfer, monkeypatch):
-    monkeypatch.setattr(kernel, "_PLANS", PlanCache())
+    monkeypatch.setattr(kernel, "PLANS", PlanCache())
     before = kernel.plan_stats()
     q, k, v = make_qkv(IMAGES, 2, 80, torch.bfloat16)
     kernel.attention(q, k, v, IMAGES.cu_seqlens(), 100, 0.1)
@@ -365,9 +366,12 @@ def test_a_refusal_says_what_cudnn_said(flashinfer, monkeypatch):
 def test_nothing_to_attend_needs_no_plan(flashinfer):
     empty = torch.empty(0, 2, 80, dtype=torch.bfloat16)
     cu_seqlens = torch.zeros(3, dtype=torch.int32)
-    assert PlanCache().attention(empty, empty, empty, cu_seqlens, 0, 0.1).shape[0] == 0
+    assert (
+        kernel._attention(PlanCache(), empty, empty, empty, cu_seqlens, 0, 0.1).shape[0]
+        == 0
+    )
     q, k, v = make_qkv(IMAGES, 2, 80, torch.bfloat16)
-    out = PlanCache().attention(q, k, v, cu_seqlens[:1], 0, 0.1)
+    out = kernel._attention(PlanCache(), q, k, v, cu_seqlens[:1], 0, 0.1)
     assert out.shape == q.shape and (out == 0).all()
     assert not flashinfer.graphs
 
@@ -403,4 +407,4 @@ def test_probe_returns_the_error():
 def test_arguments_that_do_not_fit_are_refused(change, message):
     args = change(*make_qkv(IMAGES, 4, 80, torch.bfloat16), IMAGES.cu_seqlens())
     with pytest.raises(ValueError, match=message):
-        PlanCache().attention(*args, 100, 0.1)
+        kernel._attention(PlanCache(), *args, 100, 0.1)

@@ -60,6 +60,15 @@ def test_rope_of_other_layouts():
     _assert_same_bits(q, k, cos.T.contiguous().T, sin.T.contiguous().T)
 
 
+def test_rope_of_one_layout_at_any_address():
+    case = Case("5", (5,))
+    cos, sin = make_cos_sin(case, 64, device=DEVICE)
+    memory = torch.randn(2, 5 * 2 * 64 + 8, device=DEVICE).half()
+    for first in (0, 1, 0, 1):
+        q, k = memory[:, first:][:, : 5 * 2 * 64].unflatten(1, (5, 2, 64)).unbind(0)
+        _assert_same_bits(q, k, cos, sin)
+
+
 def test_rope_copies_the_rest_as_it_is():
     case = Case("5", (5,))
     q, k, _ = make_qkv(case, 2, 64, torch.float16, device=DEVICE)

@@ -14,6 +14,9 @@ from vllm_flashinfer_vit.choices import (
     choices_for,
     encode,
     forced,
+    fp8_choices_for,
+    fp8_from,
+    replaced,
     select,
     without,
 )
@@ -339,3 +342,55 @@ def test_a_forced_kernel_gets_every_class_that_it_takes(kernel: Any) -> None:
         assert encode(choices) == "128:triton_window,1024:flash_attn,*:cudnn"
     else:
         assert encode(choices) == f"*:{kernel}"
+
+
+class TestFp8:
+    @pytest.mark.parametrize(
+        ("capability", "kernel"),
+        [
+            ((8, 9), "triton_fp8"),
+            ((9, 0), "hopper_fp8"),
+            ((10, 0), "cudnn_fp8"),
+            ((12, 0), "cudnn_fp8"),
+        ],
+    )
+    def test_unmeasured_gpus_quantise_long_sequences_only(
+        self, capability: tuple[int, int], kernel: str, bundled: Path
+    ) -> None:
+        choices = fp8_choices_for("Some GPU", capability, "bfloat16", 80)
+        assert choices[-1].kernel == kernel
+        assert "unmeasured" in choices[-1].reason
+        assert fp8_from(choices) == 4096
+        shorter = encode(choices).split(",")[:-1]
+        plain = encode(choices_for("Some GPU", capability, "bfloat16", 80))
+        assert ",".join(shorter) == plain.replace("*", "4095")
+
+    def test_classes_above_the_bound_give_way(self, bundled: Path) -> None:
+        rows = (Class(2048, "triton"), Class(8192, "cudnn"), Class(None, "flash_attn"))
+        put(bundled, replace(TABLE, classes={"bfloat16/80": rows}))
+        choices = fp8_choices_for(GPU, (9, 0), "bfloat16", 80)
+        assert encode(choices) == "2048:triton,4095:cudnn,*:hopper_fp8"
+
+    def test_a_measured_entry_counts(self, bundled: Path) -> None:
+        rows = (Class(1024, "triton"), Class(None, "triton_fp8"))
+        classes = {**TABLE.classes, "float8_e4m3fn/80": rows}
+        put(bundled, replace(TABLE, classes=classes))
+        choices = fp8_choices_for(GPU, (9, 0), "bfloat16", 72)
+        assert encode(choices) == "1024:triton,*:triton_fp8"
+        assert "measured by tune" in choices[0].reason
+        # Layers without FP8 know nothing of it.
+        assert plan(GPU, (9, 0), "bfloat16", 72) == "128:triton_window,*:flash_attn"
+
+    def test_no_gpu(self) -> None:
+        choices = fp8_choices_for(None, None, "float32", 80)
+        assert encode(choices) == "128:reference,*:reference_fp8"
+
+    def test_from_which_length(self) -> None:
+        assert fp8_from(CHOICES) is None
+        assert fp8_from((Choice("triton_fp8", None, ""),)) == 1
+
+    def test_another_kernel_takes_over_the_classes_of_one(self) -> None:
+        after = replaced(CHOICES, "cudnn", "triton")
+        assert encode(after) == "128:triton,1024:flash_attn,*:triton"
+        assert after[1] is CHOICES[1]
+        assert "in place of cudnn" in after[0].reason

@@ -71,6 +71,7 @@ def test_encode_hands_over_every_option(encode: types.SimpleNamespace) -> None:
             *("--model", "Qwen/Qwen2-VL-2B-Instruct", "--random-weights"),
             *("--depth", "2", "--backend", "FLASHINFER", "--backend", "TORCH_SDPA"),
             *("--dtype", "fp32", "--device", "cpu", "--max-pixels", "200704"),
+            *("--attn-dtype", "fp8", "--fp8-scale-path", "scales.json"),
             *("--output", "out.safetensors", "--json"),
         ],
     )
@@ -81,6 +82,8 @@ def test_encode_hands_over_every_option(encode: types.SimpleNamespace) -> None:
         "random_weights": True,
         "depth": 2,
         "backends": ["FLASHINFER", "TORCH_SDPA"],
+        "attn_dtype": "fp8",
+        "fp8_scale_path": Path("scales.json"),
         "dtype": "fp32",
         "device": "cpu",
         "max_pixels": 200704,

@@ -8,6 +8,9 @@ import pytest
 
 from vllm_flashinfer_vit.config import (
     ENV_DISABLE_PATCHES,
+    ENV_FIX_GRAPH_PADDING,
+    ENV_FP8_SCALES,
+    ENV_FP8_SKIP_LAYERS,
     ENV_KERNEL,
     ENV_STRICT,
     ENV_TUNED_DIR,
@@ -76,6 +79,24 @@ def test_an_empty_folder_of_tuned_choices_is_refused() -> None:
         Settings.from_env({ENV_TUNED_DIR: ""})
 
 
+@pytest.mark.parametrize(
+    ("text", "method"), [("auto", None), ("block", "block"), ("dynamic", "dynamic")]
+)
+def test_the_method_of_fp8_scales(text: str, method: str | None) -> None:
+    assert Settings.from_env({ENV_FP8_SCALES: text}).fp8_scales == method
+
+
+@pytest.mark.parametrize("bad", ["", "static", "Block"])
+def test_a_bad_method_of_fp8_scales(bad: str) -> None:
+    with pytest.raises(ValueError, match=f"{ENV_FP8_SCALES}.*auto, block, dynamic"):
+        Settings.from_env({ENV_FP8_SCALES: bad})
+
+
+def test_fp8_layers_to_skip_are_split_and_stripped() -> None:
+    settings = Settings.from_env({ENV_FP8_SKIP_LAYERS: "0, 31,visual.blocks.5,"})
+    assert settings.fp8_skip_layers == {"0", "31", "visual.blocks.5"}
+
+
 def test_reads_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_KERNEL, "reference")
     assert Settings.from_env().kernel == "reference"
@@ -84,3 +105,10 @@ def test_reads_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings().strict = True  # type: ignore[misc]
+
+
+def test_fix_graph_padding() -> None:
+    assert not Settings.from_env({}).fix_graph_padding
+    assert Settings.from_env({ENV_FIX_GRAPH_PADDING: "1"}).fix_graph_padding
+    with pytest.raises(ValueError, match=f"{ENV_FIX_GRAPH_PADDING}='yes': use 0 or 1"):
+        Settings.from_env({ENV_FIX_GRAPH_PADDING: "yes"})

@@ -16,15 +16,18 @@ from rich.console import Console
 from test_support import HOPPER, STACK, TURING
 
 from vllm_flashinfer_vit import doctor, tuned
+from vllm_flashinfer_vit.choices import FP8_DTYPE
 from vllm_flashinfer_vit.config import (
     ENV_DISABLE_PATCHES,
+    ENV_FP8_SCALES,
+    ENV_FP8_SKIP_LAYERS,
     ENV_KERNEL,
     ENV_STRICT,
     ENV_TUNED_DIR,
     KERNEL_NAMES,
     Settings,
 )
-from vllm_flashinfer_vit.doctor import Report, diagnose, render, runner_note
+from vllm_flashinfer_vit.doctor import HEAD_DIMS, Report, diagnose, render, runner_note
 from vllm_flashinfer_vit.support import Stack, stack_problems
 
 PATCH = {
@@ -68,14 +71,15 @@ def test_every_head_dim_and_dtype_is_served() -> None:
     assert served == {
         (head_dim, dtype)
         for head_dim in (64, 72, 80, 96, 128)
-        for dtype in ("float16", "bfloat16")
+        for dtype in ("float16", "bfloat16", FP8_DTYPE)
     }
 
 
 def test_a_machine_without_a_gpu_is_served_by_the_reference_and_told_so() -> None:
     report = judge(NO_GPU)
     assert report.ok
-    assert {row["kernel"] for row in report.choices} == {"reference"}
+    kernels = {row["kernel"] for row in report.choices}
+    assert kernels == {"reference", "reference_fp8"}
     assert any(note.startswith("No GPU") for note in report.notes)
 
 
@@ -284,6 +288,9 @@ def test_the_document_has_a_stable_shape() -> None:
         "strict": False,
         "disabled_patches": [],
         "tuned_dir": "/tuned",
+        "fp8_scales": "auto",
+        "fp8_skip_layers": [],
+        "fix_graph_padding": False,
     }
     assert set(document["kernels"][0]) == {
         "kernel",
@@ -343,7 +350,7 @@ def test_the_text_names_versions_reasons_and_remedies() -> None:
         "2.11.0 (CUDA 13.0)",
         "9.10.1 (/venv/nvidia/cudnn/lib/libcudnn.so.9)",
         "need cuDNN 9.10.2; 9.10.1 is loaded",
-        "FP8 attention is not part of this release",
+        "FP8 on Hopper needs cuDNN 9.23.0; 9.10.1 is loaded",
         "qwen9-fused",
         "not nvidia-cudnn-cu13 9.19.0.56",
         "mend it: unset LD_LIBRARY_PATH",
@@ -396,10 +403,35 @@ def test_this_machine() -> None:
     assert len(names) == len(set(names)) > 0
     assert any(row["state"] == "applied" for row in document["patches"])
     if not document["stack"]["gpus"]:
-        assert {row["kernel"] for row in document["choices"]} == {"reference"}
+        kernels = {row["kernel"] for row in document["choices"]}
+        assert kernels == {"reference", "reference_fp8"}
 
 
 def test_hopper_is_first_in_the_mixed_report() -> None:
     report = judge(replace(STACK, gpus=(HOPPER, TURING)))
     assert report.ok
     assert "this report is about the first" in report.problems[0].what
+
+
+class TestFp8:
+    def test_the_choices_of_fp8_layers_are_listed(self) -> None:
+        rows = [row for row in judge().choices if row["dtype"] == FP8_DTYPE]
+        assert {row["head_dim"] for row in rows} == set(HEAD_DIMS)
+        assert "hopper_fp8" in {row["kernel"] for row in rows}
+        # The verdict is about FLASHINFER, with FP8 or without.
+        assert "hopper_fp8" not in judge().summary
+
+    def test_a_gpu_without_fp8_is_a_note(self) -> None:
+        ampere = HOPPER._replace(name="NVIDIA A100", capability=(8, 0))
+        report = judge(replace(STACK, gpus=(ampere,)))
+        assert report.ok
+        (note,) = (note for note in report.notes if "fp8" in note)
+        assert "NVIDIA A100 has 8.0" in note
+
+    def test_the_settings_are_shown(self) -> None:
+        env = {ENV_FP8_SCALES: "dynamic", ENV_FP8_SKIP_LAYERS: "0,31"}
+        report = judge(env=env)
+        settings = report.to_json()["settings"]
+        assert settings["fp8_scales"] == "dynamic"
+        assert settings["fp8_skip_layers"] == ["0", "31"]
+        assert ENV_FP8_SKIP_LAYERS in text_of(report)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from vllm_flashinfer_vit import support
-from vllm_flashinfer_vit.choices import Choice, choices_for
-from vllm_flashinfer_vit.config import ENV_KERNEL
+from vllm_flashinfer_vit.choices import Choice, choices_for, fp8_from
+from vllm_flashinfer_vit.config import ENV_KERNEL, FP8_KERNELS, KernelName
 from vllm_flashinfer_vit.support import (
     Gpu,
     Stack,
@@ -295,12 +295,116 @@ def test_float32_is_left_to_the_reference(kernel: Any) -> None:
     assert kernel_verdict("reference", STACK, 80, "float32").ok
 
 
-@pytest.mark.parametrize("kernel", ["cudnn", "flash_attn", "reference"])
-def test_fp8_is_not_part_of_this_release(kernel: Any) -> None:
+@pytest.mark.parametrize("kernel", ["cudnn", "flash_attn"])
+def test_a_kernel_of_the_activations_takes_no_fp8(kernel: Any) -> None:
     verdict = kernel_verdict(kernel, STACK, 80, "float8_e4m3fn")
     assert not verdict.ok
-    assert "mm_encoder_attn_dtype=fp8" in verdict.reason
-    assert verdict.remedy == "leave --mm-encoder-attn-dtype out"
+    assert "not float8_e4m3fn" in verdict.reason
+
+
+@pytest.mark.parametrize("kernel", sorted(FP8_KERNELS))
+def test_an_fp8_kernel_must_be_asked_for(kernel: Any) -> None:
+    verdict = kernel_verdict(kernel, STACK, 80, "bfloat16")
+    assert not verdict.ok
+    assert verdict.remedy == "--mm-encoder-attn-dtype fp8"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "reason"),
+    [
+        ("cudnn_fp8", (9, 0), "illegal instruction"),
+        ("cudnn_fp8", (10, 0), None),
+        ("cudnn_fp8", (8, 9), "no FP8 attention below Hopper"),
+        ("hopper_fp8", (9, 0), None),
+        ("hopper_fp8", (10, 0), "for Hopper (9.0) only"),
+        ("triton_fp8", (8, 9), None),
+        ("triton_fp8", (10, 0), None),
+        ("triton_fp8", (8, 6), "FP8 needs compute capability 8.9"),
+        ("reference_fp8", (8, 0), None),
+    ],
+)
+def test_fp8_by_compute_capability(
+    kernel: Any, capability: tuple[int, int], reason: str | None
+) -> None:
+    stack = replace(STACK, gpus=(STACK.gpus[0]._replace(capability=capability),))
+    verdict = kernel_verdict(kernel, stack, 80, "float8_e4m3fn")
+    assert verdict.ok is (reason is None)
+    assert reason is None or reason in verdict.reason
+
+
+def test_cudnn_fp8_needs_a_newer_cudnn_on_hopper() -> None:
+    verdict = kernel_verdict("cudnn_fp8", STACK, 80, "float8_e4m3fn")
+    assert "FP8 on Hopper needs cuDNN 9.23.0; 9.19.0 is loaded" in verdict.reason
+    assert verdict.remedy == f"{ENV_KERNEL}=hopper_fp8"
+    newer = replace(STACK, cudnn_backend=92300)
+    assert kernel_verdict("cudnn_fp8", newer, 80, "float8_e4m3fn").ok
+    none = replace(STACK, cudnn_backend=None)
+    verdict = kernel_verdict("cudnn_fp8", none, 80, "float8_e4m3fn")
+    assert "finds no cuDNN to load" in verdict.reason
+
+
+def test_cudnn_fp8_needs_a_newer_cudnn_than_cudnn() -> None:
+    blackwell = STACK.gpus[0]._replace(capability=(10, 0))
+    stack = replace(STACK, cudnn_backend=91002, gpus=(blackwell,))
+    assert kernel_verdict("cudnn", stack, 80, "bfloat16").ok
+    verdict = kernel_verdict("cudnn_fp8", stack, 80, "float8_e4m3fn")
+    assert not verdict.ok
+    assert "FP8 needs cuDNN 9.17.1; 9.10.2 is loaded" in verdict.reason
+    assert verdict.remedy == 'pip install "nvidia-cudnn-cu13>=9.17.1"'
+
+
+class TestUsableFp8Choices:
+    def test_another_kernel_stands_in_for_one_that_fails(self) -> None:
+        tried = []
+
+        def attempt(kernel: str) -> str | None:
+            tried.append(kernel)
+            return "a test run fails" if kernel == "hopper_fp8" else None
+
+        choices, refusals = usable_choices(
+            STACK, 80, "bfloat16", fp8=True, attempt=attempt
+        )
+        assert tried == ["hopper_fp8", "triton_fp8"]
+        assert choices[-1].kernel == "triton_fp8"
+        assert "in place of hopper_fp8" in choices[-1].reason
+        assert refusals == ("hopper_fp8: a test run fails",)
+
+    def test_no_kernel_is_left(self) -> None:
+        choices, refusals = usable_choices(
+            STACK, 80, "bfloat16", fp8=True, attempt=lambda kernel: "no"
+        )
+        assert fp8_from(choices) is None
+        assert len(refusals) == 2
+
+    def test_a_kernel_that_is_refused_does_not_run(self) -> None:
+        ampere = replace(STACK, gpus=(STACK.gpus[0]._replace(capability=(8, 0)),))
+
+        def attempt(kernel: str) -> str | None:
+            raise AssertionError(kernel)
+
+        choices, refusals = usable_choices(
+            ampere, 80, "bfloat16", fp8=True, attempt=attempt
+        )
+        assert fp8_from(choices) is None
+        assert "compute capability 8.9" in refusals[-1]
+
+    def test_a_kernel_that_would_end_the_context_does_not_run_if_forced(self) -> None:
+        tried: list[str] = []
+        choices, refusals = usable_choices(
+            STACK, 80, "bfloat16", "cudnn_fp8", fp8=True, attempt=tried.append
+        )
+        assert choices == () and tried == []
+        assert "ends the CUDA context" in refusals[0]
+
+    def test_a_forced_kernel_takes_every_length(self) -> None:
+        choices, _ = usable_choices(STACK, 80, "bfloat16", "triton_fp8", fp8=True)
+        assert [choice.kernel for choice in choices] == ["triton_fp8"]
+
+    def test_a_forced_kernel_has_no_stand_in(self) -> None:
+        choices, _ = usable_choices(
+            STACK, 80, "bfloat16", "hopper_fp8", fp8=True, attempt=lambda kernel: "no"
+        )
+        assert choices == ()
 
 
 def test_dtype_may_be_a_torch_dtype() -> None:
@@ -507,6 +611,27 @@ def test_libraries_are_read_only_where_a_gpu_can_use_them(
         assert len(read) == count
         assert stack.inspected is bool(count)
     assert stack.cudnn_backend == 92400
+
+
+@pytest.mark.parametrize(
+    ("kernel", "is_inspected"),
+    [("triton", False), ("flash_attn", False), ("cudnn", True)],
+)
+def test_libraries_wait_for_a_kernel_that_needs_them(
+    monkeypatch: pytest.MonkeyPatch, kernel: KernelName, is_inspected: bool
+) -> None:
+    read = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(support, "_load_nvml", lambda: _fake_nvml([HOPPER]))
+    monkeypatch.setattr(support, "report_libraries", lambda emit: read.append(True))
+    assert probe(libraries=False).inspected is None
+    assert not read
+    monkeypatch.setattr(support, "probe", lambda: read.append(True) or STACK)
+    bare = replace(STACK, cudnn_backend=None, inspected=None)
+    choices, refusals = usable_choices(bare, 80, "bfloat16", kernel)
+    assert [choice.kernel for choice in choices] == [kernel]
+    assert refusals == ()
+    assert bool(read) is is_inspected
 
 
 def test_a_library_that_fails_to_import_does_not_hide_the_next(

@@ -20,8 +20,9 @@ import torch
 from vllm_flashinfer_vit import ops, tuned, tuning
 from vllm_flashinfer_vit.choices import choices_for, encode
 from vllm_flashinfer_vit.cli import main
-from vllm_flashinfer_vit.config import ENV_TUNED_DIR
+from vllm_flashinfer_vit.config import ENV_TUNED_DIR, FP8_KERNELS
 from vllm_flashinfer_vit.reference.attention import attention_ref
+from vllm_flashinfer_vit.reference.flash_fp8 import attention_fp8_ref
 from vllm_flashinfer_vit.tuned import Class, Measurement
 from vllm_flashinfer_vit.tuning import (
     Cell,
@@ -273,7 +274,7 @@ def test_a_kernel_is_not_tried_on_longer_sequences_than_it_takes(
 ) -> None:
     # It rotates q and k by itself.
     kernels["triton_window"] = lambda q, k, v, cu, longest, scale, cos, sin: (
-        attention_ref(*ops._rotate(q, k, cos, sin), v, cu, longest, scale)
+        attention_ref(*ops.rotate(q, k, cos, sin), v, cu, longest, scale)
     )
     times = {"triton_window": lambda n: 1.0, "flash_attn": lambda n: 2.0}
     found, left_out = measure(
@@ -355,12 +356,58 @@ def test_candidates_are_the_gpu_kernels_that_can_run() -> None:
     old = replace(STACK, cudnn_backend=90800)
     assert "cudnn" not in tuning.candidates(old, torch.bfloat16, 80)
     assert "triton_window" not in tuning.candidates(STACK, torch.bfloat16, 256)
+    assert not FP8_KERNELS.intersection(found)
+
+
+def test_candidates_of_fp8_layers_are_those_of_bf16_and_the_fp8_kernels() -> None:
+    fp8 = torch.float8_e4m3fn
+    found = tuning.candidates(STACK, fp8, 80)
+    assert set(found) > set(tuning.candidates(STACK, torch.bfloat16, 80))
+    assert "triton_fp8" in found and "reference_fp8" not in found
+    ampere = STACK.gpus[0]._replace(capability=(8, 0))
+    with pytest.raises(TuneError, match="no FP8 kernel"):
+        tuning.candidates(replace(STACK, gpus=(ampere,)), fp8, 80)
+
+
+def test_fp8_layers_have_entries_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Callable[..., Any]]
+) -> None:
+    kernels["reference_fp8"] = attention_fp8_ref
+    names = ["flash_attn", "reference_fp8"]
+    monkeypatch.setattr(tuning, "candidates", lambda *_: names)
+    times = {"flash_attn": lambda n: n / 10, "reference_fp8": lambda n: 5 + n / 20}
+    table = build(Options(dtypes="fp8", head_dims="80"), ToldClock(times))
+    assert dict(table.classes) == {
+        "float8_e4m3fn/80": (Class(64, "flash_attn"), Class(None, "reference_fp8"))
+    }
+    assert {m.dtype for m in table.measurements} == {"float8_e4m3fn"}
+    assert table.left_out == ()
+
+
+def test_fp8_kernels_are_judged_by_a_limit_of_their_own(
+    kernels: dict[str, Callable[..., Any]],
+) -> None:
+    kernels["reference_fp8"] = attention_fp8_ref
+    # As far off as FP8 is, which only an FP8 kernel may be.
+    kernels["flash_attn"] = lambda *args: 1.05 * attention_ref(*args)
+    times = {"flash_attn": lambda n: 1.0, "reference_fp8": lambda n: 1.0}
+    found, left_out = measure(
+        torch.float8_e4m3fn, 80, list(times), [Cell(64, 2)], ToldClock(times), CPU
+    )
+    assert [set(m.us) for m in found] == [{"reference_fp8"}]
+    (reason,) = left_out
+    assert reason.startswith("flash_attn") and "allowed 0.02" in reason
+    kernels["reference_fp8"] = lambda *args: 1.2 * attention_fp8_ref(*args)
+    _, left_out = measure(
+        torch.float8_e4m3fn, 80, ["reference_fp8"], [Cell(64, 2)], ToldClock(times), CPU
+    )
+    assert "allowed 0.1" in left_out[0]
 
 
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (Options(dtypes="bf16,fp32"), "--dtypes has 'fp32': use bf16 or fp16"),
+        (Options(dtypes="bf16,fp32"), "--dtypes has 'fp32': use bf16 or fp16 or fp8"),
         (Options(dtypes=""), "--dtypes has ''"),
         (Options(head_dims="80,x"), "--head-dims has 'x'"),
         (Options(head_dims="84"), "multiples of 8"),

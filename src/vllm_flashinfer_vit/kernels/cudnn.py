@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoder attention by cuDNN, through FlashInfer's prefill graph.
 
-FlashInfer describes the graph. The plans built from it are kept here, not in
+FlashInfer describes the graph. The plans built from it are kept in `_cudnn.py`, not in
 FlashInfer's graph cache, whose key leaves out the scale (before 0.6.16) and strides,
 dtypes and V's dims (before 0.7.1), and which drops its oldest plan after 256, although
-a captured CUDA graph may still run its kernels. Here the key is everything that a plan
-bakes in, and plans live as long as the process.
+a captured CUDA graph may still run its kernels.
 
 Sequences are found by int64 element offsets, so tensors may pass 2^31 elements, and
 each tensor has its own strides. Declared shapes are bucketed (`buckets.py`). The
@@ -18,64 +17,29 @@ the output. Nothing is causal.
 
 import functools
 import inspect
-import logging
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from vllm_flashinfer_vit.buckets import bucket_max_len, bucket_num_seqs
-
-logger = logging.getLogger("vllm.plugins.flashinfer_vit")
+from vllm_flashinfer_vit.kernels._cudnn import (
+    PLANS,
+    Plan,
+    PlanCache,
+    PlanKey,
+    PlanStats,
+    backend_version,
+)
 
 # cuDNN moves 16-byte vectors and does not check that it may.
 _ALIGN_BYTES = 16
-_MIN_WORKSPACE_BYTES = 1 << 20
-
-
-@dataclass
-class PlanStats:
-    """What building plans has cost this process.
-
-    Attributes:
-        built: Plans built.
-        build_ms: Host time that this took.
-        workspace_bytes: Device memory held as workspace.
-    """
-
-    built: int = 0
-    build_ms: float = 0.0
-    workspace_bytes: int = 0
-
-
-class PlanKey(NamedTuple):
-    """Everything that a plan bakes in: no two keys may share a plan.
-
-    Attributes:
-        num_seqs: Declared batch size.
-        max_len: Declared longest sequence, in tokens.
-        dtype: Of q, k, v and the output.
-        q: (H, D) and the strides of q, in elements.
-        k: (H_kv, D) and the strides of k.
-        v: (H_kv, D_v) and the strides of v.
-        scale: Softmax scale.
-    """
-
-    num_seqs: int
-    max_len: int
-    dtype: torch.dtype
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    v: tuple[int, ...]
-    scale: float
 
 
 class _Backend(NamedTuple):
     """FlashInfer's private pieces, the same from 0.6.11 to 0.7.2."""
 
-    version: str
     build: Callable[..., tuple[Any, Any]]
     handle: Callable[[torch.cuda.Stream], Any]
     uids: tuple[int, ...]
@@ -88,9 +52,7 @@ def _backend() -> _Backend:
         from flashinfer.cudnn import prefill
 
         uids = prefill.UIDs
-        version = cudnn.backend_version()  # 91900 is 9.19.0
         return _Backend(
-            version=f"{version // 10000}.{version // 100 % 100}.{version % 100}",
             # Unwrapped from FlashInfer's graph cache; see the module's docstring.
             build=cudnn.jit(heur_modes=[cudnn.heur_mode.A])(
                 inspect.unwrap(prefill._build_prefill_graph)
@@ -117,134 +79,70 @@ def _backend() -> _Backend:
         ) from error
 
 
-class PlanCache:
-    """The plans and the workspace of one device.
+def _attention(
+    plans: PlanCache,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> torch.Tensor:
+    from vllm_flashinfer_vit.kernels.seqlens import derive_seqlens
 
-    Calls are ordered on one stream, as an encoder's are: they share the workspace.
-    """
-
-    def __init__(self) -> None:
-        """Hold nothing yet, and load nothing."""
-        self.stats = PlanStats()
-        self._device: torch.device | None = None
-        self._plans: dict[PlanKey, Any] = {}
-        # Outgrown ones stay: captured graphs hold their addresses. Each is at least
-        # twice the last, so all together are less than twice the largest.
-        self._workspaces: list[torch.Tensor] = []
-
-    def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        scale: float,
-    ) -> torch.Tensor:
-        """Attend within each sequence; see `attention` below."""
-        from vllm_flashinfer_vit.kernels.seqlens import derive_seqlens
-
-        _check(q, k, v, cu_seqlens)
-        num_tokens, heads, _ = q.shape
-        num_seqs = cu_seqlens.shape[0] - 1
-        shape = (num_tokens, heads, v.shape[2])
-        if num_tokens == 0 or num_seqs == 0:
-            return torch.zeros(shape, dtype=q.dtype, device=q.device)
-        q, k, v = _loadable(q), _loadable(k), _loadable(v)
-        key = PlanKey(
-            num_seqs=bucket_num_seqs(num_seqs),
-            max_len=bucket_max_len(max(1, min(max_seqlen, num_tokens))),
-            dtype=q.dtype,
-            q=(*q.shape[1:], *q.stride()),
-            k=(*k.shape[1:], *k.stride()),
-            v=(*v.shape[1:], *v.stride()),
-            scale=scale,
-        )
-        row_strides = (q.stride(0), k.stride(0), v.stride(0), heads * v.shape[2])
-        derived = derive_seqlens(cu_seqlens, num_tokens, key.num_seqs, row_strides)
-        is_capturing = torch.cuda.is_current_stream_capturing()
-        allocate = torch.zeros if is_capturing else torch.empty
-        out = allocate(shape, dtype=q.dtype, device=q.device)
-        tensors = (q, k, v, out, derived.lengths, derived.lengths, *derived.offsets)
-        graph = self._plans.get(key)
-        if graph is None or q.device != self._device:
-            graph = self._build(key, tensors, is_capturing)
-        backend = _backend()
-        graph.execute(
-            dict(zip(backend.uids, tensors, strict=True)),
-            workspace=self._workspaces[-1],
-            handle=backend.handle(torch.cuda.current_stream(q.device)),
-        )
-        return out
-
-    def _build(
-        self, key: PlanKey, tensors: tuple[torch.Tensor, ...], is_capturing: bool
-    ) -> Any:
-        """Build the plan for these tensors, and grow the workspace to its need."""
-        q, k, v, _, lengths, _, offsets_q, offsets_k, offsets_v, offsets_o = tensors
-        if self._device not in (None, q.device):
-            # Before 0.7.1 FlashInfer has one cuDNN handle, that of its first device.
-            raise RuntimeError(
-                f"this process runs cuDNN attention on {self._device} and cannot do so "
-                f"on {q.device} too; use one process per GPU"
-            )
-        if is_capturing:
-            raise RuntimeError(
-                f"cuDNN has no plan for {key}, and none can be built while a CUDA "
-                "graph is captured; run the same shapes once before the capture"
-            )
-        backend = _backend()
-        start = time.perf_counter()
-        try:
-            graph, _ = backend.build(
-                q=q,
-                k_cache=k,
-                v_cache=v,
-                scale=key.scale,
-                max_token_seq_q=key.max_len,
-                max_sequence_kv=key.max_len,
-                actual_seq_lens_q=lengths,
-                actual_seq_lens_kv=lengths,
-                bottom_right_causal_mask=False,
-                return_lse=False,
-                batch_offsets_q=offsets_q,
-                batch_offsets_k=offsets_k,
-                batch_offsets_v=offsets_v,
-                batch_offsets_o=offsets_o,
-                o_data_type=key.dtype,
-            )
-            workspace_bytes = graph.get_workspace_size()
-        # cudnn-frontend has its own exceptions, and raises others besides.
-        except Exception as error:
-            raise RuntimeError(
-                f"cuDNN {backend.version} builds no plan for {key}: {error}. Choose "
-                "another kernel with VLLM_FLASHINFER_VIT_KERNEL."
-            ) from error
-        self._reserve(workspace_bytes, q.device)
-        self._device = q.device
-        self._plans[key] = graph
-        build_ms = (time.perf_counter() - start) * 1e3
-        self.stats.built += 1
-        self.stats.build_ms += build_ms
-        logger.debug(
-            "cuDNN plan %d built in %.1f ms, workspace %d bytes: %s",
-            self.stats.built,
-            build_ms,
-            workspace_bytes,
-            key,
-        )
-        return graph
-
-    def _reserve(self, num_bytes: int, device: torch.device) -> None:
-        if self._workspaces and self._workspaces[-1].numel() >= num_bytes:
-            return
-        size = 1 << (max(num_bytes, _MIN_WORKSPACE_BYTES) - 1).bit_length()
-        self._workspaces.append(torch.empty(size, dtype=torch.uint8, device=device))
-        self.stats.workspace_bytes += size
+    _check(q, k, v, cu_seqlens)
+    num_tokens, heads, _ = q.shape
+    num_seqs = cu_seqlens.shape[0] - 1
+    shape = (num_tokens, heads, v.shape[2])
+    if num_tokens == 0 or num_seqs == 0:
+        return torch.zeros(shape, dtype=q.dtype, device=q.device)
+    q, k, v = _loadable(q), _loadable(k), _loadable(v)
+    key = PlanKey(
+        num_seqs=bucket_num_seqs(num_seqs),
+        max_len=bucket_max_len(max(1, min(max_seqlen, num_tokens))),
+        dtype=q.dtype,
+        out_dtype=q.dtype,
+        q=(*q.shape[1:], *q.stride()),
+        k=(*k.shape[1:], *k.stride()),
+        v=(*v.shape[1:], *v.stride()),
+        scale=scale,
+    )
+    row_strides = (q.stride(0), k.stride(0), v.stride(0), heads * v.shape[2])
+    derived = derive_seqlens(cu_seqlens, num_tokens, key.num_seqs, row_strides)
+    is_capturing = torch.cuda.is_current_stream_capturing()
+    allocate = torch.zeros if is_capturing else torch.empty
+    out = allocate(shape, dtype=q.dtype, device=q.device)
+    tensors = (q, k, v, out, derived.lengths, derived.lengths, *derived.offsets)
+    backend = _backend()
+    plan = plans.plan(key, q.device, lambda: _build(key, tensors))
+    plan.execute(
+        dict(zip(backend.uids, tensors, strict=True)),
+        workspace=plans.workspace,
+        handle=backend.handle(torch.cuda.current_stream(q.device)),
+    )
+    return out
 
 
-# Per process, like the CUDA context that the plans' kernels are loaded into.
-_PLANS = PlanCache()
+def _build(key: PlanKey, tensors: tuple[torch.Tensor, ...]) -> Plan:
+    q, k, v, _, lengths, _, offsets_q, offsets_k, offsets_v, offsets_o = tensors
+    graph, _ = _backend().build(
+        q=q,
+        k_cache=k,
+        v_cache=v,
+        scale=key.scale,
+        max_token_seq_q=key.max_len,
+        max_sequence_kv=key.max_len,
+        actual_seq_lens_q=lengths,
+        actual_seq_lens_kv=lengths,
+        bottom_right_causal_mask=False,
+        return_lse=False,
+        batch_offsets_q=offsets_q,
+        batch_offsets_k=offsets_k,
+        batch_offsets_v=offsets_v,
+        batch_offsets_o=offsets_o,
+        o_data_type=key.out_dtype,
+    )
+    return graph
 
 
 def attention(
@@ -279,12 +177,12 @@ def attention(
         RuntimeError: cuDNN has no kernel for them, FlashInfer or cuDNN is missing, a
             plan would have to be built during capture, or a second GPU is used.
     """
-    return _PLANS.attention(q, k, v, cu_seqlens, max_seqlen, scale)
+    return _attention(PLANS, q, k, v, cu_seqlens, max_seqlen, scale)
 
 
 def plan_stats() -> PlanStats:
-    """Return a copy of this process's counters."""
-    return replace(_PLANS.stats)
+    """Return a copy of this process's counters, those of FP8 plans included."""
+    return replace(PLANS.stats)
 
 
 def probe(head_dim: int, dtype: torch.dtype) -> str | None:
@@ -303,15 +201,13 @@ def probe(head_dim: int, dtype: torch.dtype) -> str | None:
         qkv = torch.randn(3, 3, 2, head_dim, dtype=dtype, device="cuda")
         q, k, v = qkv.unbind(1)
         cu_seqlens = torch.arange(4, dtype=torch.int32, device="cuda")
-        out = PlanCache().attention(q, k, v, cu_seqlens, 1, head_dim**-0.5)
+        out = _attention(PlanCache(), q, k, v, cu_seqlens, 1, head_dim**-0.5)
     # Whatever fails here is the answer.
     except Exception as error:
         return str(error)
     # A token alone in its sequence attends to itself only.
     if not torch.equal(out, v):
-        return (
-            f"cuDNN {_backend().version} returns wrong values for head dim {head_dim}"
-        )
+        return f"cuDNN {backend_version()} returns wrong values for head dim {head_dim}"
     return None
 
 

@@ -11,6 +11,7 @@ the sum over v. A row's bits do not depend on which block of queries it lies in,
 neither on the batch nor on `max_seqlen`.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,10 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._triton import (
+    Launch,
+    cached_by_layout,
     check_qkv,
+    find_sequence,
     load_columns,
     split_width,
     store_columns,
@@ -64,7 +68,6 @@ def _config(max_seqlen: int, head_dim: int) -> _Config:
     do_not_specialize=[
         "num_tokens",
         "num_seqs",
-        "num_blocks",
         "stride_qt",
         "stride_qh",
         "stride_kt",
@@ -82,7 +85,6 @@ def _flash_kernel(
     out_ptr,
     num_tokens,
     num_seqs,
-    num_blocks,
     scale_log2e,
     stride_qt,
     stride_qh,
@@ -104,13 +106,14 @@ def _flash_kernel(
     """Attend for BLOCK_M queries of one head, or clear rows behind the last sequence.
 
     Strides count UNITs; q, k and v start at a multiple of 16 bytes. The blocks of a
-    head run together, so that k and v come from the L2.
-    Grid: (num_seqs * H * num_blocks + cdiv(num_tokens, ZERO_ROWS),)
+    head of a sequence run together, so that its k and v come from the L2.
+    Grid: (H * (num_tokens // BLOCK_M + num_seqs) + cdiv(num_tokens, ZERO_ROWS),)
     """
     D_HI: tl.constexpr = D - D_LO
     pid = tl.program_id(0)
-    if pid >= num_seqs * H * num_blocks:
-        pid_z = (pid - num_seqs * H * num_blocks).to(tl.int64)
+    num_blocks = H * (num_tokens // BLOCK_M + num_seqs)
+    if pid >= num_blocks:
+        pid_z = (pid - num_blocks).to(tl.int64)
         zero_rows(
             cu_seqlens_ptr,
             out_ptr,
@@ -122,14 +125,18 @@ def _flash_kernel(
         )
         return
 
-    pid_n = pid // (num_blocks * H)
+    pid_n = find_sequence(cu_seqlens_ptr, num_seqs, pid // H, BLOCK_M)
+    if pid_n < 0:
+        return
     start = tl.load(cu_seqlens_ptr + pid_n)
     length = tl.minimum(tl.load(cu_seqlens_ptr + pid_n + 1), num_tokens) - start
-    first = (pid % num_blocks) * BLOCK_M
-    if first >= length:
+    head_blocks = tl.cdiv(length, BLOCK_M)
+    item = pid - H * (start // BLOCK_M + pid_n)
+    if item >= H * head_blocks:
         return
+    first = (item % head_blocks) * BLOCK_M
     start = start.to(tl.int64)
-    pid_h = ((pid // num_blocks) % H).to(tl.int64)
+    pid_h = (item // head_blocks).to(tl.int64)
     pid_kv = pid_h // (H // H_KV)
     q_base = q_ptr + ((start + first) * stride_qt + pid_h * stride_qh) * UNIT
     k_base = k_ptr + (start * stride_kt + pid_kv * stride_kh) * UNIT
@@ -220,27 +227,35 @@ def attention(
     Raises:
         ValueError: A tensor or `scale` breaks a demand above.
     """
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    config = _config(max_seqlen, q.shape[-1])
+    launch = _launch(q, k, v, cu_seqlens, config, scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out.numel() > 0:
+        launch(q, k, v, cu_seqlens, out)
+    return out
+
+
+@cached_by_layout
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    config: _Config,
+    scale: float,
+) -> Launch:
     _check_inputs(q, k, v, cu_seqlens, scale)
     num_tokens, heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if num_tokens == 0:
-        return out
-    config = _config(max_seqlen, head_dim)
-    d_lo, d_hi_pad = split_width(head_dim)
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     num_seqs = cu_seqlens.numel() - 1
-    num_blocks = triton.cdiv(max(max_seqlen, 0), config.block_m)
-    grid = num_seqs * heads * num_blocks + triton.cdiv(num_tokens, _ZERO_ROWS)
-    _flash_kernel[(grid,)](
-        q,
-        k,
-        v,
-        cu_seqlens,
-        out,
+    num_blocks = heads * (num_tokens // config.block_m + num_seqs)
+    d_lo, d_hi_pad = split_width(head_dim)
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    return Launch(
+        _flash_kernel,
+        num_blocks + triton.cdiv(num_tokens, _ZERO_ROWS),
         num_tokens,
         num_seqs,
-        num_blocks,
         scale * _LOG2_E,
         *(stride // _UNIT for stride in strides),
         UNIT=_UNIT,
@@ -256,13 +271,11 @@ def attention(
         num_warps=config.num_warps,
         maxnreg=_MAXNREG,
     )
-    return out
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a copy of it if it cannot be read in units of 16 bytes."""
-    is_aligned = all(stride % _UNIT == 0 for stride in x.stride()[:2])
-    if is_aligned and x.data_ptr() % 16 == 0:
+    if x.data_ptr() % 16 == 0 and math.gcd(_UNIT, *x.stride()[:-1]) == _UNIT:
         return x
     # contiguous() would keep the odd stride of a dimension of size 1.
     return x.clone(memory_format=torch.contiguous_format)

@@ -77,11 +77,9 @@ def attention(
         RuntimeError: vLLM has no FlashAttention for this GPU or these arguments.
     """
     num_tokens, heads, head_dim = q.shape
-    num_seqs = cu_seqlens.shape[0] - 1
-    shape = (num_tokens, heads, v.shape[2])
-    if num_tokens == 0 or num_seqs == 0:
-        return torch.zeros(shape, dtype=q.dtype, device=q.device)
-    out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    if num_tokens == 0 or cu_seqlens.shape[0] == 1:
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if torch.cuda.is_current_stream_capturing():
         cu_seqlens = mask_padding(cu_seqlens, v, out)
     else:

@@ -14,7 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._triton import stride_unit
+from vllm_flashinfer_vit.kernels._triton import (
+    Launch,
+    cached_by_layout,
+    stride_unit,
+)
 from vllm_flashinfer_vit.reference.rope import check_rope_inputs
 
 _BLOCK = 1024
@@ -137,10 +141,50 @@ def rope(
     Raises:
         ValueError: A tensor breaks a demand above.
     """
-    check_rope_inputs(q, k, cos, sin)
+    if cos.stride()[-1] != 1:
+        cos = cos.contiguous()
+    if sin.stride()[-1] != 1:
+        sin = sin.contiguous()
+    launch = _launch(q, k, cos, sin)
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    k_out = torch.empty_like(k, memory_format=torch.contiguous_format)
+    if q.numel() > 0:
+        launch(q, k, cos, sin, q_out, k_out)
+    return q_out, k_out
+
+
+@cached_by_layout
+def _launch(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> Launch:
+    _check_inputs(q, k, cos, sin)
     num_tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    if kv_heads > heads or k.dtype != q.dtype or head_dim % 2 != 0:
+    half = cos.shape[1]
+    strides = (*q.stride()[:2], *k.stride()[:2], cos.stride(0), sin.stride(0))
+    unit = stride_unit(head_dim // 2, half, *strides)
+    block_units = _BLOCK // unit
+    runs = num_tokens * heads * (head_dim // 2 // unit)
+    return Launch(
+        _rope_kernel,
+        triton.cdiv(runs, block_units),
+        num_tokens,
+        *(stride // unit for stride in strides),
+        UNIT=unit,
+        H=heads,
+        H_KV=k.shape[1],
+        D_UNITS=head_dim // unit,
+        HALF_UNITS=half // unit,
+        BLOCK_UNITS=block_units,
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def _check_inputs(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    check_rope_inputs(q, k, cos, sin)
+    if k.shape[1] > q.shape[1] or k.dtype != q.dtype or q.shape[2] % 2 != 0:
         raise ValueError(
             "k needs q's dtype and at most its heads, and an even head dim, got "
             f"q {tuple(q.shape)} {q.dtype} and k {tuple(k.shape)} {k.dtype}"
@@ -149,33 +193,3 @@ def rope(
         raise ValueError(
             f"q and k need D-stride 1, got strides {q.stride()} and {k.stride()}"
         )
-    if cos.stride(1) != 1 or sin.stride(1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    if num_tokens == 0:
-        return q_out, k_out
-    half = cos.shape[1]
-    strides = (*q.stride()[:2], *k.stride()[:2], cos.stride(0), sin.stride(0))
-    unit = stride_unit(head_dim // 2, half, *strides)
-    block_units = _BLOCK // unit
-    runs = num_tokens * heads * (head_dim // 2 // unit)
-    _rope_kernel[(triton.cdiv(runs, block_units),)](
-        q,
-        k,
-        cos,
-        sin,
-        q_out,
-        k_out,
-        num_tokens,
-        *(stride // unit for stride in strides),
-        UNIT=unit,
-        H=heads,
-        H_KV=kv_heads,
-        D_UNITS=head_dim // unit,
-        HALF_UNITS=half // unit,
-        BLOCK_UNITS=block_units,
-        num_warps=_NUM_WARPS,
-        enable_fp_fusion=False,
-    )
-    return q_out, k_out

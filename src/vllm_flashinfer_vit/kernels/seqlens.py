@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout
+
 # Few images and a few hundred windows fit one block; a long batch is searched in
 # strides that keep its last block from reading in hundreds of steps.
 _BLOCK = 256
@@ -23,13 +25,11 @@ class SeqLens(NamedTuple):
     """Lengths and offsets of Nb sequences, those past the batch's own being empty.
 
     Attributes:
-        cu_seqlens: `[Nb + 1] int32`, token prefix sums.
         lengths: `[Nb, 1, 1, 1] int32`, in tokens.
         offsets: One `[Nb + 1, 1, 1, 1] int64` for each row stride that was asked for,
             in elements. Equal strides share one tensor.
     """
 
-    cu_seqlens: torch.Tensor
     lengths: torch.Tensor
     offsets: tuple[torch.Tensor, ...]
 
@@ -77,7 +77,6 @@ def derive_offsets(
 )
 def _seqlens_kernel(
     cu_ptr,
-    cu_out_ptr,
     lengths_ptr,
     offsets_0_ptr,
     offsets_1_ptr,
@@ -90,7 +89,6 @@ def _seqlens_kernel(
     stride_1,
     stride_2,
     stride_3,
-    HAS_OFFSETS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_SEEN: tl.constexpr,
 ):
@@ -105,21 +103,19 @@ def _seqlens_kernel(
     length = tl.maximum(following - cu, 0)
 
     mask_n = offs_n <= num_slots
-    tl.store(cu_out_ptr + offs_n, cu, mask=mask_n)
     tl.store(lengths_ptr + offs_n, length, mask=offs_n < num_slots)
-    if HAS_OFFSETS:
-        row = cu.to(tl.int64)
-        tl.store(offsets_0_ptr + offs_n, row * stride_0, mask=mask_n)
-        tl.store(offsets_1_ptr + offs_n, row * stride_1, mask=mask_n)
-        tl.store(offsets_2_ptr + offs_n, row * stride_2, mask=mask_n)
-        tl.store(offsets_3_ptr + offs_n, row * stride_3, mask=mask_n)
+    row = cu.to(tl.int64)
+    tl.store(offsets_0_ptr + offs_n, row * stride_0, mask=mask_n)
+    tl.store(offsets_1_ptr + offs_n, row * stride_1, mask=mask_n)
+    tl.store(offsets_2_ptr + offs_n, row * stride_2, mask=mask_n)
+    tl.store(offsets_3_ptr + offs_n, row * stride_3, mask=mask_n)
 
 
 def derive_seqlens(
     cu_seqlens: torch.Tensor,
     num_tokens: int,
     num_slots: int,
-    row_strides: tuple[int, int, int, int] | None = None,
+    row_strides: tuple[int, int, int, int],
 ) -> SeqLens:
     """Derive lengths and offsets on the device; may be captured in a CUDA graph.
 
@@ -128,8 +124,7 @@ def derive_seqlens(
             leave [0, T], the sequence is empty or cut.
         num_tokens: T, the rows of the packed tensors.
         num_slots: Nb >= N, how many sequences to describe.
-        row_strides: Row strides of q, k, v and the output, in elements, or None if no
-            offsets are needed.
+        row_strides: Row strides of q, k, v and the output, in elements.
 
     Returns:
         Fresh tensors, every element of which is written.
@@ -137,6 +132,25 @@ def derive_seqlens(
     Raises:
         ValueError: An argument breaks a demand above.
     """
+    launch = _launch(cu_seqlens, num_tokens, num_slots, row_strides)
+    device = cu_seqlens.device
+    lengths = torch.empty((num_slots, 1, 1, 1), dtype=torch.int32, device=device)
+    by_stride = {
+        stride: torch.empty((num_slots + 1, 1, 1, 1), dtype=torch.int64, device=device)
+        for stride in dict.fromkeys(row_strides)
+    }
+    offsets = tuple(by_stride[stride] for stride in row_strides)
+    launch(cu_seqlens, lengths, *offsets)
+    return SeqLens(lengths, offsets)
+
+
+@cached_by_layout
+def _launch(
+    cu_seqlens: torch.Tensor,
+    num_tokens: int,
+    num_slots: int,
+    row_strides: tuple[int, int, int, int],
+) -> Launch:
     if (
         cu_seqlens.dtype != torch.int32
         or cu_seqlens.dim() != 1
@@ -153,25 +167,13 @@ def derive_seqlens(
         raise ValueError(f"{num_slots} slots cannot hold {num_seqs} sequences")
     if not 0 <= num_tokens < 2**31:
         raise ValueError(f"{num_tokens} tokens cannot be counted in int32")
-    device = cu_seqlens.device
-    cu_out = torch.empty(num_slots + 1, dtype=torch.int32, device=device)
-    lengths = torch.empty((num_slots, 1, 1, 1), dtype=torch.int32, device=device)
-    by_stride = {
-        stride: torch.empty((num_slots + 1, 1, 1, 1), dtype=torch.int64, device=device)
-        for stride in dict.fromkeys(row_strides or ())
-    }
-    offsets = tuple(by_stride[stride] for stride in row_strides or ())
-    _seqlens_kernel[(triton.cdiv(num_slots + 1, _BLOCK),)](
-        cu_seqlens,
-        cu_out,
-        lengths,
-        *(offsets or (cu_out,) * 4),
+    return Launch(
+        _seqlens_kernel,
+        triton.cdiv(num_slots + 1, _BLOCK),
         num_seqs,
         num_slots,
         num_tokens,
-        *(row_strides or (0,) * 4),
-        HAS_OFFSETS=bool(offsets),
+        *row_strides,
         BLOCK=_BLOCK,
         BLOCK_SEEN=_BLOCK_SEEN,
     )
-    return SeqLens(cu_out, lengths, offsets)

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._triton import (
+    Launch,
+    cached_by_layout,
     check_qkv,
     load_columns,
     split_width,
@@ -62,7 +64,8 @@ _CONFIGS = {
         "stride_vh",
         "stride_ct",
         "stride_st",
-    ]
+    ],
+    do_not_specialize_on_alignment=["cu_seqlens_ptr"],
 )
 def _window_kernel(
     q_ptr,
@@ -233,34 +236,46 @@ def attention(
     Raises:
         ValueError: A tensor or `max_seqlen` breaks a demand above.
     """
+    if cos is not None and cos.stride()[-1] != 1:
+        cos = cos.contiguous()
+    if sin is not None and sin.stride()[-1] != 1:
+        sin = sin.contiguous()
+    launch = _launch(q, k, v, cu_seqlens, max_seqlen, scale, cos, sin)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out.numel() > 0:
+        # Without an embedding, nothing reads what stands for its tables.
+        turn = (q, q) if cos is None or sin is None else (cos, sin)
+        launch(q, k, v, *turn, cu_seqlens, out)
+    return out
+
+
+@cached_by_layout
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> Launch:
     _check_inputs(q, k, v, cu_seqlens, max_seqlen, cos, sin)
     num_tokens, heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if num_tokens == 0:
-        return out
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     unit = stride_unit(*strides)
-    has_rope = cos is not None and sin is not None
+    strides_c = (0, 0)
     if cos is not None and sin is not None:
-        if cos.stride(1) != 1 or sin.stride(1) != 1:
-            cos, sin = cos.contiguous(), sin.contiguous()
         strides_c = (cos.stride(0), sin.stride(0))
-    else:
-        strides_c = (0, 0)
     unit_c = stride_unit(*strides_c)
     block = max(16, triton.next_power_of_2(max_seqlen))
     config = _CONFIGS[block]
     d_lo, d_hi_pad = split_width(head_dim)
     half_lo, half_hi_pad = split_width(head_dim // 2)
     num_seqs = cu_seqlens.numel() - 1
-    _window_kernel[(num_seqs * heads + triton.cdiv(num_tokens, _ZERO_ROWS),)](
-        q,
-        k,
-        v,
-        cos if has_rope else q,
-        sin if has_rope else q,
-        cu_seqlens,
-        out,
+    return Launch(
+        _window_kernel,
+        num_seqs * heads + triton.cdiv(num_tokens, _ZERO_ROWS),
         num_tokens,
         num_seqs,
         scale * _LOG2_E,
@@ -268,7 +283,7 @@ def attention(
         *(stride // unit_c for stride in strides_c),
         UNIT=unit,
         UNIT_C=unit_c,
-        HAS_ROPE=has_rope,
+        HAS_ROPE=cos is not None,
         H=heads,
         H_KV=k.shape[1],
         D=head_dim,
@@ -283,7 +298,6 @@ def attention(
         maxnreg=config.maxnreg,
         enable_fp_fusion=False,
     )
-    return out
 
 
 def _check_inputs(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2-VL and Qwen2.5-VL: what the GPU does between two attention layers.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: what the GPU does between two attention layers.
 
-Aligned GEMMs, and vLLM's own compiled activations and norms where the engine would run
-them as several kernels: it turns them off for the language model, which it compiles,
-and leaves encoders uncompiled.
+Aligned GEMMs, GELU as a part of one, residual sums and norms as one op, and vLLM's own
+compiled activations and norms where the engine would run them as several kernels: it
+turns them off for the language model, which it compiles, and leaves encoders
+uncompiled.
 """
 
 import functools
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vllm_flashinfer_vit.patches._blocks import chained, has_known_forward
 from vllm_flashinfer_vit.patches._patch import Patch
 from vllm_flashinfer_vit.support import SUPPORTED_VLLM
 
@@ -22,35 +24,106 @@ def _align_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         from vllm.model_executor.layers.activation import SiluAndMul
-        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-        from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod, aligned_size
-        from vllm_flashinfer_vit.selection import flashinfer_requested
-
-        size = self.down_proj.input_size_per_partition
-        methods = {type(self.gate_up_proj.quant_method)}
-        methods.add(type(self.down_proj.quant_method))
-        if (
-            not flashinfer_requested()
-            or aligned_size(size) == size
-            or methods != {UnquantizedLinearMethod}
-            or not isinstance(self.act_fn, SiluAndMul)
-            or _may_get_lora()
-        ):
-            return
         # silu(0) * 0 is 0, so what the first layer pads is zero in the second one too.
-        self.gate_up_proj.quant_method = AlignedLinearMethod(0, size, parts=2)
-        self.down_proj.quant_method = AlignedLinearMethod(1, size)
+        if isinstance(self.act_fn, SiluAndMul):
+            _align(self.gate_up_proj, self.down_proj, parts=2)
 
     return __init__
 
 
-def _may_get_lora() -> bool:
-    from vllm.config import get_current_vllm_config
+def _align_gelu_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # So is GELU of 0.
+        if isinstance(self.act_fn, torch.nn.GELU):
+            _align(self.linear_fc1, self.linear_fc2, parts=1)
 
-    # Adapters are added to outputs of the checkpoint's size.
+    return __init__
+
+
+def _align(first: Any, second: Any, parts: int) -> None:
+    """Have what one layer returns and the other takes padded, if it is unaligned."""
+    from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod, aligned_size
+    from vllm_flashinfer_vit.selection import flashinfer_requested
+
+    size = second.input_size_per_partition
+    added = aligned_size(size) - size
+    if not flashinfer_requested() or not added:
+        return
+    if reason := _not_plain(first) or _not_plain(second):
+        _say_once(
+            "The vision tower's MLPs keep rows of %d values, which are slow: %s.",
+            size,
+            reason,
+        )
+        return
+    first.quant_method = AlignedLinearMethod(0, size, parts)
+    second.quant_method = AlignedLinearMethod(1, size)
+    values = added * (parts * first.weight.shape[1] + second.weight.shape[0])
+    _say_once(
+        "The vision tower's MLPs get rows of %d values instead of %d, which takes "
+        "%.2f MiB more in each block.",
+        size + added,
+        size,
+        values * second.weight.element_size() / 2**20,
+    )
+
+
+def _say_once(message: str, *values: object) -> None:
+    from vllm.logger import init_logger
+
+    init_logger("vllm.plugins.flashinfer_vit").info_once(message, *values)
+
+
+def _not_plain(linear: Any) -> str | None:
+    """Say why a linear layer must stay as it is, or None."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod
+
+    method = type(linear.quant_method)
+    if method not in (UnquantizedLinearMethod, AlignedLinearMethod):
+        return f"their weights are served by {method.__name__}"
+    # Adapters are added to what the layer itself returns, in the checkpoint's size.
     lora = get_current_vllm_config().lora_config
-    return lora is not None and lora.enable_tower_connector_lora
+    if lora is not None and lora.enable_tower_connector_lora:
+        return "the tower may get LoRA adapters"
+    return None
+
+
+def _fuse_tanh_gelu(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        from vllm import envs
+
+        from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod
+        from vllm_flashinfer_vit.gelu_linear import (
+            AlignedGeluLinearMethod,
+            GeluLinearMethod,
+        )
+        from vllm_flashinfer_vit.selection import flashinfer_requested
+
+        if (
+            not flashinfer_requested()
+            or getattr(self.act_fn, "approximate", None) != "tanh"
+            or self.linear_fc1.bias is None
+            or envs.VLLM_BATCH_INVARIANT
+            or _not_plain(self.linear_fc1)
+        ):
+            return
+        method = self.linear_fc1.quant_method
+        self.linear_fc1.quant_method = (
+            AlignedGeluLinearMethod(method.dim, method.size, method.parts)
+            if isinstance(method, AlignedLinearMethod)
+            else GeluLinearMethod()
+        )
+        self.act_fn = torch.nn.Identity()
+
+    return __init__
 
 
 def _fuse_gelu(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,6 +187,8 @@ def _compiled_ops(tower: Any) -> Iterator[None]:
         return
     act = block.mlp.act_fn
     with ExitStack() as stack:
+        if has_known_forward(block):
+            stack.enter_context(chained(tower.blocks, _add_rms_norm))
         for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
             # Anything but `native` is a choice that the user or the platform made.
             if op.get_priority() in ([], ["native"]):
@@ -125,46 +200,138 @@ def _compiled_ops(tower: Any) -> Iterator[None]:
         yield
 
 
+def _add_rms_norm(
+    norm: Any, x: torch.Tensor, branch: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normed, total = norm(branch, residual=x)
+    return total, normed
+
+
+def _fuse_adds_and_norms(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        x: torch.Tensor,
+        grid_thw: list[list[int]] | None,
+        *,
+        encoder_metadata: dict[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        if not _can_chain(self.blocks[0]):
+            return original(self, x, grid_thw, encoder_metadata=encoder_metadata)
+        with chained(self.blocks, _add_layer_norm):
+            return original(self, x, grid_thw, encoder_metadata=encoder_metadata)
+
+    return forward
+
+
+def _can_chain(block: Any) -> bool:
+    from vllm_flashinfer_vit.layer import FlashInferViTAttention
+
+    return (
+        isinstance(block.attn.attn, FlashInferViTAttention)
+        # Inductor fuses these ops, and more than these.
+        and getattr(block, "do_not_compile", True)
+        and has_known_forward(block)
+        and all(
+            type(norm) is torch.nn.LayerNorm and norm.bias is not None
+            for norm in (block.norm1, block.norm2)
+        )
+        and _runs_triton()
+    )
+
+
+def _runs_triton() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda()
+
+
+def _add_layer_norm(
+    norm: Any, x: torch.Tensor, branch: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from vllm_flashinfer_vit.kernels.add_norm import add_layer_norm
+
+    return add_layer_norm(x, branch, norm.weight, norm.bias, norm.eps)
+
+
 _INIT_PARAMETERS = ("self", "in_features", "hidden_features")
+_MLP_PARAMETERS = (*_INIT_PARAMETERS, "bias", "act_fn", "quant_config", "prefix")
+_FORWARD_PARAMETERS = ("self", "x", "grid_thw", "encoder_metadata")
+_QWEN2 = "vllm.model_executor.models.qwen2_vl:"
+_QWEN2_5 = "vllm.model_executor.models.qwen2_5_vl:"
+_QWEN3 = "vllm.model_executor.models.qwen3_vl:"
+_UNALIGNED = "rows of no multiple of 8 values do not fit 16-byte loads: {}"
+_REMOVE_ALIGNED_WHEN = "vLLM pads this layer, or cuBLAS is as fast for such rows"
 _UNFUSED = (
     "the engine's default turns vLLM's own kernels off, for a compiler that does not "
     "run on encoders, so each op runs as several kernels"
 )
 _REMOVE_FUSED_WHEN = "vLLM chooses the ops of encoders apart from the language model's"
+_SEPARATE = "stock adds and normalizes by two kernels, which read the sum once more"
+_REMOVE_ADD_NORM_WHEN = "vLLM has an op for a residual sum and its LayerNorm"
 
 PATCHES = (
     Patch(
         name="qwen2_5_vl-aligned-mlp",
-        target="vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VisionMLP.__init__",
-        why="rows of 3420 values do not fit 16-byte loads, so down_proj is slow",
+        target=f"{_QWEN2_5}Qwen2_5_VisionMLP.__init__",
+        why=_UNALIGNED.format("3420 values, so down_proj is slow"),
         vllm_range=SUPPORTED_VLLM,
-        remove_when="vLLM pads this layer, or cuBLAS is as fast for such rows",
-        parameters=(
-            *_INIT_PARAMETERS,
-            "bias",
-            "act_fn",
-            "quant_config",
-            "prefix",
-        ),
+        remove_when=_REMOVE_ALIGNED_WHEN,
+        parameters=_MLP_PARAMETERS,
         replace=_align_mlp,
     ),
     Patch(
         name="qwen2_5_vl-fused-ops",
-        target="vllm.model_executor.models.qwen2_5_vl:"
-        "Qwen2_5_VisionTransformer.forward",
+        target=f"{_QWEN2_5}Qwen2_5_VisionTransformer.forward",
         why=_UNFUSED,
         vllm_range=SUPPORTED_VLLM,
         remove_when=_REMOVE_FUSED_WHEN,
-        parameters=("self", "x", "grid_thw", "encoder_metadata"),
+        parameters=_FORWARD_PARAMETERS,
         replace=_fuse_norms_and_silu,
     ),
     Patch(
         name="qwen2_vl-fused-gelu",
-        target="vllm.model_executor.models.qwen2_vl:Qwen2VisionMLP.__init__",
+        target=f"{_QWEN2}Qwen2VisionMLP.__init__",
         why=_UNFUSED,
         vllm_range=SUPPORTED_VLLM,
         remove_when=_REMOVE_FUSED_WHEN,
         parameters=(*_INIT_PARAMETERS, "act_layer", "quant_config", "prefix"),
         replace=_fuse_gelu,
+    ),
+    Patch(
+        name="qwen2_vl-add-norm",
+        target=f"{_QWEN2}Qwen2VisionTransformer.forward",
+        why=_SEPARATE,
+        vllm_range=SUPPORTED_VLLM,
+        remove_when=_REMOVE_ADD_NORM_WHEN,
+        parameters=_FORWARD_PARAMETERS,
+        replace=_fuse_adds_and_norms,
+    ),
+    Patch(
+        name="qwen3_vl-aligned-mlp",
+        target=f"{_QWEN3}Qwen3_VisionMLP.__init__",
+        why=_UNALIGNED.format("4304 values, cut for four ranks"),
+        vllm_range=SUPPORTED_VLLM,
+        remove_when=_REMOVE_ALIGNED_WHEN,
+        parameters=_MLP_PARAMETERS,
+        replace=_align_gelu_mlp,
+    ),
+    Patch(
+        name="qwen3_vl-fused-gelu",
+        target=f"{_QWEN3}Qwen3_VisionMLP.__init__",
+        why="stock reads and writes the GEMM's output once more for a GELU",
+        vllm_range=SUPPORTED_VLLM,
+        remove_when="vLLM hands the activation to the GEMM",
+        parameters=_MLP_PARAMETERS,
+        replace=_fuse_tanh_gelu,
+    ),
+    Patch(
+        name="qwen3_vl-add-norm",
+        target=f"{_QWEN3}Qwen3_VisionTransformer.forward",
+        why=_SEPARATE,
+        vllm_range=SUPPORTED_VLLM,
+        remove_when=_REMOVE_ADD_NORM_WHEN,
+        parameters=_FORWARD_PARAMETERS,
+        replace=_fuse_adds_and_norms,
     ),
 )

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's manager of encoder CUDA graphs on a machine without a GPU.
+
+A simulated graph runs the captured forward again, on the very buffers that a real one
+would read and write: what a replay leaves in them shows as it does on a GPU.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from vllm_flashinfer_vit.tower import Tower
+
+ARCHITECTURES = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}
+
+
+class SimulatedGraph:
+    """Stands for `torch.cuda.CUDAGraph`; `run` is what a replay does."""
+
+    run: Callable[[], None] | None = None
+
+    def replay(self) -> None:
+        """Do what was captured, on what the buffers hold now."""
+        assert self.run is not None
+        with torch.inference_mode():
+            self.run()
+
+
+@contextmanager
+def simulated_graphs() -> Iterator[None]:
+    """Let vLLM's manager capture and replay on the CPU."""
+    from vllm.v1.worker import encoder_cudagraph
+
+    original = encoder_cudagraph.EncoderCudaGraphManager._capture_budget_graph
+
+    @functools.wraps(original)
+    def capture(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for path, graphs in _graph_sets(self).items():
+            for meta in graphs.values():
+                if meta.graph.run is None:
+                    meta.graph.run = _forward(self.model, meta, path)
+
+    with (
+        mock.patch.object(torch.cuda, "CUDAGraph", SimulatedGraph),
+        mock.patch.object(torch.cuda, "graph", lambda *_, **__: nullcontext()),
+        mock.patch.object(
+            encoder_cudagraph, "current_stream", lambda: None, create=True
+        ),
+        mock.patch.object(
+            encoder_cudagraph.EncoderCudaGraphManager, "_capture_budget_graph", capture
+        ),
+    ):
+        yield
+
+
+def _graph_sets(manager: Any) -> dict[str, dict[Any, Any]]:
+    graphs = manager.budget_graphs
+    # Before 0.24 there is one set, without a name.
+    if all(isinstance(budget, int) for budget in graphs):
+        return {"": graphs}
+    return graphs
+
+
+def _forward(model: Any, meta: Any, path: str) -> Callable[[], None]:
+    def run() -> None:
+        if hasattr(meta, "metadata_buffers"):
+            pixels = {"pixel_values": meta.input_buffer, "image_grid_thw": []}
+            output = model.encoder_cudagraph_forward(pixels, meta.metadata_buffers)
+        elif path:
+            values = {**meta.input_buffers}
+            output = model.encoder_cudagraph_forward(values, path=path)
+        else:
+            output = model.encoder_cudagraph_forward({**meta.input_buffers})
+        meta.output_buffer.copy_(output)
+
+    return run
+
+
+def model_around(tower: Tower, frames_per_video: int) -> Any:
+    """Return vLLM's model of a tower, without a language model.
+
+    Args:
+        tower: From `build_tower`.
+        frames_per_video: What the processor would say of the longest video.
+    """
+    name = f"vllm.model_executor.models.{tower.spec.family}"
+    cls = getattr(importlib.import_module(name), ARCHITECTURES[tower.spec.family])
+    model = cls.__new__(cls)
+    torch.nn.Module.__init__(model)
+    model.visual = tower.visual
+    model.vllm_config = tower.vllm_config
+    model.model_config = tower.vllm_config.model_config
+    model.multimodal_config = tower.vllm_config.model_config.multimodal_config
+    model.is_multimodal_pruning_enabled = False
+    model.get_max_frames_per_video = lambda: frames_per_video
+    return model
+
+
+def build_manager(
+    tower: Tower,
+    *,
+    max_tokens: int,
+    budgets: Sequence[int] = (),
+    max_items: int = 0,
+    max_frames: int | None = None,
+    frames_per_video: int = 2,
+    allow_video: bool = True,
+) -> Any:
+    """Return vLLM's manager for a tower, nothing captured yet.
+
+    Args:
+        tower: From `build_tower`.
+        max_tokens: The scheduler's tokens a step, which bound automatic budgets.
+        budgets: `encoder_cudagraph_token_budgets`, empty for automatic ones.
+        max_items: `encoder_cudagraph_max_vision_items_per_batch`, 0 for automatic.
+        max_frames: `encoder_cudagraph_max_frames_per_batch`, None for automatic.
+        frames_per_video: As for `model_around`.
+        allow_video: Whether a prompt may hold a video.
+    """
+    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+    multimodal = SimpleNamespace(
+        mm_encoder_attn_backend=(
+            tower.vllm_config.model_config.multimodal_config.mm_encoder_attn_backend
+        ),
+        mm_encoder_tp_mode="weights",
+        get_limit_per_prompt=lambda modality: int(allow_video or modality != "video"),
+    )
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            encoder_cudagraph_token_budgets=list(budgets),
+            encoder_cudagraph_max_vision_items_per_batch=max_items,
+            encoder_cudagraph_max_frames_per_batch=max_frames,
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=max_tokens),
+        model_config=SimpleNamespace(
+            multimodal_config=multimodal, max_model_len=max_tokens
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    model = model_around(tower, frames_per_video)
+    model.vllm_config, model.model_config = config, config.model_config
+    with tower.running():
+        return EncoderCudaGraphManager(config, tower.device, tower.dtype, model)
+
+
+def capture(manager: Any, tower: Tower) -> None:
+    """Capture all graphs of a manager; call it within `simulated_graphs`."""
+    with tower.running():
+        if hasattr(manager, "graph_pool"):
+            manager.capture(None)
+        else:
+            manager.capture()

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows where a tower's GPU time goes, in stock vLLM and with the plugin.
+
+Each contender has a process of its own, as in bench_encoder.py. The time is of kernels
+alone, from torch's profiler, so it leaves out gaps between launches; kernels are told
+apart by their names. The figure is drawn from the CSV file.
+
+    python benchmarks/waterfall.py --figure docs/figures/waterfall.svg
+    python benchmarks/waterfall.py --draw benchmarks/results/h200/waterfall.csv \\
+        --figure docs/figures/waterfall.svg
+"""
+
+import argparse
+import csv
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from bench_encoder import CASES, MODELS, SMOKE_CASES, Contender, Remote
+from common import CsvLog, Environment, Failures, device, results_path
+
+# The first that is found in a kernel's name decides.
+CLASSES: Mapping[str, re.Pattern[str]] = {
+    name: re.compile(pattern, re.IGNORECASE)
+    for name, pattern in {
+        "quantizer": r"quantize",
+        "rotary": r"rotary|_rope_kernel",
+        "attention": r"flash|fmha|sdpa|attention|hopper|_window_kernel|mask_padding",
+        "GEMM": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|mm\b|::linear",
+        "norm": r"layer_?norm|rms_?norm|rsqrt|pow_tensor|meanops|add_norm",
+        "activation": r"gelu|silu|sigmoid|act_and_mul",
+        "copy": r"copy|cat(array|_)|memcpy|memset|index|gather|scatter|_to_copy",
+        "addition": r"functor_?add|\badd\b|fused_add",
+    }.items()
+}
+OTHER = "other element-wise"
+CONTENDERS = (
+    ("stock-flash_attn", "eager"),
+    ("stock-flash_attn", "compiled"),
+    ("plugin", "eager"),
+)
+SMOKE_CONTENDERS = (("stock-torch_sdpa", "eager"), ("plugin", "eager"))
+COLUMNS = ("model", "case", "provider", "blocks", "dtype", "class", "ms", "kernels")
+ENVIRONMENT_COLUMNS = tuple(Environment.__dataclass_fields__)
+# Enough to average over; one call takes up to half a second.
+_CALLS = 5
+
+Row = Mapping[str, str]
+
+
+def class_of(kernel: str) -> str:
+    """Return the class of a kernel's name: a key of `CLASSES`, or `OTHER`."""
+    found = (name for name, pattern in CLASSES.items() if pattern.search(kernel))
+    return next(found, OTHER)
+
+
+def class_times(kernels: Mapping[str, float]) -> dict[str, tuple[float, int]]:
+    """Sum kernels' times by class; each comes with how many names it has."""
+    totals: dict[str, tuple[float, int]] = {}
+    for name, time_ms in kernels.items():
+        total, count = totals.get(class_of(name), (0.0, 0))
+        totals[class_of(name)] = total + time_ms, count + 1
+    return {name: totals[name] for name in (*CLASSES, OTHER) if name in totals}
+
+
+def measure(
+    log: CsvLog,
+    environment: Environment,
+    failures: Failures,
+    model: str,
+    case: str,
+    contenders: Sequence[tuple[str, str]],
+    depth: int | None,
+) -> None:
+    """Profile one model's towers on a case, one after another."""
+    grids = {**CASES, **SMOKE_CASES}[case]
+    for provider, blocks in contenders:
+        remote = Remote(Contender.of(provider, "bf16", blocks), model, depth)
+        with failures.noted(f"{model} {case} {provider} {blocks}"):
+            remote.wait()
+            remote.call("load", grids, None)
+            kernels = remote.call("kernel_times", _CALLS)
+            for name, (time_ms, count) in class_times(kernels).items():
+                row = {
+                    "model": model,
+                    "case": case,
+                    "provider": provider,
+                    "blocks": blocks,
+                    "dtype": "bf16",
+                    "class": name,
+                    "ms": f"{time_ms:.4f}",
+                    "kernels": count,
+                }
+                log.add({**row, **asdict(environment)})
+            total = sum(kernels.values())
+            print(f"{model} {case} {provider} {blocks}: {total:.4g} ms")
+            for name, time_ms in sorted(kernels.items(), key=lambda item: -item[1])[
+                :12
+            ]:
+                print(f"  {time_ms:9.4f} ms  {class_of(name):<18} {name[:80]}")
+        remote.close()
+
+
+def draw(source: Path, target: Path) -> None:
+    """Draw stacked bars from a CSV file: a panel per model and case.
+
+    Raises:
+        ValueError: The file has no rows.
+    """
+    import matplotlib
+
+    from plot import COLOURS, STYLE
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    with source.open(newline="", encoding="utf-8") as file:
+        read = list(csv.DictReader(file))
+    if not read:
+        raise ValueError(f"{source} has no rows; measure first")
+    keys = ("model", "case", "provider", "blocks", "class")
+    # Of repeated measurements the last one counts.
+    rows = list({tuple(row[key] for key in keys): row for row in read}.values())
+    panels = list(dict.fromkeys((row["model"], row["case"]) for row in rows))
+    colours = dict(zip((*CLASSES, OTHER), (*COLOURS, "#444444"), strict=True))
+    with matplotlib.rc_context(STYLE):
+        figure, all_axes = plt.subplots(
+            len(panels),
+            1,
+            figsize=(9, 1.7 * len(panels) + 1),
+            squeeze=False,
+            layout="constrained",
+        )
+        for axes, panel in zip(all_axes[:, 0], panels, strict=True):
+            mine = [row for row in rows if (row["model"], row["case"]) == panel]
+            _stack(axes, mine, colours)
+            axes.set_title(f"{panel[0]}, {panel[1]}", loc="left")
+            axes.set_xlabel("GPU time, ms")
+        used = [name for name in colours if any(r["class"] == name for r in rows)]
+        handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in used]
+        figure.legend(handles, used, loc="outside upper right", ncols=5)
+        where = dict.fromkeys(
+            f"{row['gpu']}, vLLM {row['vllm']}, torch {row['torch']}, commit "
+            f"{row['commit']}"
+            for row in rows
+        )
+        figure.supxlabel("\n".join(where), fontsize=7)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Without a date, so that the same rows give the same file.
+        figure.savefig(target, format="svg", metadata={"Date": None})
+        plt.close(figure)
+
+
+def _stack(axes: object, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
+    names = list(dict.fromkeys(f"{row['provider']}\n{row['blocks']}" for row in rows))
+    ends = dict.fromkeys(names, 0.0)
+    longest = max(
+        sum(float(r["ms"]) for r in rows if f"{r['provider']}\n{r['blocks']}" == name)
+        for name in names
+    )
+    for row in rows:
+        name = f"{row['provider']}\n{row['blocks']}"
+        width = float(row["ms"])
+        axes.barh(name, width, left=ends[name], color=colours[row["class"]])
+        if width > 0.04 * longest:
+            axes.text(
+                ends[name] + width / 2,
+                name,
+                f"{width:.3g}",
+                ha="center",
+                va="center",
+                color="black",
+                fontsize=7,
+            )
+        ends[name] += width
+    for name, end in ends.items():
+        axes.text(end + 0.01 * longest, name, f"{end:.4g}", va="center", fontsize=8)
+    axes.invert_yaxis()
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", help="names or checkpoint folders")
+    parser.add_argument("--case", choices=[*CASES, *SMOKE_CASES])
+    parser.add_argument("--depth", type=int, help="blocks to build; default all")
+    parser.add_argument("--fp8", action="store_true", help="profile plugin-fp8 as well")
+    parser.add_argument("--smoke", action="store_true", help="a tiny case, any machine")
+    parser.add_argument("--output", help="CSV file to append to")
+    parser.add_argument("--draw", type=Path, help="draw this CSV file, measure nothing")
+    parser.add_argument("--figure", type=Path, help="SVG file to draw")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Profile, then draw."""
+    args = parse_args()
+    source = args.draw
+    if source is None:
+        if device().type != "cuda" and not args.smoke:
+            raise SystemExit("no GPU here: only --smoke runs on the CPU")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        environment = Environment.probe()
+        source = results_path("waterfall", environment.gpu, args.output)
+        log = CsvLog(source, (*COLUMNS, *ENVIRONMENT_COLUMNS))
+        failures = Failures()
+        contenders = SMOKE_CONTENDERS if args.smoke else CONTENDERS
+        if args.fp8:
+            contenders = (*contenders, ("plugin-fp8", "eager"))
+        for model in args.models or (MODELS[1:2] if args.smoke else MODELS):
+            measure(
+                log,
+                environment,
+                failures,
+                model,
+                args.case or ("1x64" if args.smoke else "8x4096"),
+                contenders,
+                args.depth or (2 if args.smoke else None),
+            )
+        failures.summary()
+        print(f"rows in {source}")
+    if args.figure:
+        draw(source, args.figure)
+        print(f"drew {args.figure}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of encoder CUDA graphs, and how their buffers are filled: pure functions.
+
+A budget counts merged tokens, as vLLM's settings do. One token is merge_size^2 patches,
+and attention works on patches.
+"""
+
+import torch
+
+# Budgets between a power of two and the next. A batch is padded by at most 1.25, by
+# 1.09 on average over sizes that are spread evenly on a logarithmic scale; vLLM's
+# powers of two pad by 2 and 1.44.
+_STEPS = 4
+
+
+class ReplaySizeError(ValueError):
+    """A batch needs a larger buffer than the graph has."""
+
+
+def fine_budgets(smallest: int, largest: int) -> list[int]:
+    """Return budgets from `smallest` to `largest`, four between two powers of two.
+
+    Raises:
+        ValueError: A budget is not positive, or the first above the last.
+    """
+    if not 0 < smallest <= largest:
+        raise ValueError(f"no budgets from {smallest} to {largest}")
+    budgets = {largest}
+    power = smallest
+    while power <= largest:
+        for step in range(_STEPS):
+            budgets.add(min(largest, power + step * power // _STEPS))
+        power *= 2
+    return sorted(budgets)
+
+
+def max_sequences(budget: int, max_items: int, max_frames: int) -> int:
+    """Return the largest number of images and frames in one replay.
+
+    Args:
+        budget: Tokens of the graph.
+        max_items: Images or videos of a batch.
+        max_frames: Frames of a batch, 0 without videos.
+    """
+    # A frame has at least one token.
+    return min(budget, max(max_items, max_frames))
+
+
+def max_windows(budget: int, num_frames: int, window_side: int) -> int:
+    """Return the largest number of windows in one replay; some batch attains it.
+
+    A frame of h x w tokens has ceil(h / s) * ceil(w / s) windows of side s, which is at
+    most (h * w + s - 1) / s: rows of one token's height have the most windows, each cut
+    off after the first column of its last window. The sum over n frames is at most
+    (budget + n * (s - 1)) / s.
+
+    Args:
+        budget: Tokens of the graph.
+        num_frames: `max_sequences` of the graph.
+        window_side: Side of a window in tokens.
+    """
+    frames = min(budget, num_frames)
+    return (budget + frames * (window_side - 1)) // window_side
+
+
+def even_split(num_tokens: int, num_seqs: int) -> list[int]:
+    """Return prefix sums of `num_tokens` cut into sequences of about one length."""
+    return [num_tokens * n // num_seqs for n in range(num_seqs + 1)]
+
+
+def is_cu_seqlens(key: str) -> bool:
+    """Return whether a buffer of vLLM's models holds prefix sums of lengths."""
+    return key.startswith("cu_") and key.endswith("seqlens")
+
+
+def fill(key: str, buffer: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy a batch's values into a graph's buffer, and pad what is left of it.
+
+    Prefix sums repeat their last value, which stands for empty sequences; zeros would
+    make one length negative. Everything else is padded with zeros.
+
+    Args:
+        key: The buffer's name in vLLM.
+        buffer: `[N, ...]`, changed in place.
+        values: `[n, ...]`, n at most N.
+
+    Raises:
+        ReplaySizeError: There are more values than the buffer holds.
+    """
+    count = values.shape[0]
+    if count > buffer.shape[0]:
+        raise ReplaySizeError(
+            f"{key} of this batch has {count} entries, the CUDA graph was captured "
+            f"with {buffer.shape[0]}"
+        )
+    buffer[:count].copy_(values)
+    rest = buffer[count:]
+    if not rest.shape[0]:
+        return
+    if count and is_cu_seqlens(key):
+        rest.copy_(values[-1:].expand_as(rest))
+    else:
+        rest.zero_()

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels share that read heads of q, k and v to quantise them.
+
+A head of BLOCK rows is cut into runs of UNIT pairs: the two elements that the rotary
+embedding turns together, and for the columns that it leaves, those half of them apart.
+Pairs are interleaved from then on, so that a run is contiguous where it is stored.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_flashinfer_vit.kernels._triton import check_qkv, split_width, stride_unit
+from vllm_flashinfer_vit.kernels.rope import rotate
+from vllm_flashinfer_vit.reference.rope import check_rope_inputs
+
+# Rows of a head that a program reads at once.
+BLOCK = 128
+# Offsets within a block of 128 rows are int32.
+_MAX_STRIDE = 1 << 24
+
+_E4M3_MAX = tl.constexpr(448.0)
+_FP32_TINY = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def head_items(D: tl.constexpr, UNIT: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr):
+    """Cut a head of BLOCK rows into runs of UNIT pairs: LO and HI runs, in two tiles.
+
+    One range over rows and runs leaves no lane idle where a half is no power of two (36
+    for D=72). Returns the rows and the runs of both tiles.
+    """
+    HEAD: tl.constexpr = D // 2 // UNIT
+    item = tl.arange(0, LO)
+    if HI > 0:
+        item_hi = LO + tl.arange(0, HI)
+        return item // HEAD, item % HEAD, item_hi // HEAD, item_hi % HEAD
+    else:
+        return item // HEAD, item % HEAD, item // HEAD, item % HEAD
+
+
+@triton.jit
+def load_pairs(
+    base,
+    stride_t,
+    rows,
+    items,
+    D: tl.constexpr,
+    TURNED: tl.constexpr,
+    UNIT: tl.constexpr,
+    HI: tl.constexpr,
+):
+    """Load the first `rows` rows of a head: both elements of all pairs, others 0."""
+    row, run, row_hi, run_hi = items
+    x1, x2 = _load_pairs(base, stride_t, rows, row, run, D // 2 // UNIT, TURNED, UNIT)
+    if HI > 0:
+        x1_hi, x2_hi = _load_pairs(
+            base, stride_t, rows, row_hi, run_hi, D // 2 // UNIT, TURNED, UNIT
+        )
+        return x1, x2, x1_hi, x2_hi
+    else:
+        return x1, x2, x1, x2
+
+
+@triton.jit
+def _load_pairs(
+    base,
+    stride_t,
+    rows,
+    row,
+    run,
+    HEAD: tl.constexpr,
+    TURNED: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    at1 = row * stride_t + run
+    at2 = at1
+    # The second element mostly lies a constant behind the first: one address for both.
+    APART: tl.constexpr = HEAD * UNIT if TURNED == 0 or TURNED == HEAD else 0
+    if APART == 0:
+        at1 += tl.where(run < TURNED, 0, TURNED)
+        at2 += tl.where(run < TURNED, TURNED, HEAD)
+    x1 = _load_runs(base, at1, row < rows, UNIT, UNIT)
+    x2 = _load_runs(base + APART, at2, row < rows, UNIT, UNIT)
+    return x1, x2
+
+
+@triton.jit
+def load_angles(
+    cos_base,
+    sin_base,
+    stride_ct,
+    stride_st,
+    rows,
+    items,
+    TURNED: tl.constexpr,
+    UNIT: tl.constexpr,
+    HI: tl.constexpr,
+):
+    """Load the angles of what `load_pairs` loads, as cos, sin, cos_hi, sin_hi."""
+    row, run, row_hi, run_hi = items
+    mask = (row < rows) & (run < TURNED)
+    cos = _load_runs(cos_base, row * stride_ct + run, mask, UNIT, UNIT)
+    sin = _load_runs(sin_base, row * stride_st + run, mask, UNIT, UNIT)
+    if HI > 0:
+        mask = (row_hi < rows) & (run_hi < TURNED)
+        cos_hi = _load_runs(cos_base, row_hi * stride_ct + run_hi, mask, UNIT, UNIT)
+        sin_hi = _load_runs(sin_base, row_hi * stride_st + run_hi, mask, UNIT, UNIT)
+        return cos, sin, cos_hi, sin_hi
+    else:
+        return cos, sin, cos, sin
+
+
+@triton.jit
+def load_columns_in_order(
+    base, stride_t, rows, items, UNIT: tl.constexpr, HI: tl.constexpr
+):
+    """Load like `load_pairs`, as `turn_pairs` returns it, columns staying in order."""
+    row, run, row_hi, run_hi = items
+    at = row * stride_t + 2 * run
+    lo = finite(_load_runs(base, at, row < rows, UNIT, 2 * UNIT))
+    if HI > 0:
+        at = row_hi * stride_t + 2 * run_hi
+        return lo, finite(_load_runs(base, at, row_hi < rows, UNIT, 2 * UNIT))
+    else:
+        return lo, lo
+
+
+@triton.jit
+def _load_runs(base, at, mask, UNIT: tl.constexpr, WIDTH: tl.constexpr):
+    offs = at[:, None] * UNIT + tl.arange(0, WIDTH)[None, :]
+    return tl.load(base + offs, mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def turn_pairs(
+    pairs,
+    angles,
+    items,
+    D: tl.constexpr,
+    TURNED: tl.constexpr,
+    UNIT: tl.constexpr,
+    HI: tl.constexpr,
+):
+    """Turn what was loaded; returns both tiles as `finite`, with pairs interleaved."""
+    x1, x2, x1_hi, x2_hi = pairs
+    if TURNED > 0:
+        cos, sin, cos_hi, sin_hi = angles
+        _, run, _, run_hi = items
+        x1, x2 = _turn(x1, x2, cos, sin, run, D // 2 // UNIT, TURNED)
+        if HI > 0:
+            x1_hi, x2_hi = _turn(
+                x1_hi, x2_hi, cos_hi, sin_hi, run_hi, D // 2 // UNIT, TURNED
+            )
+    lo = finite(_interleave(x1, x2))
+    if HI > 0:
+        return lo, finite(_interleave(x1_hi, x2_hi))
+    else:
+        return lo, lo
+
+
+@triton.jit
+def _turn(x1, x2, cos, sin, run, HEAD: tl.constexpr, TURNED: tl.constexpr):
+    y1, y2 = rotate(x1, x2, cos.to(tl.float32), sin.to(tl.float32))
+    if TURNED < HEAD:
+        # Copied as they are: Inf times a sine of 0 would be NaN.
+        is_turned = (run < TURNED)[:, None]
+        y1, y2 = tl.where(is_turned, y1, x1), tl.where(is_turned, y2, x2)
+    return y1, y2
+
+
+@triton.jit
+def _interleave(x1, x2):
+    return tl.reshape(tl.join(x1, x2), [x1.shape[0], 2 * x1.shape[1]])
+
+
+@triton.jit
+def finite(x):
+    """Return x in fp32 with NaN for Inf: a maximum skips it, e4m3 has no other."""
+    # Inf times 0 is NaN, in one instruction.
+    return tl.fma(x.to(tl.float32), 0.0, x.to(tl.float32))
+
+
+@triton.jit
+def absmax_tiles(lo, hi, HAS_HI: tl.constexpr):
+    """Return the largest absolute value of what `finite` returned, NaN if all are NaN.
+
+    The tiles meet in one row of values, so that threads exchange theirs only once.
+    """
+    top = tl.max(tl.abs(lo), axis=1)
+    if HAS_HI:
+        top_hi = tl.max(tl.abs(hi), axis=1)
+        RATIO: tl.constexpr = top.shape[0] // top_hi.shape[0]
+        top = tl.max(tl.reshape(top, [RATIO, top_hi.shape[0]]), axis=0)
+        top = tl.max(tl.join(top, top_hi), axis=1)
+    return tl.max(top, axis=0)
+
+
+@triton.jit
+def block_scale(amax):
+    """Return a scale, 1 for NaN: a normal number, so that its reciprocal is finite."""
+    scale = tl.maximum(tl.div_rn(amax, _E4M3_MAX), _FP32_TINY)
+    return tl.where(amax > 0, scale, 1.0)
+
+
+@triton.jit
+def to_e4m3(x, inverse):
+    """Divide by a scale, given its reciprocal; the conversion saturates."""
+    return (x * inverse).to(tl.float8e4nv)
+
+
+@triton.jit
+def store_head(
+    base,
+    stride_t,
+    rows,
+    items,
+    lo,
+    hi,
+    inverse,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    UNIT: tl.constexpr,
+    HI: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store `rows` rows of a head in e4m3, with zeros in the columns from D on."""
+    row, run, row_hi, run_hi = items
+    _store_runs(base, stride_t, rows, row, run, to_e4m3(lo, inverse))
+    if HI > 0:
+        _store_runs(base, stride_t, rows, row_hi, run_hi, to_e4m3(hi, inverse))
+    PAD_RUNS: tl.constexpr = (D_PAD - D) // 8
+    if PAD_RUNS > 0:
+        item = tl.arange(0, triton.next_power_of_2(BLOCK * PAD_RUNS))
+        zeros = tl.zeros([item.shape[0], 8], tl.float8e4nv)
+        row = item // PAD_RUNS
+        _store_runs(base + D, stride_t, rows, row, item % PAD_RUNS, zeros)
+
+
+@triton.jit
+def _store_runs(base, stride_t, rows, row, run, value):
+    WIDTH: tl.constexpr = value.shape[1]
+    offs = (row * stride_t + run * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    tl.store(base + offs, value, mask=(row < rows)[:, None])
+
+
+def head_strides(*tensors: torch.Tensor) -> list[int]:
+    """Return T- and H-strides."""
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
+def angle_strides(cos: torch.Tensor | None, sin: torch.Tensor | None) -> list[int]:
+    """Return the T-strides of the rotary tables, zeros without them."""
+    return [0 if x is None else x.stride(0) for x in (cos, sin)]
+
+
+def head_constants(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    *others: torch.Tensor,
+) -> dict[str, Any]:
+    """Return the constants that a kernel of heads needs, and its options."""
+    half = q.shape[2] // 2
+    turned = 0 if cos is None else cos.shape[1]
+    strides = head_strides(q, k, *others) + angle_strides(cos, sin)
+    unit = stride_unit(half, turned, *strides)
+    lo, hi = split_width(BLOCK * (half // unit))
+    return {
+        "UNIT": unit,
+        "H": q.shape[1],
+        "H_KV": k.shape[1],
+        "D": q.shape[2],
+        "TURNED": turned // unit,
+        "LO": lo,
+        "HI": hi,
+        "BLOCK": BLOCK,
+        # The reference multiplies and adds, with a rounding after each.
+        "enable_fp_fusion": False,
+    }
+
+
+def contiguous_columns(angles: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a rotary table with a last stride of 1, or None for None."""
+    return angles if angles is None or angles.stride(1) == 1 else angles.contiguous()
+
+
+def check_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> None:
+    """Raise ValueError unless the tensors are as `quantize_blocks` says."""
+    check_qkv(q, k, v, cu_seqlens)
+    if (cos is None) != (sin is None):
+        raise ValueError("cos and sin must be given together or not at all")
+    if cos is not None and sin is not None:
+        check_rope_inputs(q, k, cos, sin)
+    tables = [x for x in (cos, sin) if x is not None]
+    if any(x.stride(0) >= _MAX_STRIDE for x in (q, k, v, *tables)):
+        found = [x.stride() for x in (q, k, v, *tables)]
+        raise ValueError(f"T-strides must be below {_MAX_STRIDE}, got {found}")
+
+
+def check_scales(scales: torch.Tensor) -> None:
+    """Raise ValueError unless there is one fp32 scale for each of q, k and v."""
+    if (
+        scales.shape != (3,)
+        or scales.dtype != torch.float32
+        or not scales.is_contiguous()
+    ):
+        raise ValueError(
+            "scales must be [3] fp32 and contiguous, got "
+            f"{tuple(scales.shape)} {scales.dtype}"
+        )

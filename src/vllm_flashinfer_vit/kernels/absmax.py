@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dynamic scales of q, k and v from the largest absolute values of the last 16 passes.
+
+One launch takes the maxima of turned q and k and of v, a second enters them into the
+history and derives the scales. All that lasts is on the device, the history's position
+too, so a pass may be captured in a CUDA graph. Rows behind the last sequence have no
+part in it, nor has NaN or Inf, which would stay for 16 passes. A maximum does not hang
+on the order of its terms: the bits, those of `reference/absmax.py`, never vary.
+"""
+
+from typing import NamedTuple, Self
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_flashinfer_vit.kernels._quantize import (
+    BLOCK,
+    absmax_tiles,
+    angle_strides,
+    block_scale,
+    check_inputs,
+    check_scales,
+    contiguous_columns,
+    head_constants,
+    head_items,
+    head_strides,
+    load_angles,
+    load_columns_in_order,
+    load_pairs,
+    turn_pairs,
+)
+from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, last_row
+
+_NUM_WARPS = 8
+# Passes that a scale remembers, as many as vLLM's own.
+HISTORY = 16
+
+
+class DynamicScales(NamedTuple):
+    """One layer's state, all of it on the device.
+
+    Attributes:
+        amax: `[3]` fp32, the largest absolute values of q, k and v since `update`.
+        history: `[16, 3]` fp32, those of the last passes.
+        position: `[1]` int32, the row of `history` that is written next.
+        scales: `[3]` fp32, what one e4m3 unit stands for; 1 before the first pass.
+    """
+
+    amax: torch.Tensor
+    history: torch.Tensor
+    position: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def on(cls, device: torch.device | str) -> Self:
+        """Return the state of a layer that has seen nothing."""
+        return cls(
+            amax=torch.zeros(3, device=device),
+            history=torch.zeros(HISTORY, 3, device=device),
+            position=torch.zeros(1, dtype=torch.int32, device=device),
+            scales=torch.ones(3, device=device),
+        )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_seqs",
+        "stride_qt",
+        "stride_qh",
+        "stride_kt",
+        "stride_kh",
+        "stride_vt",
+        "stride_vh",
+        "stride_ct",
+        "stride_st",
+    ],
+    do_not_specialize_on_alignment=["cu_seqlens_ptr", "amax_ptr"],
+)
+def _absmax_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    cu_seqlens_ptr,
+    amax_ptr,
+    num_tokens,
+    num_seqs,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_ct,
+    stride_st,
+    UNIT: tl.constexpr,
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    TURNED: tl.constexpr,
+    LO: tl.constexpr,
+    HI: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Raise amax to the maxima of BLOCK rows of one head.
+
+    Strides count UNITs. Grid: (cdiv(num_tokens, BLOCK) * H,)
+    """
+    pid = tl.program_id(0)
+    start = (pid // H).to(tl.int64) * BLOCK
+    pid_h = (pid % H).to(tl.int64)
+    end = tl.minimum(last_row(cu_seqlens_ptr, num_seqs), num_tokens)
+    if start >= end:
+        return
+    rows = tl.minimum(end - start, BLOCK).to(tl.int32)
+    items = head_items(D, UNIT, LO, HI)
+    cos_base = cos_ptr + start * stride_ct * UNIT
+    sin_base = sin_ptr + start * stride_st * UNIT
+    q_base = q_ptr + (start * stride_qt + pid_h * stride_qh) * UNIT
+    q = load_pairs(q_base, stride_qt, rows, items, D, TURNED, UNIT, HI)
+    angles = load_angles(
+        cos_base, sin_base, stride_ct, stride_st, rows, items, TURNED, UNIT, HI
+    )
+    lo, hi = turn_pairs(q, angles, items, D, TURNED, UNIT, HI)
+    _raise(amax_ptr, absmax_tiles(lo, hi, HI > 0))
+    if pid_h < H_KV:
+        k_base = k_ptr + (start * stride_kt + pid_h * stride_kh) * UNIT
+        k = load_pairs(k_base, stride_kt, rows, items, D, TURNED, UNIT, HI)
+        v_base = v_ptr + (start * stride_vt + pid_h * stride_vh) * UNIT
+        v_lo, v_hi = load_columns_in_order(v_base, stride_vt, rows, items, UNIT, HI)
+        lo, hi = turn_pairs(k, angles, items, D, TURNED, UNIT, HI)
+        _raise(amax_ptr + 1, absmax_tiles(lo, hi, HI > 0))
+        _raise(amax_ptr + 2, absmax_tiles(v_lo, v_hi, HI > 0))
+
+
+@triton.jit
+def _raise(amax_ptr, amax):
+    # Most programs find a larger one there: an atomic operation of each would queue.
+    if amax > tl.load(amax_ptr, volatile=True):
+        # Floats of one sign are ordered like their bits.
+        as_int = amax_ptr.to(tl.pointer_type(tl.int32))
+        tl.atomic_max(as_int, amax.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=["margin"],
+    do_not_specialize_on_alignment=[
+        "amax_ptr",
+        "history_ptr",
+        "position_ptr",
+        "scales_ptr",
+    ],
+)
+def _update_kernel(
+    amax_ptr,
+    history_ptr,
+    position_ptr,
+    scales_ptr,
+    margin,
+    HISTORY: tl.constexpr,
+):
+    """Move amax into the history and derive the scales. Grid: (1,)"""
+    position = tl.load(position_ptr)
+    offs_i = tl.arange(0, 4)
+    offs_p = tl.arange(0, HISTORY)
+    mask = offs_i < 3
+    amax = tl.load(amax_ptr + offs_i, mask=mask, other=0.0)
+    past_ptr = history_ptr + offs_p[:, None] * 3 + offs_i[None, :]
+    past = tl.load(past_ptr, mask=mask[None, :], other=0.0)
+    past = tl.where((offs_p == position)[:, None], amax[None, :], past)
+    tl.store(past_ptr, past, mask=mask[None, :])
+    scales = block_scale(tl.max(past, axis=0) * margin)
+    tl.store(scales_ptr + offs_i, scales, mask=mask)
+    tl.store(amax_ptr + offs_i, tl.zeros([4], tl.float32), mask=mask)
+    tl.store(position_ptr, (position + 1) % HISTORY)
+
+
+def absmax(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    amax: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+) -> None:
+    """Raise `amax` to the largest finite absolute values of turned q and k, and of v.
+
+    Args:
+        q: Like k and v as `quantize_blocks` takes it.
+        k: See `q`.
+        v: See `q`.
+        cu_seqlens: `[N + 1]` int32, contiguous; rows from its largest entry on are
+            padding and are not read.
+        amax: `[3]` fp32, contiguous, not negative; changed in place.
+        cos: As `quantize_blocks` takes it; so is sin.
+        sin: See `cos`.
+
+    Raises:
+        ValueError: A tensor breaks a demand above.
+    """
+    cos, sin = contiguous_columns(cos), contiguous_columns(sin)
+    launch = _plan(q, k, v, cu_seqlens, amax, cos, sin)
+    if q.shape[0]:
+        launch(
+            q,
+            k,
+            v,
+            q if cos is None else cos,
+            q if sin is None else sin,
+            cu_seqlens,
+            amax,
+        )
+
+
+def update(state: DynamicScales, margin: float = 1.0) -> None:
+    """End a pass: move `state.amax` into the history, and derive the scales.
+
+    A scale is the largest value of the last 16 passes, this one included, times the
+    margin, over 448; 1 while all were 0.
+
+    Args:
+        state: Changed in place.
+        margin: Above 0; more than 1 leaves room for values that no pass has seen.
+
+    Raises:
+        ValueError: The margin is not above 0.
+    """
+    _plan_update(margin)(*state)
+
+
+@cached_by_layout
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    amax: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> Launch:
+    check_inputs(q, k, v, cu_seqlens, cos, sin)
+    check_scales(amax)
+    constants = head_constants(q, k, cos, sin, v)
+    strides = head_strides(q, k, v) + angle_strides(cos, sin)
+    return Launch(
+        _absmax_kernel,
+        triton.cdiv(q.shape[0], BLOCK) * q.shape[1],
+        q.shape[0],
+        cu_seqlens.numel() - 1,
+        *(stride // constants["UNIT"] for stride in strides),
+        num_warps=_NUM_WARPS,
+        # Two programs share an SM; above D=96 it would cost spills.
+        maxnreg=128 if q.shape[2] <= 96 else None,
+        **constants,
+    )
+
+
+@cached_by_layout
+def _plan_update(margin: float) -> Launch:
+    if not margin > 0:
+        raise ValueError(f"the margin must be above 0, got {margin}")
+    return Launch(_update_kernel, 1, float(margin), HISTORY=HISTORY, num_warps=1)

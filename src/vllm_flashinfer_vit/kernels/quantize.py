@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""q, k and v to e4m3 in blocks, in one launch, rotary embedding included.
+
+It replaces the copy and rotation of q and k, and a quantising launch for each of q, k
+and v. Every sequence is cut into blocks of 128 tokens with a scale per head, and v is
+transposed: an FP8 matrix instruction wants both operands contiguous in the dimension
+that it sums over.
+
+Numerics: q and k are turned in fp32 and rounded to the input's dtype, bit for bit as
+`kernels/rope.py` does, then multiplied by the reciprocal of their scale and rounded to
+nearest even. Values beyond the range saturate; NaN and Inf become NaN. The bits equal
+those of `reference/quantize.py`.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_flashinfer_vit.kernels._quantize import (
+    BLOCK,
+    absmax_tiles,
+    angle_strides,
+    block_scale,
+    check_inputs,
+    check_scales,
+    contiguous_columns,
+    finite,
+    head_constants,
+    head_items,
+    head_strides,
+    load_angles,
+    load_pairs,
+    store_head,
+    to_e4m3,
+    turn_pairs,
+)
+from vllm_flashinfer_vit.kernels._triton import (
+    Launch,
+    cached_by_layout,
+    find_sequence,
+    load_columns,
+    split_width,
+    stride_unit,
+)
+
+# Heads of a program, which share the angles: at 8x4096 and D=72 an H200 takes 169 us
+# with 4, 177 us with 2; copying the next head ahead, through shared memory, is slower.
+_GROUP = 4
+_NUM_WARPS = 8
+# Two programs of 8 warps share an SM; above D=96 it would cost spills.
+_MAXNREG = 128
+
+
+class QuantizedQKV(NamedTuple):
+    """q, k and v in e4m3, `x ~ x8 * scale`, in blocks of 128 tokens of a sequence.
+
+    Sequence n starts at block `cu_seqlens[n] // 128 + n`; NB = T // 128 + N blocks are
+    enough for every batch, and Tp = 128 * NB. Blocks of no sequence are not written.
+
+    Attributes:
+        q: `[H, Tp, D_qk]` contiguous, D_qk being D rounded up to 32. Columns from D on,
+            and rows of a sequence's last block behind its end, are zeros. Columns 2 j
+            and 2 j + 1 hold the pair j that the rotary embedding turns: columns j and
+            j + R / 2 of the head, or for R / 2 <= j < D / 2, which it leaves, columns
+            j + R / 2 and j + D / 2. Scores do not see an order that q and k share.
+        k: `[H_kv, Tp, D_qk]` like q.
+        v: `[H_kv, D_v, Tp]` contiguous, D_v being D rounded up to 16, with the same
+            zeros. Position 16 h + 4 l + 2 b + e of each 32 holds key 16 h + 8 b + 2 l +
+            e (h, b, e below 2, l below 4): a thread that has computed the scores of
+            some keys on Hopper holds them as it needs them to weight these keys.
+        q_scale: `[H, NB]` fp32.
+        k_scale: `[H_kv, NB]` fp32.
+        v_scale: `[H_kv, NB]` fp32.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_scale: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+
+# Nothing but the model and the layout of its tensors selects a variant.
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_seqs",
+        "num_blocks",
+        "group",
+        "stride_qt",
+        "stride_qh",
+        "stride_kt",
+        "stride_kh",
+        "stride_vt",
+        "stride_vh",
+        "stride_ct",
+        "stride_st",
+    ],
+    do_not_specialize_on_alignment=["scales_ptr", "cu_seqlens_ptr"],
+)
+def _quantize_blocks_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    scales_ptr,
+    cu_seqlens_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    v_out_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    num_tokens,
+    num_seqs,
+    num_blocks,
+    group,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_ct,
+    stride_st,
+    UNIT: tl.constexpr,
+    UNIT_V: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    D_QK: tl.constexpr,
+    D_V: tl.constexpr,
+    TURNED: tl.constexpr,
+    LO: tl.constexpr,
+    HI: tl.constexpr,
+    V_LO: tl.constexpr,
+    V_HI_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Quantise a block of up to `group` heads of q, k or v.
+
+    Strides of q, k, cos and sin count UNITs, those of v UNIT_Vs.
+    Grid: (num_blocks * (cdiv(H, group) + 2 * cdiv(H_KV, group)),)
+    """
+    pid = tl.program_id(0)
+    num_groups_q = tl.cdiv(H, group)
+    num_groups_kv = tl.cdiv(H_KV, group)
+    num_groups = num_groups_q + 2 * num_groups_kv
+    pid_b = pid // num_groups
+    pid_g = pid % num_groups
+    pid_n = find_sequence(cu_seqlens_ptr, num_seqs, pid_b, BLOCK)
+    if pid_n < 0:
+        return
+    start = tl.load(cu_seqlens_ptr + pid_n)
+    end = tl.minimum(tl.load(cu_seqlens_ptr + pid_n + 1), num_tokens)
+    start += (pid_b - start // BLOCK - pid_n) * BLOCK
+    rows = tl.minimum(end - start, BLOCK)
+    if rows <= 0:
+        return
+    start = start.to(tl.int64)
+
+    if pid_g < num_groups_q + num_groups_kv:
+        is_q = pid_g < num_groups_q
+        first = tl.where(is_q, pid_g, pid_g - num_groups_q) * group
+        last = tl.minimum(first + group, tl.where(is_q, H, H_KV))
+        stride_t = tl.where(is_q, stride_qt, stride_kt)
+        stride_h = tl.where(is_q, stride_qh, stride_kh).to(tl.int64)
+        base = tl.where(is_q, q_ptr, k_ptr) + start * stride_t * UNIT
+        out_base = tl.where(is_q, q_out_ptr, k_out_ptr)
+        scale_base = tl.where(is_q, q_scale_ptr, k_scale_ptr)
+        items = head_items(D, UNIT, LO, HI)
+        angles = load_angles(
+            cos_ptr + start * stride_ct * UNIT,
+            sin_ptr + start * stride_st * UNIT,
+            stride_ct,
+            stride_st,
+            rows,
+            items,
+            TURNED,
+            UNIT,
+            HI,
+        )
+        for i in range(first, last):
+            pid_h = tl.cast(i, tl.int64)
+            head = base + pid_h * stride_h * UNIT
+            pairs = load_pairs(head, stride_t, rows, items, D, TURNED, UNIT, HI)
+            lo, hi = turn_pairs(pairs, angles, items, D, TURNED, UNIT, HI)
+            if HAS_SCALES:
+                scale = tl.load(scales_ptr + tl.where(is_q, 0, 1))
+            else:
+                scale = block_scale(absmax_tiles(lo, hi, HI > 0))
+            at = pid_h * num_blocks + pid_b
+            tl.store(scale_base + at, scale)
+            out = out_base + at * (BLOCK * D_QK)
+            inverse = tl.div_rn(1.0, scale)
+            store_head(
+                out, D_QK, BLOCK, items, lo, hi, inverse, D, D_QK, UNIT, HI, BLOCK
+            )
+        return
+
+    # Rows are read in the order in which their keys are stored.
+    offs_n = tl.arange(0, BLOCK)
+    key = offs_n // 16 * 16 + offs_n // 2 % 2 * 8 + offs_n // 4 % 4 * 2 + offs_n % 2
+    row_v = key * stride_vt * UNIT_V
+    num_rows = num_blocks.to(tl.int64) * BLOCK
+    first = (pid_g - num_groups_q - num_groups_kv) * group
+    for i in range(first, tl.minimum(first + group, H_KV)):
+        pid_h = tl.cast(i, tl.int64)
+        base = v_ptr + (start * stride_vt + pid_h * stride_vh) * UNIT_V
+        v_lo = load_columns(base, row_v, key < rows, 0, min(D, V_LO), V_LO)
+        v_lo = finite(v_lo)
+        v_hi = v_lo
+        if V_HI_PAD > 0:
+            v_hi = load_columns(base, row_v, key < rows, V_LO, D - V_LO, V_HI_PAD)
+            v_hi = finite(v_hi)
+        if HAS_SCALES:
+            scale = tl.load(scales_ptr + 2)
+        else:
+            scale = block_scale(absmax_tiles(v_lo, v_hi, V_HI_PAD > 0))
+        tl.store(v_scale_ptr + pid_h * num_blocks + pid_b, scale)
+        inverse = tl.div_rn(1.0, scale)
+        out = v_out_ptr + pid_h * D_V * num_rows + pid_b.to(tl.int64) * BLOCK
+        v_lo = to_e4m3(v_lo, inverse)
+        _store_transposed(out, num_rows, offs_n, 0, V_LO, V_LO, v_lo)
+        if V_HI_PAD > 0:
+            v_hi = to_e4m3(v_hi, inverse)
+            _store_transposed(out, num_rows, offs_n, V_LO, D_V - V_LO, V_HI_PAD, v_hi)
+
+
+@triton.jit
+def _store_transposed(
+    base,
+    stride_d,
+    offs_n,
+    COL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    value,
+):
+    """Store a tile [N, WIDTH_PAD] as the columns from COL on, each a row in memory."""
+    offs_d = tl.arange(0, WIDTH_PAD)
+    offs = ((COL + offs_d) * stride_d)[:, None] + offs_n[None, :]
+    if WIDTH < WIDTH_PAD:
+        tl.store(base + offs, tl.trans(value), mask=(offs_d < WIDTH)[:, None])
+    else:
+        tl.store(base + offs, tl.trans(value))
+
+
+def quantize_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> QuantizedQKV:
+    """Turn q and k, and quantise q, k and v in blocks of 128 tokens of a sequence.
+
+    A block's scale is the largest finite absolute value of its rows over 448, 1 for a
+    block without one: what lies in another block or behind the end has no part in it.
+
+    Args:
+        q: `[T, H, D]` fp32, fp16 or bf16, D a multiple of 8 from 32 to 128, D-stride
+            1, T-stride below 2^24, any H-stride. Strides of 8 elements, and halves of
+            8, are read fastest.
+        k: `[T, H_kv, D]` in q's dtype, H a multiple of H_kv, D-stride 1.
+        v: `[T, H_kv, D]` like k.
+        cu_seqlens: `[N + 1]` int32, contiguous, token prefix sums from 0. Where it does
+            not rise is an empty sequence, so it may end in zeros.
+        cos: `[T, R / 2]` with even R <= D, any floating dtype, to turn q and k by;
+            columns from R on stay. None for q and k that need no rotation. Its last
+            stride should be 1, otherwise it is copied.
+        sin: Like cos.
+        scales: `[3]` fp32 on the device, for q, k and v, or None for block scales.
+
+    Returns:
+        Fresh tensors; see `QuantizedQKV`. Given scales fill the scale tensors.
+
+    Raises:
+        ValueError: A tensor breaks a demand above.
+    """
+    cos, sin = contiguous_columns(cos), contiguous_columns(sin)
+    launch, shapes = _plan(q, k, v, cu_seqlens, cos, sin, scales)
+    dtypes = (torch.float8_e4m3fn,) * 3 + (torch.float32,) * 3
+    out = QuantizedQKV(
+        *(
+            torch.empty(shape, dtype=dtype, device=q.device)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
+    )
+    if q.shape[0]:
+        launch(
+            q,
+            k,
+            v,
+            q if cos is None else cos,
+            q if sin is None else sin,
+            out.q_scale if scales is None else scales,
+            cu_seqlens,
+            *out,
+        )
+    return out
+
+
+@cached_by_layout
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    scales: torch.Tensor | None,
+) -> tuple[Launch, tuple[tuple[int, ...], ...]]:
+    check_inputs(q, k, v, cu_seqlens, cos, sin)
+    if scales is not None:
+        check_scales(scales)
+    num_tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    num_seqs = cu_seqlens.numel() - 1
+    num_blocks = num_tokens // BLOCK + num_seqs
+    rows = num_blocks * BLOCK
+    d_qk, d_v = _round_up(head_dim, 32), _round_up(head_dim, 16)
+    constants = head_constants(q, k, cos, sin)
+    unit = constants["UNIT"]
+    unit_v = stride_unit(*v.stride()[:2])
+    v_lo, v_hi_pad = split_width(d_v)
+    groups = triton.cdiv(heads, _GROUP) + 2 * triton.cdiv(kv_heads, _GROUP)
+    launch = Launch(
+        _quantize_blocks_kernel,
+        num_blocks * groups,
+        num_tokens,
+        num_seqs,
+        num_blocks,
+        _GROUP,
+        *(stride // unit for stride in head_strides(q, k)),
+        *(stride // unit_v for stride in head_strides(v)),
+        *(stride // unit for stride in angle_strides(cos, sin)),
+        UNIT_V=unit_v,
+        HAS_SCALES=scales is not None,
+        D_QK=d_qk,
+        D_V=d_v,
+        V_LO=v_lo,
+        V_HI_PAD=v_hi_pad,
+        num_warps=_NUM_WARPS,
+        maxnreg=_MAXNREG if head_dim <= 96 else None,
+        **constants,
+    )
+    shapes = (
+        (heads, rows, d_qk),
+        (kv_heads, rows, d_qk),
+        (kv_heads, d_v, rows),
+        (heads, num_blocks),
+        (kv_heads, num_blocks),
+        (kv_heads, num_blocks),
+    )
+    return launch, shapes
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

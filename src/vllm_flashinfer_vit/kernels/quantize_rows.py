@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""q, k and v to e4m3 by one scale for each, tokens staying rows, as cuDNN wants them.
+
+It replaces the copy and rotation of q and k, and a quantising launch for each of q, k
+and v. The numerics are those of `kernels/quantize.py`; the bits equal those of
+`reference/quantize.py`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_flashinfer_vit.kernels._quantize import (
+    BLOCK,
+    angle_strides,
+    check_inputs,
+    check_scales,
+    contiguous_columns,
+    head_constants,
+    head_items,
+    head_strides,
+    load_angles,
+    load_columns_in_order,
+    load_pairs,
+    store_head,
+    turn_pairs,
+)
+from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, last_row
+
+_NUM_WARPS = 8
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_seqs",
+        "stride_qt",
+        "stride_qh",
+        "stride_kt",
+        "stride_kh",
+        "stride_vt",
+        "stride_vh",
+        "stride_ct",
+        "stride_st",
+    ],
+    do_not_specialize_on_alignment=["scales_ptr", "cu_seqlens_ptr"],
+)
+def _quantize_rows_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    scales_ptr,
+    cu_seqlens_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    v_out_ptr,
+    num_tokens,
+    num_seqs,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_ct,
+    stride_st,
+    UNIT: tl.constexpr,
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    TURNED: tl.constexpr,
+    LO: tl.constexpr,
+    HI: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Quantise BLOCK rows of one head of q, and of k and v if they have this head.
+
+    Strides count UNITs. Grid: (cdiv(num_tokens, BLOCK) * H,)
+    """
+    pid = tl.program_id(0)
+    start = (pid // H).to(tl.int64) * BLOCK
+    pid_h = (pid % H).to(tl.int64)
+    end = last_row(cu_seqlens_ptr, num_seqs)
+    rows = tl.maximum(tl.minimum(end, num_tokens) - start, 0).to(tl.int32)
+    # Rows behind the end are stored, as zeros, but not read.
+    rows_out = tl.minimum(num_tokens - start, BLOCK).to(tl.int32)
+    items = head_items(D, UNIT, LO, HI)
+    q_base = q_ptr + (start * stride_qt + pid_h * stride_qh) * UNIT
+    cos_base = cos_ptr + start * stride_ct * UNIT
+    sin_base = sin_ptr + start * stride_st * UNIT
+    q = load_pairs(q_base, stride_qt, rows, items, D, TURNED, UNIT, HI)
+    angles = load_angles(
+        cos_base, sin_base, stride_ct, stride_st, rows, items, TURNED, UNIT, HI
+    )
+    lo, hi = turn_pairs(q, angles, items, D, TURNED, UNIT, HI)
+    inverse = tl.div_rn(1.0, tl.load(scales_ptr))
+    base = q_out_ptr + (start * H + pid_h) * D_PAD
+    ROW: tl.constexpr = H * D_PAD
+    store_head(base, ROW, rows_out, items, lo, hi, inverse, D, D_PAD, UNIT, HI, BLOCK)
+    if pid_h >= H_KV:
+        return
+    k_base = k_ptr + (start * stride_kt + pid_h * stride_kh) * UNIT
+    v_base = v_ptr + (start * stride_vt + pid_h * stride_vh) * UNIT
+    ROW_KV: tl.constexpr = H_KV * D_PAD
+    at = start * ROW_KV + pid_h * D_PAD
+    k = load_pairs(k_base, stride_kt, rows, items, D, TURNED, UNIT, HI)
+    v_lo, v_hi = load_columns_in_order(v_base, stride_vt, rows, items, UNIT, HI)
+    lo, hi = turn_pairs(k, angles, items, D, TURNED, UNIT, HI)
+    base = k_out_ptr + at
+    inverse = tl.div_rn(1.0, tl.load(scales_ptr + 1))
+    store_head(
+        base, ROW_KV, rows_out, items, lo, hi, inverse, D, D_PAD, UNIT, HI, BLOCK
+    )
+    base = v_out_ptr + at
+    inverse = tl.div_rn(1.0, tl.load(scales_ptr + 2))
+    store_head(
+        base, ROW_KV, rows_out, items, v_lo, v_hi, inverse, D, D_PAD, UNIT, HI, BLOCK
+    )
+
+
+def quantize_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scales: torch.Tensor,
+    head_dim_padded: int,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Turn q and k, and quantise q, k and v by one scale for each, rows staying rows.
+
+    Args:
+        q: Like k and v as `quantize_blocks` takes it.
+        k: See `q`.
+        v: See `q`.
+        cu_seqlens: `[N + 1]` int32, contiguous; rows from its largest entry on are
+            padding.
+        scales: `[3]` fp32 on the device, for q, k and v.
+        head_dim_padded: Dp, a multiple of 8 from D on.
+        cos: As `quantize_blocks` takes it; so is sin.
+        sin: See `cos`.
+
+    Returns:
+        q `[T, H, Dp]`, k and v `[T, H_kv, Dp]`, e4m3 and contiguous. Columns from D on,
+        and rows of padding, are zeros. Columns of q and k are in the order of
+        `QuantizedQKV`, those of v as they were.
+
+    Raises:
+        ValueError: An argument breaks a demand above.
+    """
+    cos, sin = contiguous_columns(cos), contiguous_columns(sin)
+    launch = _plan(q, k, v, cu_seqlens, scales, head_dim_padded, cos, sin)
+    q_out, k_out, v_out = (
+        torch.empty(
+            (x.shape[0], x.shape[1], head_dim_padded),
+            dtype=torch.float8_e4m3fn,
+            device=x.device,
+        )
+        for x in (q, k, v)
+    )
+    if q.shape[0]:
+        launch(
+            q,
+            k,
+            v,
+            q if cos is None else cos,
+            q if sin is None else sin,
+            scales,
+            cu_seqlens,
+            q_out,
+            k_out,
+            v_out,
+        )
+    return q_out, k_out, v_out
+
+
+@cached_by_layout
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scales: torch.Tensor,
+    head_dim_padded: int,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> Launch:
+    check_inputs(q, k, v, cu_seqlens, cos, sin)
+    check_scales(scales)
+    num_tokens, heads, head_dim = q.shape
+    if head_dim_padded % 8 != 0 or head_dim_padded < head_dim:
+        raise ValueError(
+            f"the padded head dim must be a multiple of 8 from {head_dim} on, "
+            f"got {head_dim_padded}"
+        )
+    constants = head_constants(q, k, cos, sin, v)
+    strides = head_strides(q, k, v) + angle_strides(cos, sin)
+    return Launch(
+        _quantize_rows_kernel,
+        triton.cdiv(num_tokens, BLOCK) * heads,
+        num_tokens,
+        cu_seqlens.numel() - 1,
+        *(stride // constants["UNIT"] for stride in strides),
+        D_PAD=head_dim_padded,
+        num_warps=_NUM_WARPS,
+        # Two programs share an SM; above D=96 it would cost spills.
+        maxnreg=128 if head_dim <= 96 else None,
+        **constants,
+    )

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tower's blocks with each residual sum and the norm behind it as one op.
+
+The sum that a block ends with is normalized by the block behind it. So a block returns
+its sum with the norm attached to it, and the next one takes that instead of its own.
+Whatever else reads the sum in between, as deepstack does, finds it whole.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+# Takes a norm, the residual stream and a branch; returns their sum and its norm.
+AddNorm = Callable[[Any, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+# Attribute of a tensor: its values, normalized for the next block.
+_NORMED = "vllm_flashinfer_vit_normed"
+# What `_forward` was written for; blocks of Qwen2-VL lack the last one.
+_PARAMETERS = (
+    "self",
+    "x",
+    "cu_seqlens",
+    "rotary_pos_emb_cos",
+    "rotary_pos_emb_sin",
+    "max_seqlen",
+    "sequence_lengths",
+)
+
+
+def has_known_forward(block: torch.nn.Module) -> bool:
+    """Whether a block takes the arguments that chained ones do."""
+    return _is_known(type(block).forward)
+
+
+@functools.cache
+def _is_known(forward: Callable[..., Any]) -> bool:
+    found = tuple(inspect.signature(forward).parameters)
+    return found in (_PARAMETERS, _PARAMETERS[:-1])
+
+
+@contextmanager
+def chained(blocks: Iterable[torch.nn.Module], add_norm: AddNorm) -> Iterator[None]:
+    """Run a tower's blocks by chained forwards while the context lasts.
+
+    Args:
+        blocks: In order; with `norm1`, `attn`, `norm2` and `mlp`, as the Qwen-VL
+            towers have them.
+        add_norm: The fused op.
+    """
+    blocks = list(blocks)
+    norms: list[Any] = [block.norm1 for block in blocks[1:]]
+    for block, norm in zip_longest(blocks, norms):
+        # Not by setattr, which would look through the module's parameters first.
+        vars(block)["forward"] = functools.partial(_forward, block, norm, add_norm)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del vars(block)["forward"]
+
+
+def _forward(
+    block: Any,
+    next_norm: torch.nn.Module | None,
+    add_norm: AddNorm,
+    x: torch.Tensor,
+    **attention: Any,
+) -> torch.Tensor:
+    normed = vars(x).pop(_NORMED, None)
+    if normed is None:
+        normed = block.norm1(x)
+    x, normed = add_norm(block.norm2, x, block.attn(normed, **attention))
+    branch = block.mlp(normed)
+    if next_norm is None:
+        return x + branch
+    x, normed = add_norm(next_norm, x, branch)
+    vars(x)[_NORMED] = normed
+    return x

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 scales: what an engine does before and after real images reach the encoder.
+
+A layer cannot tell a dummy image from a real one, and a captured graph runs no Python;
+the worker can, and does.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm_flashinfer_vit.patches._patch import Patch
+from vllm_flashinfer_vit.support import SUPPORTED_VLLM
+
+
+def _forget_dummies(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compile_or_warm_up_model(self: Any) -> Any:
+        result = original(self)
+        from vllm_flashinfer_vit import fp8
+
+        fp8.forget_dummies()
+        return result
+
+    return compile_or_warm_up_model
+
+
+def _count_passes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        result = original(self, scheduler_output)
+        from vllm_flashinfer_vit import fp8
+
+        fp8.after_step(scheduler_output)
+        return result
+
+    return execute_model
+
+
+PATCHES = (
+    Patch(
+        name="fp8-forget-dummies",
+        target="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
+        why="dynamic scales would start from the images of profiling and warm-up",
+        vllm_range=SUPPORTED_VLLM,
+        remove_when="vLLM tells layers that a pass is a dummy one",
+        parameters=("self",),
+        replace=_forget_dummies,
+    ),
+    Patch(
+        name="fp8-save-scales",
+        target="vllm.v1.worker.gpu_worker:Worker.execute_model",
+        why="a graph's replay runs no Python that could count passes and save scales",
+        vllm_range=SUPPORTED_VLLM,
+        remove_when="vLLM calls back after an encoder pass",
+        parameters=("self", "scheduler_output"),
+        replace=_count_passes,
+    ),
+)

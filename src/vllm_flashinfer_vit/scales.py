@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of FP8 scales: schema, read, validate, merge, write.
+
+A scale is what one e4m3 unit stands for: `x ~ x8 * scale`, and `scale` is `amax *
+margin / 448` for the largest absolute value `amax` of a layer's rotated q or k, or v.
+vLLM itself also reads the files that this package writes, and the other way round.
+"""
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SCHEMA = "vllm-flashinfer-vit/fp8-scales/1"
+E4M3_MAX = 448.0
+
+# Kernels read scales as fp32.
+_FP32_TINY = 2.0**-126
+_FP32_MAX = (2 - 2.0**-23) * 2.0**127
+
+_PARTS = ("q", "k", "v")
+_MADE_BY = ("command", "version", "vllm", "model", "method")
+
+
+class ScaleError(ValueError):
+    """A file of scales cannot be used; the message names it, and the layer."""
+
+
+class QKV(NamedTuple):
+    """A positive number for each of a layer's q, k and v."""
+
+    q: float
+    k: float
+    v: float
+
+
+class LayerScales(NamedTuple):
+    """One layer's scales.
+
+    Attributes:
+        scale: What one e4m3 unit stands for.
+        amax: The largest absolute values that were seen. From a file of vLLM's own
+            form, what the scales can represent.
+        head_dim: The layer's head dim, or None if the file does not say.
+    """
+
+    scale: QKV
+    amax: QKV
+    head_dim: int | None
+
+
+@dataclass(frozen=True)
+class ScaleFile:
+    """A model's scales.
+
+    Attributes:
+        layers: Scales by layer name, as vLLM names its attention layers.
+        margin: What the abs-max was multiplied by; None if the file does not say.
+        made_by: The fingerprint: `command`, `version` (of this package), `vllm`,
+            `model` and `method`. Empty for a file of vLLM's own form.
+    """
+
+    layers: Mapping[str, LayerScales]
+    margin: float | None = None
+    made_by: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_upstream(self) -> bool:
+        """Whether the file has vLLM's own form, of unknown origin."""
+        return not self.made_by
+
+
+def from_amax(
+    amax: Mapping[str, tuple[QKV, int]], margin: float, made_by: Mapping[str, str]
+) -> ScaleFile:
+    """Derive scales from what was seen.
+
+    Args:
+        amax: Largest absolute values and head dim, by layer name.
+        margin: Head room, 1.5 by vLLM's default.
+        made_by: See `ScaleFile`.
+
+    Raises:
+        ScaleError: An abs-max is negative or not finite.
+    """
+    layers = {}
+    for name, (seen, head_dim) in amax.items():
+        if not all(math.isfinite(x) and x >= 0 for x in seen):
+            raise ScaleError(
+                f"layer {name!r}: abs-max q {seen.q}, k {seen.k}, v {seen.v}; each "
+                "must be finite and not negative"
+            )
+        # Nothing but zeros: any scale represents them.
+        scale = QKV(*(x * margin / E4M3_MAX or 1.0 for x in seen))
+        layers[name] = LayerScales(scale, seen, head_dim)
+    return ScaleFile(layers, margin, dict(made_by))
+
+
+def read(path: Path) -> ScaleFile:
+    """Read a file of this package's schema, or of vLLM's own three forms.
+
+    vLLM's forms hold layers with `q`, `k`, `v` or `q_scale`, `k_scale`, `v_scale`, at
+    the top level or below `layers`.
+
+    Raises:
+        ScaleError: The file cannot be used.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return _parse(document)
+    except (OSError, ValueError) as error:
+        raise ScaleError(
+            f"the file of FP8 scales {path} cannot be used: {error}; make another by "
+            "`vllm-flashinfer-vit calibrate`"
+        ) from error
+
+
+def write(scales: ScaleFile, path: Path) -> None:
+    """Write a file; whoever reads it meanwhile sees the old or the new one.
+
+    Raises:
+        ScaleError: The file would be refused when read.
+        OSError: The file cannot be written.
+    """
+    text = dumps(scales)
+    _parse(json.loads(text))
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def merge(old: ScaleFile, new: ScaleFile) -> ScaleFile:
+    """Widen new scales by what an older file saw: ranks, runs and images add up.
+
+    Args:
+        old: The file that is there.
+        new: Its margin and origin hold for the result.
+
+    Raises:
+        ScaleError: The files are of different models or head dims.
+    """
+    assert new.margin is not None
+    if not old.is_upstream and old.made_by["model"] != new.made_by["model"]:
+        raise ScaleError(
+            f"it is of model {old.made_by['model']!r}, not of {new.made_by['model']!r}"
+        )
+    amax = {}
+    for name in dict.fromkeys((*old.layers, *new.layers)):
+        both = [file.layers[name] for file in (old, new) if name in file.layers]
+        head_dims = sorted({one.head_dim for one in both if one.head_dim is not None})
+        if not head_dims:
+            raise ScaleError(f"layer {name!r} is not a layer of this model")
+        if len(head_dims) > 1:
+            raise ScaleError(f"layer {name!r} has head dims {head_dims}")
+        widest = QKV(*map(max, zip(*(one.amax for one in both), strict=True)))
+        amax[name] = widest, head_dims[0]
+    return from_amax(amax, new.margin, new.made_by)
+
+
+def check_mergeable(path: Path, model: str) -> None:
+    """Check, before hours of serving, that scales can be saved to a path.
+
+    Raises:
+        ScaleError: There is a file, and it is not of this package or of another model.
+    """
+    if not path.exists():
+        return
+    there = read(path)
+    if there.is_upstream:
+        raise ScaleError(
+            f"scales are saved by widening what a file holds, but {path} was not "
+            "written by this package; choose another path"
+        )
+    if there.made_by["model"] != model:
+        raise ScaleError(
+            f"{path} holds scales of model {there.made_by['model']!r}, not of "
+            f"{model!r}; choose another path"
+        )
+
+
+def save(new: ScaleFile, path: Path) -> ScaleFile:
+    """Merge scales into a path, safe against other processes that do so too.
+
+    Args:
+        new: From `from_amax`.
+        path: A file that this function wrote, or none.
+
+    Returns:
+        What the file holds now.
+
+    Raises:
+        ScaleError: The file there is not of this model.
+        OSError: The file cannot be written.
+    """
+    with _locked(path):
+        check_mergeable(path, new.made_by["model"])
+        merged = merge(read(path), new) if path.exists() else new
+        write(merged, path)
+    return merged
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    # The file itself is replaced, so a lock on it would not hold the next one up.
+    with open(path.with_name(f".{path.name}.lock"), "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def scales_for(
+    scales: ScaleFile, path: Path, layer_name: str, head_dim: int
+) -> LayerScales:
+    """Look a layer up.
+
+    Args:
+        scales: What the file holds.
+        path: The file, for messages.
+        layer_name: The layer's name in vLLM.
+        head_dim: Its head dim.
+
+    Raises:
+        ScaleError: The file lacks the layer, or has it with another head dim.
+    """
+    found = scales.layers.get(layer_name)
+    if found is None:
+        raise ScaleError(
+            f"layer {layer_name!r} is not in the file of FP8 scales {path}; it has "
+            f"{_some(scales.layers)}. It is of another model, or made for a part of it"
+        )
+    if found.head_dim not in (None, head_dim):
+        raise ScaleError(
+            f"layer {layer_name!r} has head dim {head_dim}, but {found.head_dim} in "
+            f"the file of FP8 scales {path}; it is of another model"
+        )
+    return found
+
+
+def check_no_others(scales: ScaleFile, path: Path, layers: Collection[str]) -> None:
+    """Check that a file names no layer that the model does not have.
+
+    Raises:
+        ScaleError: It names one.
+    """
+    others = [name for name in scales.layers if name not in layers]
+    if others:
+        raise ScaleError(
+            f"layer {others[0]!r} of the file of FP8 scales {path} is none of this "
+            f"model's layers: {_some(layers)}"
+        )
+
+
+def dumps(scales: ScaleFile) -> str:
+    """Return a file's JSON text, a line for each layer."""
+    made_by = {**scales.made_by, "margin": scales.margin}
+    layers = {
+        name: {
+            **one.scale._asdict(),
+            "amax": one.amax._asdict(),
+            "head_dim": one.head_dim,
+        }
+        for name, one in scales.layers.items()
+    }
+    return (
+        f'{{\n  "schema": {json.dumps(SCHEMA)},\n'
+        f'  "made_by": {_block(made_by)},\n  "layers": {_block(layers)}\n}}\n'
+    )
+
+
+def _block(mapping: Mapping[str, Any]) -> str:
+    lines = (f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in mapping.items())
+    return "{\n" + ",\n".join(lines) + "\n  }"
+
+
+def _some(names: Collection[str]) -> str:
+    first = ", ".join(list(names)[:3])
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"
+
+
+def _parse(document: Any) -> ScaleFile:
+    """Check a document.
+
+    Raises:
+        ScaleError: It has none of the known forms.
+    """
+    if not isinstance(document, dict):
+        raise ScaleError("it holds no JSON object")
+    own = "schema" in document
+    if own and document["schema"] != SCHEMA:
+        raise ScaleError(f"its schema is {document['schema']!r}, not {SCHEMA!r}")
+    nested = document.get("layers")
+    if own and not isinstance(nested, dict):
+        raise ScaleError(f"its layers are {type(nested).__name__}, not an object")
+    # vLLM skips what is no object at the top level, such as a comment.
+    rows = nested if isinstance(nested, dict) else document
+    layers = {
+        name: _parse_layer(name, row, own)
+        for name, row in rows.items()
+        if own or isinstance(row, dict)
+    }
+    if not layers:
+        raise ScaleError("it holds no layer")
+    if not own:
+        return ScaleFile(layers)
+    made_by = document.get("made_by")
+    if not isinstance(made_by, dict):
+        raise ScaleError("made_by is missing")
+    for name in _MADE_BY:
+        if not isinstance(made_by.get(name), str):
+            raise ScaleError(f"made_by.{name} is {made_by.get(name)!r}, not a string")
+    margin = _positive(made_by.get("margin"), "made_by.margin")
+    return ScaleFile(layers, margin, {name: made_by[name] for name in _MADE_BY})
+
+
+def _parse_layer(name: str, row: Any, own: bool) -> LayerScales:
+    where = f"layer {name!r}"
+    if not isinstance(row, dict):
+        raise ScaleError(f"{where} is {type(row).__name__}, not an object")
+    scale = []
+    for part in _PARTS:
+        value = row.get(part, None if own else row.get(f"{part}_scale"))
+        scale.append(_positive(value, f"{where}: the scale of {part}"))
+    scales = QKV(*scale)
+    if not own:
+        return LayerScales(scales, QKV(*(x * E4M3_MAX for x in scales)), None)
+    amax = row.get("amax")
+    if not isinstance(amax, dict):
+        raise ScaleError(f"{where}: amax is {type(amax).__name__}, not an object")
+    seen = []
+    for part in _PARTS:
+        value = _number(amax.get(part), f"{where}: the abs-max of {part}")
+        if value < 0:
+            raise ScaleError(f"{where}: the abs-max of {part} is {value}, negative")
+        seen.append(value)
+    head_dim = row.get("head_dim")
+    if type(head_dim) is not int or head_dim < 1:
+        raise ScaleError(f"{where}: head_dim is {head_dim!r}, not a positive integer")
+    return LayerScales(scales, QKV(*seen), head_dim)
+
+
+def _number(value: Any, what: str) -> float:
+    if value is None:
+        raise ScaleError(f"{what} is missing")
+    if type(value) not in (int, float):
+        raise ScaleError(f"{what} is {value!r}, not a number")
+    if not abs(value) <= _FP32_MAX:
+        raise ScaleError(f"{what} is {value}, not finite in fp32")
+    return float(value)
+
+
+def _positive(value: Any, what: str) -> float:
+    number = _number(value, what)
+    if number < _FP32_TINY:
+        raise ScaleError(f"{what} is {number}; it must be positive, and so in fp32")
+    return number

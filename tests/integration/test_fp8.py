@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 layers, their op and `calibrate`, on vLLM's own classes."""
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _models import engine
+from PIL import Image
+from rich.console import Console
+
+from cases import Case, make_cos_sin, make_qkv, relative_error
+from vllm_flashinfer_vit import calibrate, scales, tower
+from vllm_flashinfer_vit.config import ENV_FP8_SCALES, ENV_FP8_SKIP_LAYERS
+from vllm_flashinfer_vit.job import JobError
+from vllm_flashinfer_vit.kernels.absmax import DynamicScales
+from vllm_flashinfer_vit.reference.attention import attention_ref
+from vllm_flashinfer_vit.scales import QKV
+from vllm_flashinfer_vit.tower import Tower, build_tower, resolve_spec
+
+HEADS, HEAD_DIM = 4, 16
+SCALE = HEAD_DIM**-0.5
+NAME = "visual.blocks.0.attn.attn"
+MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
+
+cpu_only = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="vLLM has one platform per process, and here it is the GPU",
+)
+
+BATCH = Case("", (300, 40, 129), zeros=2, pad_rows=20)
+# Longest first: the reference kernel reads lengths, so no bound is needed.
+PLAN = "128:reference,*:reference_fp8"
+
+
+def run_op(
+    inputs: tuple[torch.Tensor, ...],
+    method: str = "block",
+    state: DynamicScales | None = None,
+    save: bool = False,
+    plan: str = PLAN,
+    batch: Case = BATCH,
+) -> torch.Tensor:
+    from vllm_flashinfer_vit import ops
+
+    longest = torch.tensor(batch.max_seqlen)
+    tensors = (None,) * 4 if state is None else state
+    cu_seqlens = batch.cu_seqlens(str(inputs[0].device))
+    return ops.fp8_attention(
+        *inputs, cu_seqlens, longest, 0, SCALE, plan, method, save, *tensors
+    )
+
+
+def op_inputs(batch: Case = BATCH, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    qkv = make_qkv(batch, HEADS, HEAD_DIM, torch.float32, kv_heads=2, **kwargs)
+    return (*qkv, *make_cos_sin(batch, HEAD_DIM))
+
+
+def state_tensors(state: Any) -> list[torch.Tensor]:
+    return [getattr(state, name) for name in DynamicScales._fields]
+
+
+@cpu_only
+class TestOp:
+    def exact(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        from vllm_flashinfer_vit.ops import rotate
+
+        q, k, v, cos, sin = inputs
+        q, k = rotate(q, k, cos, sin)
+        return attention_ref(q, k, v, BATCH.cu_seqlens(), BATCH.max_seqlen, SCALE)
+
+    @pytest.mark.parametrize("method", ["block", "static", "dynamic"])
+    def test_is_about_what_fp8_can_be(self, method: str) -> None:
+        inputs = op_inputs()
+        state = DynamicScales.on("cpu")
+        state.scales.fill_(5 / 448)
+        error = relative_error(run_op(inputs, method, state), self.exact(inputs))
+        assert 1e-3 < error < 8e-2
+
+    def test_windows_are_not_quantised(self) -> None:
+        batch = Case("", (64,) * 4)
+        inputs = op_inputs(batch)
+        state = DynamicScales.on("cpu")
+        out = run_op(inputs, "dynamic", state, batch=batch)
+        plain = run_op(inputs, plan="*:reference", batch=batch)
+        assert torch.equal(out, plain)
+        assert not state.position.any()
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    @pytest.mark.parametrize("method", ["block", "static", "dynamic"])
+    def test_an_image_with_nan_spoils_no_other(self, method: str, bad: float) -> None:
+        inputs = op_inputs()
+        clean = DynamicScales.on("cpu")
+        expected = run_op(inputs, method, clean)
+        spoilt = [x.clone() for x in inputs]
+        for x in spoilt[:3]:
+            # Smaller than what stands elsewhere, or the clean scales would differ.
+            x[310, 0, 3] = bad
+        state = DynamicScales.on("cpu")
+        out = run_op(tuple(spoilt), method, state)
+        others = [*range(300), *range(340, BATCH.rows)]
+        assert out[300:340].isnan().any()
+        assert torch.equal(out[others], expected[others])
+        # Nor in a later pass.
+        for one, other in zip(state, clean, strict=True):
+            assert torch.equal(one, other)
+        again = run_op(inputs, method, state)
+        assert torch.equal(again, run_op(inputs, method, clean))
+
+    def test_dynamic_scales_follow_16_passes(self) -> None:
+        inputs = op_inputs()
+        state = DynamicScales.on("cpu")
+        loud = tuple(x * 10 for x in inputs[:3]) + inputs[3:]
+        run_op(loud, "dynamic", state)
+        first = state.scales.clone()
+        for _ in range(15):
+            run_op(inputs, "dynamic", state)
+        assert torch.equal(state.scales, first)
+        run_op(inputs, "dynamic", state)
+        torch.testing.assert_close(state.scales, first / 10)
+
+    def test_saving_counts_passes_that_are_not_quantised(self) -> None:
+        batch = Case("", (64,))
+        inputs = op_inputs(batch)
+        state = DynamicScales.on("cpu")
+        out = run_op(inputs, "block", state, save=True, batch=batch)
+        assert torch.equal(out, run_op(inputs, plan="*:reference", batch=batch))
+        assert state.position.item() == 1
+        assert state.history[0].all()
+
+    @pytest.mark.parametrize("save", [False, True])
+    @pytest.mark.parametrize("method", ["block", "static", "dynamic"])
+    def test_is_well_behaved(self, method: str, save: bool) -> None:
+        from vllm_flashinfer_vit import ops  # noqa: F401
+
+        inputs = op_inputs()
+        args = (*inputs, BATCH.cu_seqlens(), torch.tensor(BATCH.max_seqlen), 0, SCALE)
+        state = DynamicScales.on("cpu")
+        op = torch.ops.vllm_flashinfer_vit.fp8_attention
+        torch.library.opcheck(op, (*args, PLAN, method, save, *state))
+        if method == "block" and not save:
+            torch.library.opcheck(op, (*args, PLAN, method, save, *(None,) * 4))
+
+
+@pytest.fixture
+def fp8_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tower]:
+    tower = engine("FLASHINFER")
+    config = tower.vllm_config.model_config.multimodal_config
+    monkeypatch.setattr(config, "mm_encoder_attn_dtype", "fp8")
+    yield tower
+
+
+def build(tower: Tower, **kwargs: Any) -> torch.nn.Module:
+    from vllm.model_executor.layers.attention import MMEncoderAttention
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    settings = {"num_heads": HEADS, "head_size": HEAD_DIM, "prefix": NAME}
+    # As an engine builds models; their buffers may then change in any mode.
+    normal = torch.inference_mode(False)
+    with tower.running(), normal, set_default_torch_dtype(tower.dtype):
+        return MMEncoderAttention(**{**settings, **kwargs})
+
+
+def call(layer: torch.nn.Module, batch: Case = BATCH) -> torch.Tensor:
+    q, k, v = make_qkv(batch, HEADS, HEAD_DIM, torch.float32)
+    longest = torch.tensor(batch.max_seqlen)
+    return layer(q[None], k[None], v[None], batch.cu_seqlens(), longest)
+
+
+@cpu_only
+class TestLayer:
+    def test_runs_fp8(self, fp8_engine: Tower) -> None:
+        layer = build(fp8_engine)
+        assert layer.kernel_for(300) == "reference_fp8"
+        assert layer.kernel_for(64) == "reference"
+        plain = build(engine("FLASHINFER"))
+        error = relative_error(call(layer), call(plain))
+        assert 1e-3 < error < 8e-2
+
+    def test_needs_flashinfer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        tower = engine("TORCH_SDPA")
+        config = tower.vllm_config.model_config.multimodal_config
+        monkeypatch.setattr(config, "mm_encoder_attn_dtype", "fp8")
+        with pytest.raises(ValueError, match=rf"'{NAME}'.*backend FLASHINFER"):
+            build(tower)
+
+    def test_a_layer_may_be_left_out(
+        self, fp8_engine: Tower, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(ENV_FP8_SKIP_LAYERS, "0")
+        assert build(fp8_engine).kernel_for(300) == "reference"
+        other = build(fp8_engine, prefix="visual.blocks.1.attn.attn")
+        assert other.kernel_for(300) == "reference_fp8"
+
+    def test_an_error_names_the_layer(
+        self, fp8_engine: Tower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "scales.json"
+        path.write_text('{"other": {"q": 1, "k": 1, "v": 1}}')
+        config = fp8_engine.vllm_config.model_config.multimodal_config
+        monkeypatch.setattr(config, "mm_encoder_fp8_scale_path", str(path))
+        with pytest.raises(ValueError, match=rf"'{NAME}' is not in.*scales.json"):
+            build(fp8_engine)
+
+    @pytest.mark.parametrize("method", ["block", "dynamic"])
+    def test_compiles_once_for_all_layers(
+        self, method: str, fp8_engine: Tower, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from torch._dynamo.testing import CompileCounterWithBackend
+
+        monkeypatch.setenv(ENV_FP8_SCALES, method)
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+
+        def block(layer: torch.nn.Module, *args: torch.Tensor) -> torch.Tensor:
+            return layer(*args) * 2
+
+        compiled = torch.compile(block, fullgraph=True, backend=counter)
+        qkv = (x[None] for x in make_qkv(BATCH, HEADS, HEAD_DIM, torch.float32))
+        args = (*qkv, BATCH.cu_seqlens(), torch.tensor(BATCH.max_seqlen))
+        for index in range(3):
+            name = f"visual.blocks.{index}.attn.attn"
+            one, two = (build(fp8_engine, prefix=name) for _ in range(2))
+            for _ in range(2):
+                assert torch.equal(
+                    compiled(one, *args).nan_to_num(), block(two, *args).nan_to_num()
+                )
+            if method == "dynamic":
+                assert one._fp8_state.position.item() == 2
+                for a, b in zip(
+                    state_tensors(one._fp8_state),
+                    state_tensors(two._fp8_state),
+                    strict=True,
+                ):
+                    assert torch.equal(a, b)
+        assert counter.frame_count == 1
+        torch._dynamo.reset()
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    family, config = tower.NAMED_MODELS[MODEL]
+    config = {**config, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96}
+    monkeypatch.setattr(tower, "NAMED_MODELS", {MODEL: (family, config)})
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    path = tmp_path / "image.png"
+    Image.effect_noise((168, 224), 60).convert("RGB").save(path)
+    return path
+
+
+def options(image: Path, **changes: Any) -> calibrate.Options:
+    values: dict[str, Any] = {
+        "images": [image],
+        "model": MODEL,
+        "random_weights": True,
+        "depth": 2,
+        "dtype": "fp32",
+        "device": "cpu",
+        "output": image.with_name("scales.json"),
+    }
+    return calibrate.Options(**{**values, **changes})
+
+
+@cpu_only
+@pytest.mark.usefixtures("narrow")
+class TestCalibrate:
+    def test_writes_scales_that_a_tower_runs_with(
+        self, image: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("matplotlib")
+        plot = image.with_name("plot.svg")
+        report = calibrate.run(options(image, plot=plot))
+        assert [layer.name for layer in report.layers] == [
+            f"visual.blocks.{i}.attn.attn" for i in range(2)
+        ]
+        assert all(layer.clip_rate == 0 for layer in report.layers)
+        assert all(1e-3 < layer.relative_error < 0.1 for layer in report.layers)
+        assert "<svg" in plot.read_text()
+        json.dumps(report.to_json())
+        calibrate.render(report, Console(width=200))
+        assert "visual.blocks.1.attn.attn" in capsys.readouterr().out
+
+        path = Path(report.output)
+        file = scales.read(path)
+        assert file.layers[NAME].head_dim == 16
+        spec = resolve_spec(MODEL, random_weights=True, depth=2)
+        built = build_tower(
+            spec,
+            backend="FLASHINFER",
+            dtype=torch.float32,
+            device="cpu",
+            attn_dtype="fp8",
+            fp8_scale_path=path,
+        )
+        layer = next(iter(built.attention_layers().values()))
+        assert layer._fp8_state.scales.tolist() == pytest.approx(
+            file.layers[NAME].scale
+        )
+        # A tower of fewer blocks lacks layers of the file, once the other one is gone.
+        del built, layer
+        gc.collect()
+        with pytest.raises(ValueError, match=r"blocks.1.attn.*none of this model"):
+            build_tower(
+                resolve_spec(MODEL, random_weights=True, depth=1),
+                backend="FLASHINFER",
+                dtype=torch.float32,
+                device="cpu",
+                attn_dtype="fp8",
+                fp8_scale_path=path,
+            )
+
+    def test_clips_below_a_margin_of_1(self, image: Path) -> None:
+        report = calibrate.run(options(image, margin=0.5))
+        assert all(layer.clip_rate > 0 for layer in report.layers)
+
+    def test_merges_vllms_own_file_and_says_how_it_differs(self, image: Path) -> None:
+        old = image.with_name("vllm.json")
+        names = [f"visual.blocks.{i}.attn.attn" for i in range(2)]
+        one = {"q": 1e-4, "k": 1e3, "v": 1e3}
+        old.write_text(json.dumps(dict.fromkeys(names, one)))
+        report = calibrate.run(options(image, merge=old))
+        assert report.layers[0].amax.k == 448e3
+        assert report.layers[0].amax.q < 100
+        notes = "\n".join(report.notes)
+        assert "signed maxima" in notes
+        assert "cut off 2 of 6 tensors here; the worst is q of visual.blocks" in notes
+
+    def test_merges_its_own_file(self, image: Path) -> None:
+        first = calibrate.run(options(image))
+        path = Path(first.output)
+        file = scales.read(path)
+        wider = {
+            name: (QKV(1000.0, *layer.amax[1:]), 16)
+            for name, layer in file.layers.items()
+        }
+        scales.write(scales.from_amax(wider, 1.5, file.made_by), path)
+        report = calibrate.run(options(image, merge=path))
+        assert report.layers[0].amax == (1000.0, *first.layers[0].amax[1:])
+
+    @pytest.mark.parametrize(
+        ("changes", "what"),
+        [
+            ({"margin": 0.0}, "margin is 0.0"),
+            ({"margin": float("nan")}, "margin is nan"),
+            ({"output": Path("/nowhere/scales.json")}, "/nowhere/scales.json"),
+            ({"merge": Path("/nowhere/old.json")}, "/nowhere/old.json"),
+        ],
+    )
+    def test_bad_options(self, changes: dict[str, Any], what: str, image: Path) -> None:
+        with pytest.raises(ValueError, match=what):
+            calibrate.run(options(image, **changes))
+
+    def test_no_matplotlib(self, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+        with pytest.raises(JobError, match=r"vllm-flashinfer-vit\[plot\]"):
+            calibrate.run(options(image, plot=image.with_name("plot.svg")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [72, 80])
+@pytest.mark.parametrize("kernel", ["triton_fp8", "hopper_fp8", "cudnn_fp8"])
+class TestOnGpu:
+    def state(self, method: str) -> DynamicScales:
+        state = DynamicScales.on("cuda")
+        if method == "static":
+            state.scales.fill_(6 / 448)
+        return state
+
+    @pytest.fixture(autouse=True)
+    def runs_here(self, kernel: Any, head_dim: int) -> None:
+        from vllm_flashinfer_vit import fp8
+
+        if error := fp8.attempt(kernel, head_dim, torch.bfloat16):
+            pytest.skip(error)
+
+    @pytest.mark.parametrize("method", ["block", "static", "dynamic"])
+    def test_replay_equals_eager(self, method: str, kernel: str, head_dim: int) -> None:
+        if kernel == "cudnn_fp8" and method == "block":
+            pytest.skip("cuDNN takes one scale for each tensor")
+        batch = Case("", (4100, 700, 33), zeros=3, pad_rows=167)
+        passes = []
+        for seed in range(4):
+            qkv = make_qkv(batch, 4, head_dim, torch.bfloat16, device="cuda", seed=seed)
+            factor = 1 + seed % 3
+            angles = make_cos_sin(batch, head_dim, device="cuda")
+            passes.append((*(x * factor for x in qkv), *angles))
+        plan = f"*:{kernel}"
+        eager_state = self.state(method)
+        expected = [
+            run_op(one, method, eager_state, plan=plan, batch=batch) for one in passes
+        ]
+        fed = tuple(x.clone() for x in passes[0])
+        state = self.state(method)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            run_op(fed, method, self.state(method), plan=plan, batch=batch)
+        graph = torch.cuda.CUDAGraph()
+        longest = torch.tensor(batch.max_seqlen)
+        cu_seqlens = batch.cu_seqlens("cuda")
+        from vllm_flashinfer_vit import ops
+
+        with torch.cuda.graph(graph, stream=stream):
+            out = ops.fp8_attention(
+                *fed,
+                cu_seqlens,
+                longest,
+                0,
+                SCALE,
+                plan,
+                method,
+                False,
+                *state,
+            )
+        for one, wanted in zip(passes, expected, strict=True):
+            for x, y in zip(fed, one, strict=True):
+                x.copy_(y)
+            graph.replay()
+            assert torch.equal(out, wanted)
+            assert not out[batch.tokens :].any()
+        if method == "dynamic":
+            assert torch.equal(state.scales, eager_state.scales)
+
+    def test_nan_stays_in_its_image(self, kernel: str, head_dim: int) -> None:
+        method = "static" if kernel == "cudnn_fp8" else "block"
+        batch = Case("", (4100, 700, 33))
+        qkv = make_qkv(batch, 4, head_dim, torch.bfloat16, device="cuda")
+        angles = make_cos_sin(batch, head_dim, device="cuda")
+        plan = f"*:{kernel}"
+        state = self.state(method)
+        expected = run_op((*qkv, *angles), method, state, plan=plan, batch=batch)
+        spoilt = tuple(x.clone() for x in qkv)
+        for x in spoilt:
+            x[4200] = float("nan")
+        out = run_op((*spoilt, *angles), method, state, plan=plan, batch=batch)
+        others = [*range(4100), *range(4800, batch.rows)]
+        assert out[4100:4800].isnan().any()
+        assert torch.equal(out[others], expected[others])

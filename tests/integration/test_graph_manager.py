@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoder CUDA graphs through vLLM's manager: real towers, simulated capture."""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from test_tower import FAMILIES, cpu_only, pixels, small_tower
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from simulated_graphs import build_manager, capture, simulated_graphs  # noqa: E402
+from vllm_flashinfer_vit import patches  # noqa: E402
+from vllm_flashinfer_vit.config import (  # noqa: E402
+    ENV_DISABLE_PATCHES,
+    ENV_FIX_GRAPH_PADDING,
+    ENV_STRICT,
+)
+from vllm_flashinfer_vit.encoder_graphs import ReplaySizeError  # noqa: E402
+from vllm_flashinfer_vit.reference import attention as reference  # noqa: E402
+from vllm_flashinfer_vit.tower import Tower  # noqa: E402
+
+pytestmark = cpu_only
+
+# Modality and grids in patches: one image, ragged ones, a video of several frames, one
+# that fills its budget, thin strips with the most windows.
+BATCHES: tuple[tuple[str, list[list[int]]], ...] = (
+    ("image", [[1, 8, 8]]),
+    ("image", [[1, 12, 20], [1, 4, 4], [1, 2, 6]]),
+    ("video", [[4, 8, 8], [2, 4, 4]]),
+    ("image", [[1, 16, 16]]),
+    ("image", [[1, 2, 34], [1, 34, 2], [1, 2, 2]]),
+    ("image", [[1, 4, 4]]),
+)
+LIMITS = {"budgets": (16, 64, 128), "max_items": 8, "frames_per_video": 4}
+
+
+@pytest.fixture(autouse=True)
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (ENV_DISABLE_PATCHES, ENV_FIX_GRAPH_PADDING, ENV_STRICT):
+        monkeypatch.delenv(name, raising=False)
+    model_patches = [p for p in patches.all_patches() if "select" not in p.name]
+    for patch in reversed(model_patches):
+        patch.revert()
+    yield
+    for patch in reversed(model_patches):
+        patch.revert()
+
+
+def request(modality: str, values: torch.Tensor, grids: Sequence[Any]) -> dict:
+    name = "pixel_values" if modality == "image" else "pixel_values_videos"
+    return {name: values, f"{modality}_grid_thw": torch.tensor(grids).view(-1, 3)}
+
+
+def run(manager: Any, tower: Tower, modality: str, grids: Any) -> torch.Tensor:
+    with tower.running():
+        values = pixels(tower.spec, grids)
+        return torch.cat(manager.execute(request(modality, values, grids)))
+
+
+def metas(manager: Any) -> list[Any]:
+    sets = manager.budget_graphs
+    if any(isinstance(graphs, dict) for graphs in sets.values()):
+        return [meta for graphs in sets.values() for meta in graphs.values()]
+    return list(sets.values())
+
+
+def buffers(meta: Any) -> dict[str, torch.Tensor]:
+    if hasattr(meta, "metadata_buffers"):
+        return {**meta.metadata_buffers, "pixel_values": meta.input_buffer}
+    return meta.input_buffers
+
+
+@contextmanager
+def strict_attention() -> Iterator[list[torch.Tensor]]:
+    """Refuse negative lengths, as a kernel made for plain batches cannot."""
+    seen: list[torch.Tensor] = []
+    original = reference.attention_ref
+
+    def attend(q: Any, k: Any, v: Any, cu_seqlens: torch.Tensor, *args: Any) -> Any:
+        if cu_seqlens.diff().min() < 0:
+            raise AssertionError(f"negative length in {cu_seqlens.tolist()}")
+        seen.append(cu_seqlens.clone())
+        return original(q, k, v, cu_seqlens, *args)
+
+    with mock.patch("vllm_flashinfer_vit.ops._kernel", lambda _: attend):
+        yield seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+class TestReplay:
+    @pytest.mark.parametrize("allow_video", [True, False])
+    @pytest.mark.parametrize("limits", [LIMITS, {"frames_per_video": 3}])
+    def test_equals_eager(self, family: str, limits: dict, allow_video: bool) -> None:
+        tower = small_tower(family)
+        with simulated_graphs(), strict_attention():
+            manager = build_manager(
+                tower, max_tokens=160, allow_video=allow_video, **limits
+            )
+            capture(manager, tower)
+            for modality, grids in BATCHES:
+                if modality == "video" and not allow_video:
+                    continue
+                got = run(manager, tower, modality, grids)
+                expected = tower.encode(pixels(tower.spec, grids), grids)
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        assert manager.graph_misses == 0
+
+    def test_wrong_without_the_patch(
+        self, family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm_flashinfer_vit.graph_manager import _HAS_PADDING_LOGICS
+
+        if family == "qwen2_5_vl" and _HAS_PADDING_LOGICS:
+            pytest.skip("vLLM 0.23.0 and later pad this model's offsets rightly")
+        monkeypatch.setenv(ENV_DISABLE_PATCHES, "encoder-graphs")
+        tower = small_tower(family)
+        with simulated_graphs(), strict_attention():
+            manager = build_manager(tower, max_tokens=160, **LIMITS)
+            capture(manager, tower)
+            assert type(manager).__name__ == "EncoderCudaGraphManager"
+            with pytest.raises(AssertionError, match="negative length"):
+                run(manager, tower, *BATCHES[1])
+
+    def test_poisoned_padding_reaches_nothing(self, family: str) -> None:
+        tower = small_tower(family)
+        modality, grids = BATCHES[1]
+        with simulated_graphs():
+            manager = build_manager(tower, max_tokens=160, **LIMITS)
+            capture(manager, tower)
+            expected = run(manager, tower, modality, grids)
+            replays = [meta.graph.run for meta in metas(manager)]
+
+            def poison(meta: Any, replay: Any) -> None:
+                rows = sum(t * h * w for t, h, w in grids)
+                for buffer in buffers(meta).values():
+                    if buffer is None or buffer.dim() < 2:
+                        continue
+                    buffer[rows:] = math.nan
+                replay()
+
+            for meta, replay in zip(metas(manager), replays, strict=True):
+                meta.graph.run = lambda meta=meta, replay=replay: poison(meta, replay)
+            got = run(manager, tower, modality, grids)
+        assert torch.equal(got, expected)
+
+    def test_padding_rows_of_attention_are_zero(self, family: str) -> None:
+        tower = small_tower(family)
+        seen: list[tuple[int, torch.Tensor]] = []
+        original = reference.attention_ref
+
+        def attend(q: Any, k: Any, v: Any, cu_seqlens: Any, *args: Any) -> Any:
+            for x in (q, k, v):
+                x[int(cu_seqlens.max()) :] = math.nan
+            out = original(q, k, v, cu_seqlens, *args)
+            seen.append((int(cu_seqlens.max()), out))
+            return out
+
+        with simulated_graphs():
+            manager = build_manager(tower, max_tokens=160, **LIMITS)
+            capture(manager, tower)
+            with mock.patch("vllm_flashinfer_vit.ops._kernel", lambda _: attend):
+                run(manager, tower, *BATCHES[1])
+        for end, out in seen:
+            assert 0 < end < out.shape[0]
+            assert not out[end:].any()
+            assert out.isfinite().all()
+
+    def test_graphs_hold_their_budget_and_no_more(self, family: str) -> None:
+        tower = small_tower(family)
+        unit = tower.spec.merge_size**2
+        with simulated_graphs():
+            manager = build_manager(tower, max_tokens=160, frames_per_video=3)
+            capture(manager, tower)
+        storages = set()
+        for meta in metas(manager):
+            held = buffers(meta)
+            assert held["pixel_values"].shape[0] == meta.token_budget * unit
+            assert held["cu_seqlens"][-1] == meta.token_budget * unit
+            assert held["cu_seqlens"].diff().min() >= 1
+            storages.add(held["pixel_values"].untyped_storage().data_ptr())
+        assert len(storages) == 1
+
+    def test_too_many_frames_run_without_a_graph(
+        self, family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tower = small_tower(family)
+        grids = [[30, 2, 2], [10, 2, 2]]
+        with simulated_graphs():
+            manager = build_manager(tower, max_tokens=160, **LIMITS)
+            capture(manager, tower)
+            got = run(manager, tower, "video", grids)
+            assert (manager.graph_hits, manager.graph_misses) == (0, 2)
+            monkeypatch.setenv(ENV_STRICT, "1")
+            with pytest.raises(ReplaySizeError) as error:
+                run(manager, tower, "video", grids)
+        expected = tower.encode(pixels(tower.spec, grids), grids)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        for part in (
+            "cu_seqlens of this batch has 41 entries",
+            "captured with 33",
+            "Qwen",
+            "encoder_cudagraph_max_frames_per_batch",
+        ):
+            assert part in str(error.value)
+
+    def test_short_sequences_have_graphs_of_their_own(self, family: str) -> None:
+        from vllm_flashinfer_vit.graph_manager import _HAS_PATHS
+
+        if not _HAS_PATHS:
+            pytest.skip("vLLM 0.24.0 and later keep several sets of graphs")
+        tower = small_tower(family)
+        for layer in tower.attention_layers().values():
+            layer._plan = "100:reference,*:reference"  # type: ignore[assignment]
+        with simulated_graphs():
+            manager = build_manager(tower, max_tokens=160, **LIMITS)
+            capture(manager, tower)
+            assert manager.get_num_graphs_to_capture() == 5
+            assert sorted(manager.budget_graphs["short"]) == [64, 128]
+            for meta in manager.budget_graphs["short"].values():
+                longest = [
+                    v for k, v in meta.input_buffers.items() if "max_seqlen" in k
+                ]
+                assert max(int(x) for x in longest) == 100
+            for grids, path in (
+                ([[1, 8, 8], [1, 10, 10]], "short"),
+                ([[1, 8, 8], [1, 10, 12]], "default"),
+            ):
+                graph = manager.budget_graphs[path][64].graph
+                with mock.patch.object(graph, "run", wraps=graph.run) as replayed:
+                    got = run(manager, tower, "image", grids)
+                replayed.assert_called_once()
+                expected = tower.encode(pixels(tower.spec, grids), grids)
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+    def test_data_parallel_with_an_empty_rank(self, family: str) -> None:
+        from vllm.v1.worker import encoder_cudagraph as module
+
+        tower = small_tower(family)
+        modality, grids = BATCHES[0]
+        values = pixels(tower.spec, grids)
+        padded: dict[int, torch.Tensor] = {}
+        with simulated_graphs():
+            manager = build_manager(tower, max_tokens=160, **LIMITS)
+            capture(manager, tower)
+            manager.use_dp = True
+            results = []
+            for rank in (1, 0):
+
+                def gather(x: torch.Tensor, dim: int, rank: int = rank) -> torch.Tensor:
+                    padded[rank] = x.clone()
+                    return torch.cat(
+                        [padded.get(r, torch.zeros_like(x)) for r in (0, 1)]
+                    )
+
+                with (
+                    tower.running(),
+                    mock.patch.multiple(
+                        module,
+                        get_tensor_model_parallel_world_size=lambda: 2,
+                        get_tensor_model_parallel_rank=lambda rank=rank: rank,
+                        tensor_model_parallel_all_gather=gather,
+                    ),
+                ):
+                    results.append(manager.execute(request(modality, values, grids)))
+        expected = tower.encode(values, grids)
+        torch.testing.assert_close(results[1][0], expected, rtol=1e-5, atol=1e-6)
+
+
+class TestBudgets:
+    def build(self, **limits: Any) -> Any:
+        return build_manager(small_tower("qwen3_vl"), max_tokens=256, **limits)
+
+    def test_automatic_ones_are_fine(self) -> None:
+        from vllm_flashinfer_vit.graph_manager import _HAS_PADDING_LOGICS
+
+        manager = self.build()
+        if not _HAS_PADDING_LOGICS:
+            assert manager.token_budgets == [64, 128, 256]
+            return
+        assert manager.token_budgets == [64, 80, 96, 112, 128, 160, 192, 224, 256]
+        assert manager.max_batch_size <= manager.token_budgets[0]
+        assert manager.get_num_graphs_to_capture() == 9
+        if hasattr(manager, "path_token_budgets"):
+            assert manager.path_token_budgets == {"default": manager.token_budgets}
+
+    def test_the_users_stay(self) -> None:
+        assert self.build(budgets=(100, 250)).token_budgets == [100, 250]
+        assert self.build(budgets=(100, 250), max_items=4).token_budgets == [100, 250]
+
+    def test_waste_is_counted(self) -> None:
+        tower = small_tower("qwen3_vl")
+        with simulated_graphs():
+            manager = build_manager(tower, max_tokens=160, **LIMITS)
+            capture(manager, tower)
+            run(manager, tower, *BATCHES[0])
+        assert (manager.replays, manager.real_tokens) == (1, 16)
+        assert manager.padded_tokens == 16
+
+
+class TestStockBackend:
+    """FLASH_ATTN cannot run here; TORCH_SDPA takes the same buffers."""
+
+    def shortest(self, family: str) -> int:
+        """Return the smallest length that a replay leaves in a graph's buffers."""
+        tower = small_tower(family, "TORCH_SDPA")
+        with simulated_graphs():
+            manager = build_manager(tower, max_tokens=160, **LIMITS)
+            capture(manager, tower)
+            for meta in metas(manager):
+                # The kernel is vLLM's; only what it would be given counts here.
+                meta.graph.run = lambda: None
+            run(manager, tower, *BATCHES[1])
+        return min(int(buffers(m)["cu_seqlens"].diff().min()) for m in metas(manager))
+
+    @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+    def test_padding_is_mended_on_request(
+        self, family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert self.shortest(family) < 0
+        monkeypatch.setenv(ENV_FIX_GRAPH_PADDING, "1")
+        assert self.shortest(family) == 0
+
+    def test_other_managers_stay_vllms(self) -> None:
+        small_tower("qwen3_vl")
+        manager = build_manager(small_tower("qwen3_vl", "TORCH_SDPA"), max_tokens=160)
+        assert type(manager).__name__ == "EncoderCudaGraphManager"
+        assert manager.token_budgets == [64, 128, 160]
+
+
+@pytest.mark.parametrize(
+    ("graphs", "v2", "warned"), [(True, True, True), (True, False, False), (False,) * 3]
+)
+def test_a_runner_without_graphs_is_named(
+    graphs: bool, v2: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_flashinfer_vit import layer
+
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mm_encoder=graphs),
+        use_v2_model_runner=v2,
+    )
+    said: list[str] = []
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    monkeypatch.setattr(layer, "get_current_vllm_config_or_none", lambda: config)
+    monkeypatch.setattr(layer, "version", lambda _: "0.25.1")
+    monkeypatch.setattr(layer.logger, "warning_once", lambda _, note: said.append(note))
+    layer._warn_of_ignored_graphs()
+    assert bool(said) == warned
+    assert all("VLLM_USE_V2_MODEL_RUNNER=0" in note for note in said)

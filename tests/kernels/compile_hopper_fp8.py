@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the Hopper kernel for a head dim, and print what the assembler says of it.
+
+A process of its own: the tests' interpreter of Triton knows nothing of Gluon.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from vllm_flashinfer_vit.kernels import hopper_fp8
+
+
+def _source(head_dim: int) -> GluonASTSource:
+    qk_lo, qk_hi = hopper_fp8._split(-(-head_dim // 32) * 32, 32)
+    v_lo, v_hi = hopper_fp8._split(-(-head_dim // 16) * 16, 16)
+    boxes = {
+        "q_lo_desc": (64, qk_lo),
+        "q_hi_desc": (64, qk_hi),
+        "k_lo_desc": (128, qk_lo),
+        "k_hi_desc": (128, qk_hi),
+        "v_lo_desc": (v_lo, 128),
+        "v_hi_desc": (v_hi, 128),
+    }
+    constants = {name: None for name, box in boxes.items() if 0 in box} | {
+        "H": 16,
+        "H_RATIO": 1,
+        "D": head_dim,
+        "QK_HI": qk_hi,
+        "V_HI": v_hi,
+        "GROUPS": hopper_fp8._GROUPS,
+        "BLOCK_N": 128,
+        "STAGES": hopper_fp8._STAGES,
+        "REGISTERS": hopper_fp8._REGISTERS,
+    }
+    signature = {}
+    for name in hopper_fp8._hopper_fp8_kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in boxes:
+            block = [1, *boxes[name]]
+            layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
+            signature[name] = f"tensordesc<fp8e4nv{block},{layout!r}>"
+        elif name.endswith("_ptr"):
+            types = {"cu_ptr": "*i32", "out_ptr": "*bf16"}
+            signature[name] = types.get(name, "*fp32")
+        else:
+            signature[name] = "fp32" if name == "scale_log2e" else "i32"
+    return GluonASTSource(hopper_fp8._hopper_fp8_kernel, signature, constants)
+
+
+def main() -> None:
+    target = GPUTarget("cuda", 90, 32)
+    source = _source(int(sys.argv[1]))
+    kernel = triton.compile(source, target, options={"num_warps": 4})
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(kernel.asm["ptx"])
+        ptx.flush()
+        ptxas = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a"]
+        subprocess.run([*ptxas, ptx.name, "-o", os.devnull], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 attention against plain PyTorch on the same quantised inputs."""
+
+import pytest
+import torch
+
+from cases import (
+    CASES,
+    GPU_CASES,
+    Case,
+    make_cos_sin,
+    make_qkv,
+    params,
+    relative_error,
+)
+from vllm_flashinfer_vit.kernels.flash_fp8 import attention
+from vllm_flashinfer_vit.kernels.quantize import quantize_blocks
+from vllm_flashinfer_vit.reference.attention import attention_ref
+from vllm_flashinfer_vit.reference.flash_fp8 import attention_fp8_ref
+from vllm_flashinfer_vit.reference.rope import rope_ref
+
+pytestmark = pytest.mark.usefixtures("nan_empty", "exact_fp8")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter truncates when it converts to bf16.
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+# Weights have 3 bits of mantissa, an error of at most 1/16 each, 1/64 to 1/32 in the
+# mean; a sequence of one token has one weight, which is exact.
+TOLERANCE = 1 / 16
+
+
+def _quantized(case, heads, head_dim, **kwargs):
+    qkv = make_qkv(case, heads, head_dim, DTYPE, device=DEVICE, **kwargs)
+    return qkv, quantize_blocks(*qkv, case.cu_seqlens(DEVICE))
+
+
+def _args(case, head_dim, dtype=DTYPE):
+    cu_seqlens = case.cu_seqlens(DEVICE)
+    return cu_seqlens, case.rows, case.max_seqlen, head_dim**-0.5, head_dim, dtype
+
+
+def _assert_right(out, quantized, case, args) -> None:
+    assert out.is_contiguous() and out.dtype == args[-1]
+    assert (out[case.tokens :] == 0).all()
+    expected = attention_fp8_ref(quantized, *args[:-1], torch.float32)
+    # |v| of N(0, 1) stays below 5 here.
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=TOLERANCE * 5)
+    assert relative_error(out, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", params(CASES))
+def test_flash_fp8_of_every_case(case):
+    _, quantized = _quantized(case, 1, 72)
+    args = _args(case, 72)
+    _assert_right(attention(quantized, *args), quantized, case, args)
+
+
+@pytest.mark.parametrize("head_dim", [32, 40, 56, 64, 72, 80, 88, 96, 104, 112, 128])
+def test_flash_fp8_of_every_head_dim(head_dim):
+    case = Case("ragged", (130, 1, 64, 0, 5), pad_rows=3)
+    _, quantized = _quantized(case, 2, head_dim, kv_heads=1)
+    args = _args(case, head_dim)
+    _assert_right(attention(quantized, *args), quantized, case, args)
+
+
+def test_flash_fp8_of_blocks_of_unlike_scales():
+    """The scales of k and v change from block to block by orders of magnitude."""
+    case = Case("one", (600,))
+    q, k, v = make_qkv(case, 1, 64, torch.float32, device=DEVICE)
+    for i, factor in enumerate((1.0, 1e-3, 100.0, 0.1, 1.0)):
+        v[i * 128 : (i + 1) * 128] *= factor
+        k[i * 128 : (i + 1) * 128] *= 1 + i / 4
+    quantized = quantize_blocks(q, k, v, case.cu_seqlens(DEVICE))
+    args = _args(case, 64, torch.float32)
+    expected = attention_fp8_ref(quantized, *args)
+    assert relative_error(attention(quantized, *args), expected) < TOLERANCE
+
+
+def test_flash_fp8_of_rotated_heads():
+    case = Case("two", (200, 60))
+    q, k, v = make_qkv(case, 2, 72, DTYPE, device=DEVICE)
+    cos, sin = make_cos_sin(case, 72, DTYPE, device=DEVICE)
+    cu_seqlens, *rest = _args(case, 72)
+    out = attention(quantize_blocks(q, k, v, cu_seqlens, cos, sin), cu_seqlens, *rest)
+    q, k = rope_ref(q, k, cos, sin)
+    expected = attention_ref(q, k, v, cu_seqlens, case.max_seqlen, 72**-0.5)
+    assert relative_error(out, expected) < 0.1
+
+
+def test_flash_fp8_of_a_sequence_is_the_same_in_a_batch():
+    batch = Case("batch", (70, 300, 7, 150))
+    (q, k, v), quantized = _quantized(batch, 2, 80)
+    together = attention(quantized, *_args(batch, 80))
+    start = 0
+    for length in batch.lengths:
+        alone = Case("alone", (length,))
+        rows = slice(start, start + length)
+        start += length
+        cu_seqlens = alone.cu_seqlens(DEVICE)
+        own = quantize_blocks(q[rows], k[rows], v[rows], cu_seqlens)
+        assert torch.equal(attention(own, *_args(alone, 80)), together[rows])
+
+
+def test_flash_fp8_keeps_bad_values_in_their_sequence():
+    case = Case("three", (70, 170, 70))
+    (q, k, v), quantized = _quantized(case, 1, 72)
+    args = _args(case, 72)
+    good = attention(quantized, *args)
+    for x, value in ((q, "nan"), (k, "inf"), (v, "nan")):
+        x[70:240] = float(value)
+    out = attention(quantize_blocks(q, k, v, args[0]), *args)
+    assert out[70:240].isnan().all()
+    assert torch.equal(out[:70], good[:70])
+    assert torch.equal(out[240:], good[240:])
+
+
+def test_flash_fp8_of_scores_far_from_zero():
+    case = Case("two", (200, 65))
+    q, k, v = make_qkv(case, 1, 64, torch.float32, device=DEVICE)
+    q, k = q.abs() + 3, -k.abs() - 3  # every score lies near -800
+    quantized = quantize_blocks(q, k, v, case.cu_seqlens(DEVICE))
+    args = case.cu_seqlens(DEVICE), case.rows, 200, 0.5, 64, torch.float32
+    expected = attention_fp8_ref(quantized, *args)
+    assert relative_error(attention(quantized, *args), expected) < TOLERANCE
+
+
+def test_flash_fp8_rejects_what_it_cannot_do():
+    case = Case("8", (8,))
+    _, quantized = _quantized(case, 1, 64)
+    cu_seqlens = case.cu_seqlens(DEVICE)
+    with pytest.raises(ValueError, match="head dim 72"):
+        attention(quantized, cu_seqlens, 8, 8, 0.1, 72, DTYPE)
+    with pytest.raises(ValueError, match="128 tokens"):
+        attention(quantized, cu_seqlens, 128, 8, 0.1, 64, DTYPE)
+    with pytest.raises(ValueError, match=r"got -0\.5"):
+        attention(quantized, cu_seqlens, 8, 8, -0.5, 64, DTYPE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
+@pytest.mark.parametrize("case", params(GPU_CASES))
+def test_flash_fp8_as_the_engine_runs_it(case, head_dim):
+    _, quantized = _quantized(case, 16, head_dim)
+    args = _args(case, head_dim)
+    out = attention(quantized, *args)
+    _assert_right(out, quantized, case, args)
+    assert torch.equal(attention(quantized, *args), out)
+
+
+@pytest.mark.gpu
+def test_flash_fp8_in_a_graph():
+    captured = Case("captured", (512, 512), repeats=2)
+    q, k, v = make_qkv(captured, 4, 72, DTYPE, device="cuda")
+    cu_seqlens = captured.cu_seqlens("cuda")
+    args = cu_seqlens, captured.rows, 1024, 72**-0.5, 72, DTYPE
+
+    def run() -> torch.Tensor:
+        return attention(quantize_blocks(q, k, v, cu_seqlens), *args)
+
+    run()  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for seed, case in enumerate(
+        [
+            Case("shorter", (300, 20, 1), repeats=1, pad_rows=703),
+            Case("zero-tail", (900,), zeros=3, pad_rows=124),
+            Case("nothing", (), zeros=4, pad_rows=1024),
+        ]
+    ):
+        new = make_qkv(case, 4, 72, DTYPE, device="cuda", seed=seed)
+        for x, y in zip((q, k, v), new, strict=True):
+            x.copy_(y)
+        cu_seqlens.copy_(case.cu_seqlens())
+        graph.replay()
+        assert torch.equal(out, run())
+        assert (out[case.tokens :] == 0).all()

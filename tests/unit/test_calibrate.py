@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `calibrate`: what it hands over, and what it says of an older file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("vllm")
+
+from vllm_flashinfer_vit import calibrate, scales  # noqa: E402
+from vllm_flashinfer_vit.calibrate import LayerReport, Options, Report  # noqa: E402
+from vllm_flashinfer_vit.cli import main  # noqa: E402
+from vllm_flashinfer_vit.scales import QKV  # noqa: E402
+
+REPORT = Report(
+    model="some/model",
+    depth=1,
+    full_depth=2,
+    dtype="bfloat16",
+    device="GPU",
+    kernel="triton_fp8",
+    images=3,
+    margin=1.5,
+    layers=[LayerReport("a.layer", QKV(1, 2, 3), QKV(1, 1, 1), 1e-6, 0.05)],
+    notes=["A note."],
+    versions={"vllm": "0.25.1"},
+    output="scales.json",
+    plot=None,
+)
+MADE_BY = {
+    "command": "test",
+    "version": "0",
+    "vllm": "0.25.1",
+    "model": "some/model",
+    "method": "abs-max of 7 images",
+}
+
+
+@pytest.fixture
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+    calls: list[Options] = []
+
+    def run(options: Options, console: Any) -> Report:
+        calls.append(options)
+        if options.margin < 0:
+            raise ValueError("margin is negative")
+        return REPORT
+
+    monkeypatch.setattr(calibrate, "run", run)
+    return calls
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(main, ["calibrate", "a.png", "--model", "m", *arguments])
+
+
+def test_defaults(handed_over: list[Options]) -> None:
+    result = invoke()
+    assert handed_over == [Options(images=[Path("a.png")], model="m")]
+    for expected in ("a.layer", "1.0e-06", "5.0e-02", "A note.", "saved to scales"):
+        assert expected in result.stdout
+
+
+def test_every_option(handed_over: list[Options]) -> None:
+    result = invoke(
+        *("--output", "o.json", "--margin", "2", "--merge", "m.json"),
+        *("--plot", "p.svg", "--random-weights", "--depth", "3", "--dtype", "fp16"),
+        *("--device", "cpu", "--max-pixels", "5", "--json"),
+    )
+    assert handed_over == [
+        Options(
+            images=[Path("a.png")],
+            model="m",
+            random_weights=True,
+            depth=3,
+            dtype="fp16",
+            device="cpu",
+            max_pixels=5,
+            output=Path("o.json"),
+            margin=2.0,
+            merge=Path("m.json"),
+            plot=Path("p.svg"),
+        )
+    ]
+    assert json.loads(result.stdout)["layers"][0]["amax"] == [1, 2, 3]
+
+
+def test_an_error_is_one_line(handed_over: list[Options]) -> None:
+    result = invoke("--margin", "-1")
+    assert (result.exit_code, result.stderr) == (2, "error: margin is negative\n")
+
+
+def file(amax: QKV) -> scales.ScaleFile:
+    return scales.from_amax({"a.layer": (amax, 72)}, 1.0, MADE_BY)
+
+
+def test_an_older_file_that_is_wide_enough() -> None:
+    notes = calibrate._differences(
+        file(QKV(5, 5, 5)), file(QKV(1, 2, 5)), Path("old.json")
+    )
+    assert notes == ["old.json is taken into account: abs-max of 7 images."]
+
+
+def test_an_older_file_that_is_too_narrow() -> None:
+    notes = calibrate._differences(
+        file(QKV(5, 1, 1)), file(QKV(1, 2, 5)), Path("old.json")
+    )
+    assert notes[1] == (
+        "Its scales cut off 2 of 3 tensors here; the worst is v of a.layer, 5 times "
+        "beyond."
+    )
