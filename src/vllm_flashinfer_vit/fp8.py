@@ -133,6 +133,14 @@ def policy_for(
         )
         return None
     choices = resolve_fp8(head_dim, dtype, settings.kernel)
+    if fp8_from(choices) is None:
+        logger.warning_once(
+            "FP8 attention was asked for, but for head dim %d no length was measured "
+            "on this GPU at which it pays: attention stays in %s",
+            head_dim,
+            dtype,
+        )
+        return None
     path, save_path = (
         None if text is None else Path(text)
         for text in (
@@ -179,7 +187,8 @@ def resolve_fp8(
 ) -> tuple[Choice, ...]:
     """Return the choices of FP8 layers that this machine can run.
 
-    Each FP8 kernel runs once on the GPU first, on a small batch.
+    Each FP8 kernel runs once on the GPU first, on a small batch. There is none among
+    them where FP8 never paid when the GPU was measured.
 
     Args:
         head_dim: Head dim in elements.
@@ -204,7 +213,7 @@ def resolve_fp8(
         fp8=True,
         attempt=functools.partial(attempt, head_dim=head_dim, dtype=dtype),
     )
-    if fp8_from(choices) is None:
+    if fp8_from(choices) is None and refusals:
         raise NotServedError(
             "mm_encoder_attn_dtype=fp8 was asked for, and no FP8 kernel serves head "
             f"dim {head_dim} in {dtype}: {'; '.join(refusals)}. Leave "

@@ -8,6 +8,7 @@ with exactly as many tokens as the budget says, at finer budgets, in one set of 
 """
 
 import inspect
+import itertools
 from functools import partial
 from typing import Any
 
@@ -149,6 +150,21 @@ class ExactManager(PaddedManager):
         super().capture(*args, **kwargs)
         for budget in reversed(self._short_budgets()):
             self._capture_budget_graph(budget, path=_SHORT)
+        self._warm_up_positions()
+
+    def _warm_up_positions(self) -> None:
+        """Compile vLLM's kernel for Qwen3-VL's positions, which no graph holds.
+
+        It has variants by whether 16 divides the rows and columns.
+        """
+        visual = self.model.visual
+        if not hasattr(visual, "fast_pos_embed_interpolate"):
+            return
+        with torch.inference_mode():
+            for rows, columns in itertools.product(
+                (visual.spatial_merge_size, 16), repeat=2
+            ):
+                visual.fast_pos_embed_interpolate([[1, rows, columns]])
 
     def clear(self) -> None:
         """Release the graphs and the shared buffers."""

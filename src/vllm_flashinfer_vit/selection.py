@@ -19,7 +19,12 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_flashinfer_vit.choices import Choice
-from vllm_flashinfer_vit.config import ENV_KERNEL, KernelName, Settings
+from vllm_flashinfer_vit.config import (
+    ENV_KERNEL,
+    FP8_KERNELS,
+    KernelName,
+    Settings,
+)
 from vllm_flashinfer_vit.support import check_vllm, probe, usable_choices
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -80,10 +85,15 @@ def served(head_dim: int, dtype: torch.dtype) -> tuple[Choice, ...] | None:
             force a kernel, or this vLLM is not supported.
     """
     settings = Settings.from_env()
+    forced = settings.kernel
+    config = get_multimodal_config()
+    if forced in FP8_KERNELS and config and config.mm_encoder_attn_dtype is not None:
+        # Forced for what runs in FP8; `fp8.policy_for` takes care of that.
+        forced = None
     try:
-        return resolve(head_dim, dtype, settings.kernel)
+        return resolve(head_dim, dtype, forced)
     except NotServedError as error:
-        if settings.strict or settings.kernel or check_vllm(version("vllm")):
+        if settings.strict or forced or check_vllm(version("vllm")):
             raise
         logger.warning_once(
             "FLASHINFER was asked for, but %s. vLLM's own kernel runs instead.", error

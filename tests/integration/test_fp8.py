@@ -15,7 +15,11 @@ from rich.console import Console
 
 from cases import Case, make_cos_sin, make_qkv, relative_error
 from vllm_flashinfer_vit import calibrate, scales, tower
-from vllm_flashinfer_vit.config import ENV_FP8_SCALES, ENV_FP8_SKIP_LAYERS
+from vllm_flashinfer_vit.config import (
+    ENV_FP8_SCALES,
+    ENV_FP8_SKIP_LAYERS,
+    ENV_KERNEL,
+)
 from vllm_flashinfer_vit.job import JobError
 from vllm_flashinfer_vit.kernels.absmax import DynamicScales
 from vllm_flashinfer_vit.reference.attention import attention_ref
@@ -187,6 +191,20 @@ class TestLayer:
         monkeypatch.setattr(config, "mm_encoder_attn_dtype", "fp8")
         with pytest.raises(ValueError, match=rf"'{NAME}'.*backend FLASHINFER"):
             build(tower)
+
+    def test_a_forced_kernel_is_for_what_runs_in_fp8(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(ENV_KERNEL, "reference_fp8")
+        built = build_tower(
+            resolve_spec(MODEL, random_weights=True, depth=1),
+            backend="FLASHINFER",
+            dtype=torch.float32,
+            device="cpu",
+            attn_dtype="fp8",
+        )
+        (layer,) = built.attention_layers().values()
+        assert layer.kernel_for(4096) == "reference_fp8"
 
     def test_a_layer_may_be_left_out(
         self, fp8_engine: Tower, monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,12 @@ class TestPolicy:
         engine.mm_encoder_attn_dtype = None
         assert policy() is None
 
+    def test_where_it_never_paid_layers_stay_as_they_are(
+        self, engine: SimpleNamespace
+    ) -> None:
+        engine.choices = (Choice("triton", 4095, ""), Choice("flash_attn", None, ""))
+        assert policy() is None
+
     def test_a_dtype_of_the_future(self, engine: SimpleNamespace) -> None:
         engine.mm_encoder_attn_dtype = "fp4"
         with pytest.raises(NotServedError, match="'fp4'.*use fp8"):
