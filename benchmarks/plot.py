@@ -21,6 +21,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
 
 from common import COLUMNS
 
@@ -163,8 +164,12 @@ def _draw(
         _bars(axes, spans_of(part), providers)
         axes.set_title(title, loc="left")
         axes.set_ylabel(label)
-    handles, labels = all_axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
+    # Not those of a panel: bars that it lacks have no colour in its legend.
+    handles = [
+        Patch(color=COLOURS[index % len(COLOURS)], label=provider)
+        for index, provider in enumerate(providers)
+    ]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
     where = _unique(
         f"{row['gpu']}, vLLM {row['vllm']}, torch {row['torch']}, FlashInfer "
         f"{row['flashinfer']}, cuDNN {row['cudnn']}, commit {row['commit']}"
@@ -197,7 +202,13 @@ def draw_attention(rows: Sequence[Row]) -> Any:
 DRAWINGS = {"encoder": draw_encoder, "attention": draw_attention}
 
 
-def draw(kind: str, source: Path, target: Path, modes: Sequence[str] | None) -> None:
+def draw(
+    kind: str,
+    source: Path,
+    target: Path,
+    modes: Sequence[str] | None,
+    providers: Sequence[str] | None = None,
+) -> None:
     """Draw one figure.
 
     Args:
@@ -205,13 +216,20 @@ def draw(kind: str, source: Path, target: Path, modes: Sequence[str] | None) -> 
         source: Results file.
         target: SVG file to write.
         modes: Modes to show; None for all.
+        providers: Providers to show; None for all.
 
     Raises:
-        ValueError: The results file is not one, or has no rows of these modes.
+        ValueError: The results file is not one, or has no rows of these.
     """
-    rows = [row for row in read_rows(source) if not modes or row["mode"] in modes]
+    rows = [
+        row
+        for row in read_rows(source)
+        if (not modes or row["mode"] in modes)
+        and (not providers or row["provider"] in providers)
+    ]
     if not rows:
-        raise ValueError(f"{source} has no rows of mode {', '.join(modes or ())}")
+        wanted = ", ".join((*(modes or ()), *(providers or ())))
+        raise ValueError(f"{source} has no rows of {wanted}")
     with matplotlib.rc_context(STYLE):
         figure = DRAWINGS[kind](rows)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -229,8 +247,9 @@ def main() -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--modes", nargs="+", help="modes to show; default all")
+    parser.add_argument("--providers", nargs="+", help="default all")
     args = parser.parse_args()
-    draw(args.kind, args.source, args.target, args.modes)
+    draw(args.kind, args.source, args.target, args.modes, args.providers)
     print(f"drew {args.target}")
 
 

@@ -61,7 +61,7 @@ _FP8_ABOVE = 4095
 
 # By major compute capability; `triton_fp8` everywhere else.
 _FP8_KERNEL: Mapping[int, KernelName] = MappingProxyType(
-    {9: "hopper_fp8", 10: "cudnn_fp8", 12: "cudnn_fp8"}
+    {10: "cudnn_fp8", 12: "cudnn_fp8"}
 )
 
 # Windows stay in the activations' dtype, as they do on a GPU.
@@ -141,14 +141,21 @@ def fp8_choices_for(
     return (*short, Choice(kernel, None, f"FP8, {_UNMEASURED}"))
 
 
-def fp8_from(choices: Iterable[Choice]) -> int | None:
-    """Return the shortest longest sequence, in tokens, that runs in FP8, or None."""
+def fp8_ranges(choices: Iterable[Choice]) -> list[tuple[int, int | None]]:
+    """Return the longest sequences, in tokens, that run in FP8: first and last ones.
+
+    Ascending; the last one is None where there is no bound. Empty without FP8.
+    """
+    ranges: list[tuple[int, int | None]] = []
     shorter = 0
     for choice in choices:
         if choice.kernel in FP8_KERNELS:
-            return shorter + 1
+            first = shorter + 1
+            if ranges and ranges[-1][1] == shorter:
+                first, _ = ranges.pop()
+            ranges.append((first, choice.max_len))
         shorter = choice.max_len or 0
-    return None
+    return ranges
 
 
 def _look_up(

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_flashinfer_vit import __version__
-from vllm_flashinfer_vit.choices import FP8_DTYPE, fp8_from
+from vllm_flashinfer_vit.choices import FP8_DTYPE, fp8_ranges
 from vllm_flashinfer_vit.config import (
     ENV_DISABLE_PATCHES,
     ENV_FIX_GRAPH_PADDING,
@@ -235,7 +235,7 @@ def _fp8_choices(
             # Reported for the other dtypes already.
             continue
         refusals.update(dict.fromkeys(refused))
-        if fp8_from(usable) is not None:
+        if fp8_ranges(usable) or not refusals:
             rows += [
                 {"head_dim": head_dim, "dtype": FP8_DTYPE, **choice._asdict()}
                 for choice in usable

@@ -69,7 +69,7 @@ HEAD_DIMS: Mapping[KernelName, tuple[int, int]] = MappingProxyType(
         "cudnn": (8, 256),
         "cudnn_fp8": (8, 128),
         "flash_attn": (8, 256),
-        "hopper_fp8": (32, 96),
+        "hopper_fp8": (32, 80),
         "triton": (32, 128),
         "triton_fp8": (32, 128),
         "triton_window": (32, 128),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("nan_empty", "exact_fp8")
 TOLERANCE = 1 / 16
 
 
-@pytest.mark.parametrize("head_dim", [72, 96])
+@pytest.mark.parametrize("head_dim", [72, 80])
 def test_hopper_fp8_compiles_without_spills(head_dim):
     """Gluon changes between releases; no GPU is needed to see whether it still fits."""
     script = Path(__file__).with_name("compile_hopper_fp8.py")
@@ -45,7 +45,7 @@ def _quantized(case, heads, head_dim, **kwargs):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [40, 64, 72, 80, 96])
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 80])
 @pytest.mark.parametrize("case", params(GPU_CASES))
 def test_hopper_fp8_of_every_case(case, head_dim):
     _, quantized = _quantized(case, 16, head_dim)
@@ -77,6 +77,17 @@ def test_hopper_fp8_of_blocks_of_unlike_scales():
     quantized = quantize_blocks(q, k, v, args[0])
     expected = attention_fp8_ref(quantized, *args[:-1], torch.float32)
     assert relative_error(attention(quantized, *args), expected) < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_hopper_fp8_loses_no_small_terms_of_a_long_sum():
+    """Values with a mean add up; a sum in the tensor cores' 14 bits drops the rest."""
+    case = Case("long", (16384,))
+    q, k, v = make_qkv(case, 1, 72, torch.bfloat16, device="cuda")
+    args = _args(case, 72)
+    quantized = quantize_blocks(q, k, v + 2, args[0])
+    expected = attention_fp8_ref(quantized, *args[:-1], torch.float32)
+    assert relative_error(attention(quantized, *args), expected) < 5e-3
 
 
 @pytest.mark.gpu

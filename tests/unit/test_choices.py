@@ -15,7 +15,7 @@ from vllm_flashinfer_vit.choices import (
     encode,
     forced,
     fp8_choices_for,
-    fp8_from,
+    fp8_ranges,
     replaced,
     select,
     without,
@@ -349,7 +349,7 @@ class TestFp8:
         ("capability", "kernel"),
         [
             ((8, 9), "triton_fp8"),
-            ((9, 0), "hopper_fp8"),
+            ((9, 0), "triton_fp8"),
             ((10, 0), "cudnn_fp8"),
             ((12, 0), "cudnn_fp8"),
         ],
@@ -360,7 +360,7 @@ class TestFp8:
         choices = fp8_choices_for("Some GPU", capability, "bfloat16", 80)
         assert choices[-1].kernel == kernel
         assert "unmeasured" in choices[-1].reason
-        assert fp8_from(choices) == 4096
+        assert fp8_ranges(choices) == [(4096, None)]
         shorter = encode(choices).split(",")[:-1]
         plain = encode(choices_for("Some GPU", capability, "bfloat16", 80))
         assert ",".join(shorter) == plain.replace("*", "4095")
@@ -369,7 +369,7 @@ class TestFp8:
         rows = (Class(2048, "triton"), Class(8192, "cudnn"), Class(None, "flash_attn"))
         put(bundled, replace(TABLE, classes={"bfloat16/80": rows}))
         choices = fp8_choices_for(GPU, (9, 0), "bfloat16", 80)
-        assert encode(choices) == "2048:triton,4095:cudnn,*:hopper_fp8"
+        assert encode(choices) == "2048:triton,4095:cudnn,*:triton_fp8"
 
     def test_a_measured_entry_counts(self, bundled: Path) -> None:
         rows = (Class(1024, "triton"), Class(None, "triton_fp8"))
@@ -386,8 +386,8 @@ class TestFp8:
         assert encode(choices) == "128:reference,*:reference_fp8"
 
     def test_from_which_length(self) -> None:
-        assert fp8_from(CHOICES) is None
-        assert fp8_from((Choice("triton_fp8", None, ""),)) == 1
+        assert not fp8_ranges(CHOICES)
+        assert fp8_ranges((Choice("triton_fp8", None, ""),)) == [(1, None)]
 
     def test_another_kernel_takes_over_the_classes_of_one(self) -> None:
         after = replaced(CHOICES, "cudnn", "triton")

@@ -417,9 +417,9 @@ class TestFp8:
     def test_the_choices_of_fp8_layers_are_listed(self) -> None:
         rows = [row for row in judge().choices if row["dtype"] == FP8_DTYPE]
         assert {row["head_dim"] for row in rows} == set(HEAD_DIMS)
-        assert "hopper_fp8" in {row["kernel"] for row in rows}
+        assert "triton_fp8" in {row["kernel"] for row in rows}
         # The verdict is about FLASHINFER, with FP8 or without.
-        assert "hopper_fp8" not in judge().summary
+        assert "fp8" not in judge().summary
 
     def test_a_gpu_without_fp8_is_a_note(self) -> None:
         ampere = HOPPER._replace(name="NVIDIA A100", capability=(8, 0))

@@ -155,9 +155,16 @@ class TestPolicy:
             policy()
 
     def test_the_summary_says_from_which_length(self, engine: SimpleNamespace) -> None:
-        assert "from 4096 tokens" in required().summary
-        engine.choices = (Choice("triton_fp8", None, ""),)
-        assert "any length" in required().summary
+        assert "from 4096 tokens on" in required().summary
+        engine.choices = (
+            Choice("triton", 1024, ""),
+            Choice("triton_fp8", 2048, ""),
+            Choice("hopper_fp8", 8192, ""),
+            Choice("flash_attn", 32768, ""),
+            Choice("triton_fp8", None, ""),
+        )
+        spans = "of 1025 to 8192 tokens and from 32769 tokens on"
+        assert spans in required().summary
 
 
 class TestSkippedLayers:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from vllm_flashinfer_vit import support
-from vllm_flashinfer_vit.choices import Choice, choices_for, fp8_from
+from vllm_flashinfer_vit import support, tuned
+from vllm_flashinfer_vit.choices import Choice, choices_for, fp8_ranges
 from vllm_flashinfer_vit.config import ENV_KERNEL, FP8_KERNELS, KernelName
 from vllm_flashinfer_vit.support import (
     Gpu,
@@ -27,6 +27,7 @@ from vllm_flashinfer_vit.support import (
     stack_problems,
     usable_choices,
 )
+from vllm_flashinfer_vit.tuned import Class, Table
 
 GIB = 2**30
 HOPPER = Gpu("NVIDIA H200", (9, 0), 141 * GIB)
@@ -354,7 +355,16 @@ def test_cudnn_fp8_needs_a_newer_cudnn_than_cudnn() -> None:
 
 
 class TestUsableFp8Choices:
-    def test_another_kernel_stands_in_for_one_that_fails(self) -> None:
+    @pytest.fixture
+    def tuned_dir(self, tmp_path: Path) -> Path:
+        """A table by which long sequences run on the Hopper kernel."""
+        gpu = STACK.gpus[0].name
+        classes = (Class(4096, "triton"), Class(None, "hopper_fp8"))
+        table = Table({"gpu": gpu, "vllm": "0.25.1"}, {"float8_e4m3fn/80": classes})
+        tuned.write(table, tmp_path / tuned.file_name(gpu))
+        return tmp_path
+
+    def test_another_kernel_stands_in_for_one_that_fails(self, tuned_dir: Path) -> None:
         tried = []
 
         def attempt(kernel: str) -> str | None:
@@ -362,30 +372,35 @@ class TestUsableFp8Choices:
             return "a test run fails" if kernel == "hopper_fp8" else None
 
         choices, refusals = usable_choices(
-            STACK, 80, "bfloat16", fp8=True, attempt=attempt
+            STACK, 80, "bfloat16", tuned_dir=tuned_dir, fp8=True, attempt=attempt
         )
         assert tried == ["hopper_fp8", "triton_fp8"]
         assert choices[-1].kernel == "triton_fp8"
         assert "in place of hopper_fp8" in choices[-1].reason
         assert refusals == ("hopper_fp8: a test run fails",)
 
-    def test_no_kernel_is_left(self) -> None:
+    def test_no_kernel_is_left(self, tuned_dir: Path) -> None:
         choices, refusals = usable_choices(
-            STACK, 80, "bfloat16", fp8=True, attempt=lambda kernel: "no"
+            STACK,
+            80,
+            "bfloat16",
+            tuned_dir=tuned_dir,
+            fp8=True,
+            attempt=lambda kernel: "no",
         )
-        assert fp8_from(choices) is None
+        assert not fp8_ranges(choices)
         assert len(refusals) == 2
 
-    def test_a_kernel_that_is_refused_does_not_run(self) -> None:
+    def test_a_kernel_that_is_refused_does_not_run(self, tuned_dir: Path) -> None:
         ampere = replace(STACK, gpus=(STACK.gpus[0]._replace(capability=(8, 0)),))
 
         def attempt(kernel: str) -> str | None:
             raise AssertionError(kernel)
 
         choices, refusals = usable_choices(
-            ampere, 80, "bfloat16", fp8=True, attempt=attempt
+            ampere, 80, "bfloat16", tuned_dir=tuned_dir, fp8=True, attempt=attempt
         )
-        assert fp8_from(choices) is None
+        assert not fp8_ranges(choices)
         assert "compute capability 8.9" in refusals[-1]
 
     def test_a_kernel_that_would_end_the_context_does_not_run_if_forced(self) -> None:

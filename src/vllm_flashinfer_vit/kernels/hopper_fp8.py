@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 attention with block scales, specialised by warps for Hopper; long sequences.
 
-Three warp groups each hold 64 queries of a head and walk over the keys of their
+Two warp groups each hold 64 queries of a head and walk over the keys of their
 sequence, one warp feeds them through a ring of TMA loads. A group's softmax overlaps
-with its own product with v and with the products of the other two. The quantised
+with its own product with v and with the products of the other one. The quantised
 tensors (`kernels/quantize.py`) are padded per sequence, so nothing but the scores of a
 sequence's last block is masked.
 
-Numerics: e4m3 products summed in fp32 as the tensor cores do; fp32 softmax; weights are
-scaled by 2^8, which the sum of the row takes out again, and rounded to e4m3; the output
-is rounded once. The sum over v is kept in units of the current block's v scale, which
-costs nothing: it is rescaled for the softmax anyway. A row's bits depend on nothing but
-its sequence.
+Numerics: fp32 softmax; weights are scaled by 2^8, which the sum of the row takes out
+again, and rounded to e4m3; the output is rounded once. The tensor cores keep some 14
+bits of a sum of e4m3 products, so each block's sum over v starts from 0 and is added in
+fp32: in one long sum the terms of a v with a mean would be lost. That sum is kept in
+units of the current block's v scale, which costs nothing: the softmax rescales it
+anyway. A row's bits depend on nothing but its sequence.
 """
 
 import functools
@@ -31,11 +32,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vllm_flashinfer_vit.kernels.quantize import BLOCK, QuantizedQKV
 
 _LOG2_E = 1.4426950408889634
-_GROUPS = 3
+_GROUPS = 2
 _BLOCK_M = 64 * _GROUPS
 _STAGES = 4
-# Of 65536 per multiprocessor: 168 remain for the first group, 24 for the loading warp.
-_REGISTERS = 160
+# Of 65536 per multiprocessor; the loading warp has 24, the first group what remains.
+_REGISTERS = 240
 
 # Two conversions to one register: Triton's own take 50 instructions more per block.
 _TO_E4M3 = gl.constexpr(
@@ -185,13 +186,18 @@ def _score(q_lo, q_hi, k_lo, k_hi, HAS_HI: gl.constexpr):
 
 @gluon.jit
 def _weight(weights, v_lo, v_hi, acc_lo, acc_hi, HAS_HI: gl.constexpr):
-    """Start the weighted sum over v, added to the accumulators."""
-    acc_lo = warpgroup_mma(weights, v_lo.permute([1, 0]), acc_lo, is_async=True)
+    """Start the weighted sum over the v of one block; accumulators lend their type."""
+    part_lo = warpgroup_mma(
+        weights, v_lo.permute([1, 0]), acc_lo, use_acc=False, is_async=True
+    )
+    part_hi = acc_hi
     if HAS_HI:
         hi: gl.constexpr = gl.DotOperandLayout(0, acc_hi.type.layout, 4)
         weights = gl.convert_layout(weights, hi, assert_trivial=True)
-        acc_hi = warpgroup_mma(weights, v_hi.permute([1, 0]), acc_hi, is_async=True)
-    return acc_lo, acc_hi
+        part_hi = warpgroup_mma(
+            weights, v_hi.permute([1, 0]), acc_hi, use_acc=False, is_async=True
+        )
+    return part_lo, part_hi
 
 
 @gluon.jit
@@ -224,8 +230,7 @@ def _attend(
     """A warp group: 64 rows of every tile, from the last block of keys to the first.
 
     The product with v of one block runs while the next one's weights are computed. The
-    groups start their products in turns, so that one computes while another multiplies:
-    that is worth 2 %.
+    groups start their products in turns, so that one computes while another multiplies.
     """
     tiles, barriers, scale_ptrs, cu_ptr, out_ptr, sizes, scale_log2e = tensors
     q_lo_tiles, q_hi_tiles, k_lo, k_hi, v_lo, v_hi = tiles
@@ -251,6 +256,8 @@ def _attend(
     offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout))
     q_lo = q_lo_tiles.index(GROUP)
     q_hi = q_hi_tiles.index(GROUP)
+    zero_lo = gl.zeros([64, V_LO], gl.float32, lo_layout)
+    zero_hi = gl.zeros([64, V_HI_PAD], gl.float32, hi_layout)
     num_blocks = num_tokens // BLOCK_N + num_seqs
     IS_FIRST: gl.constexpr = 1 if GROUP == 0 else 0
     done = 0
@@ -287,8 +294,9 @@ def _attend(
             top = _row_max(scores) * factor_n - 8.0
             weights = gl.exp2(scores * factor_n - top[:, None])
             total = _row_sum(weights)
-            acc_lo = gl.zeros([64, V_LO], gl.float32, lo_layout)
-            acc_hi = gl.zeros([64, V_HI_PAD], gl.float32, hi_layout)
+            acc_lo = zero_lo
+            acc_hi = zero_hi
+            decay = gl.full_like(top, 1.0)
             step += 1
             mbarrier.wait(
                 k_full.index(step % STAGES), (step // STAGES) & 1, pred=count > 1
@@ -307,12 +315,12 @@ def _attend(
                 next_v_scale = gl.load(v_scale_ptr + at - n)
                 operand = _as_operand(weights, operand_layout)
                 mbarrier.wait(v_full.index(last_stage), last_phase)
-                acc_lo, acc_hi = _weight(
+                part_lo, part_hi = _weight(
                     operand,
                     v_lo.index(last_stage),
                     v_hi.index(last_stage),
-                    acc_lo,
-                    acc_hi,
+                    zero_lo,
+                    zero_hi,
                     HAS_V_HI,
                 )
                 mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))
@@ -321,9 +329,9 @@ def _attend(
                 mbarrier.arrive(k_empty.index(stage))
                 next_top = gl.maximum(top, _row_max(scores) * factor_n - 8.0)
                 weights = gl.exp2(scores * factor_n - next_top[:, None])
-                decay = gl.exp2(top - next_top)
-                total = total * decay + _row_sum(weights)
-                decay *= v_scale / next_v_scale
+                next_decay = gl.exp2(top - next_top)
+                total = total * next_decay + _row_sum(weights)
+                next_decay *= v_scale / next_v_scale
                 top = next_top
                 v_scale = next_v_scale
                 step += 1
@@ -335,30 +343,38 @@ def _attend(
                 )
                 mbarrier.wait(turns.index(GROUP), (turn & 1) ^ IS_FIRST, pred=has_next)
                 if HAS_V_HI:
-                    acc_lo, acc_hi = warpgroup_mma_wait(0, deps=[acc_lo, acc_hi])
-                    acc_hi = _scaled(acc_hi, decay)
+                    part_lo, part_hi = warpgroup_mma_wait(0, deps=[part_lo, part_hi])
+                    acc_hi = _scaled(acc_hi, decay) + part_hi
                 else:
-                    acc_lo = warpgroup_mma_wait(0, deps=[acc_lo])
-                acc_lo = _scaled(acc_lo, decay)
+                    part_lo = warpgroup_mma_wait(0, deps=[part_lo])
+                acc_lo = _scaled(acc_lo, decay) + part_lo
+                decay = next_decay
                 mbarrier.arrive(v_empty.index(last_stage))
 
             mbarrier.arrive(q_empty.index(0))
             done += 1
             operand = _as_operand(weights, operand_layout)
             mbarrier.wait(v_full.index(stage), phase)
-            acc_lo, acc_hi = _weight(
-                operand, v_lo.index(stage), v_hi.index(stage), acc_lo, acc_hi, HAS_V_HI
+            part_lo, part_hi = _weight(
+                operand,
+                v_lo.index(stage),
+                v_hi.index(stage),
+                zero_lo,
+                zero_hi,
+                HAS_V_HI,
             )
             base = out_ptr + start.to(gl.int64) * (H * D)
             norm = v_scale / total
             if HAS_V_HI:
-                acc_lo, acc_hi = warpgroup_mma_wait(0, deps=[acc_lo, acc_hi])
+                part_lo, part_hi = warpgroup_mma_wait(0, deps=[part_lo, part_hi])
                 mbarrier.arrive(v_empty.index(stage))
-                _store(base, _scaled(acc_hi, norm), row, length, head, V_LO, H, D)
+                acc_hi = _scaled(_scaled(acc_hi, decay) + part_hi, norm)
+                _store(base, acc_hi, row, length, head, V_LO, H, D)
             else:
-                acc_lo = warpgroup_mma_wait(0, deps=[acc_lo])
+                part_lo = warpgroup_mma_wait(0, deps=[part_lo])
                 mbarrier.arrive(v_empty.index(stage))
-            _store(base, _scaled(acc_lo, norm), row, length, head, 0, H, D)
+            acc_lo = _scaled(_scaled(acc_lo, decay) + part_lo, norm)
+            _store(base, acc_lo, row, length, head, 0, H, D)
 
 
 @gluon.jit
@@ -460,11 +476,10 @@ def _hopper_fp8_kernel(
         [
             (_attend, (0, tensors, H, H_RATIO, D, QK_HI, V_HI)),
             (_attend, (1, tensors, H, H_RATIO, D, QK_HI, V_HI)),
-            (_attend, (2, tensors, H, H_RATIO, D, QK_HI, V_HI)),
             (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
         ],
-        [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
+        [4, 1],
+        [REGISTERS, 24],
     )
 
 
@@ -486,14 +501,14 @@ def attention(
         num_tokens: T.
         max_seqlen: An upper bound of the sequence lengths in tokens; not needed here.
         scale: Factor on the scores, usually `D ** -0.5`; above 0.
-        head_dim: D, a multiple of 8 from 32 to 96.
+        head_dim: D, a multiple of 8 from 32 to 80.
         dtype: fp16 or bf16, of the output.
 
     Returns:
         `[T, H, D]` contiguous, in `dtype`. Rows behind the last sequence are zeros.
 
     Raises:
-        ValueError: The tensors do not fit the sizes, D is above 96, or scale
+        ValueError: The tensors do not fit the sizes, D is above 80, or scale
             is not above 0.
     """
     q, k, v = quantized.q, quantized.k, quantized.v
@@ -506,10 +521,10 @@ def attention(
             f"q {tuple(q.shape)} and v {tuple(v.shape)} are not the blocks of "
             f"{num_tokens} tokens, {num_seqs} sequences and head dim {head_dim}"
         )
-    if head_dim > 96:
+    if head_dim > 80:
         raise ValueError(
-            f"head dim {head_dim} needs more registers than three groups have; at most "
-            "96, or VLLM_FLASHINFER_VIT_KERNEL=triton_fp8"
+            f"head dim {head_dim} needs more registers than a thread has; at most 80, "
+            "or VLLM_FLASHINFER_VIT_KERNEL=triton_fp8"
         )
     if not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")
