@@ -93,8 +93,8 @@ class Policy:
             for first, last in fp8_ranges(self.choices)
         )
         return (
-            f"FP8 attention for sequences {spans}, {scales}; others, for which it does "
-            "not pay, stay in the model's dtype"
+            f"FP8 attention for sequences {spans or 'of no length'}, {scales}; "
+            "others, for which it does not pay, stay in the model's dtype"
         )
 
 
@@ -147,7 +147,8 @@ def policy_for(
             head_dim,
             dtype,
         )
-        return None
+        if config.mm_encoder_fp8_scale_save_path is None:
+            return None
     path, save_path = (
         None if text is None else Path(text)
         for text in (

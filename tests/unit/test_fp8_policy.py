@@ -81,6 +81,14 @@ class TestPolicy:
         engine.choices = (Choice("triton", 4095, ""), Choice("flash_attn", None, ""))
         assert policy() is None
 
+    def test_where_it_never_paid_scales_are_saved_all_the_same(
+        self, engine: SimpleNamespace, tmp_path: Path
+    ) -> None:
+        engine.choices = (Choice("triton", 4095, ""), Choice("flash_attn", None, ""))
+        engine.mm_encoder_fp8_scale_save_path = str(tmp_path / "scales.json")
+        assert required().observes
+        assert "of no length" in required().summary
+
     def test_a_dtype_of_the_future(self, engine: SimpleNamespace) -> None:
         engine.mm_encoder_attn_dtype = "fp4"
         with pytest.raises(NotServedError, match="'fp4'.*use fp8"):
