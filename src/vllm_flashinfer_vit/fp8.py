@@ -213,7 +213,7 @@ def resolve_fp8(
             + ", ".join(sorted(FP8_KERNELS))
         )
     choices, refusals = usable_choices(
-        probe(),
+        probe(libraries=False),
         head_dim,
         dtype,
         forced,

@@ -26,7 +26,7 @@ from vllm_flashinfer_vit.kernels._triton import (
     store_columns,
     zero_rows,
 )
-from vllm_flashinfer_vit.kernels.quantize import BLOCK, QuantizedQKV
+from vllm_flashinfer_vit.kernels.quantize import BLOCK, QuantizedQKV, check_blocks
 
 _LOG2_E = 1.4426950408889634
 # Rows that one program checks and clears behind the last sequence.
@@ -241,17 +241,10 @@ def _plan(
     scale: float,
     head_dim: int,
 ) -> Launch:
-    heads, rows, d_qk = q.shape
+    heads, _, d_qk = q.shape
     kv_heads, d_v, _ = v.shape
     num_seqs = cu_seqlens.numel() - 1
-    num_blocks = num_tokens // BLOCK + num_seqs
-    if rows != num_blocks * BLOCK or not d_v - 16 < head_dim <= d_v:
-        raise ValueError(
-            f"q {tuple(q.shape)} and v {tuple(v.shape)} are not the blocks of "
-            f"{num_tokens} tokens, {num_seqs} sequences and head dim {head_dim}"
-        )
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
+    num_blocks = check_blocks(q, v, num_tokens, num_seqs, head_dim, scale)
     qk_lo, qk_hi = split_width(d_qk)
     v_lo, v_hi_pad = split_width(d_v)
     config = _CONFIG

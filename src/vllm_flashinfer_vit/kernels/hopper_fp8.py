@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vllm_flashinfer_vit.kernels.quantize import BLOCK, QuantizedQKV
+from vllm_flashinfer_vit.kernels.quantize import BLOCK, QuantizedQKV, check_blocks
 
 _LOG2_E = 1.4426950408889634
 _GROUPS = 2
@@ -512,22 +512,15 @@ def attention(
             is not above 0.
     """
     q, k, v = quantized.q, quantized.k, quantized.v
-    heads, rows, d_qk = q.shape
+    heads, _, d_qk = q.shape
     d_v = v.shape[1]
     num_seqs = cu_seqlens.numel() - 1
-    num_blocks = num_tokens // BLOCK + num_seqs
-    if rows != num_blocks * BLOCK or not d_v - 16 < head_dim <= d_v:
-        raise ValueError(
-            f"q {tuple(q.shape)} and v {tuple(v.shape)} are not the blocks of "
-            f"{num_tokens} tokens, {num_seqs} sequences and head dim {head_dim}"
-        )
+    check_blocks(q, v, num_tokens, num_seqs, head_dim, scale)
     if head_dim > 80:
         raise ValueError(
             f"head dim {head_dim} needs more registers than a thread has; at most 80, "
             "or VLLM_FLASHINFER_VIT_KERNEL=triton_fp8"
         )
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
     shape = (num_tokens, heads, head_dim)
     out = torch.empty(shape, dtype=dtype, device=q.device)
     if num_tokens == 0:

@@ -252,6 +252,32 @@ def _store_transposed(
         tl.store(base + offs, tl.trans(value))
 
 
+def check_blocks(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    num_tokens: int,
+    num_seqs: int,
+    head_dim: int,
+    scale: float,
+) -> int:
+    """Check what the FP8 attention kernels demand; returns the number of blocks.
+
+    Raises:
+        ValueError: q or v is not that of `QuantizedQKV` for these sizes, or `scale`,
+            the factor on the scores, is not above 0.
+    """
+    num_blocks = num_tokens // BLOCK + num_seqs
+    d_v = v.shape[1]
+    if q.shape[1] != num_blocks * BLOCK or not d_v - 16 < head_dim <= d_v:
+        raise ValueError(
+            f"q {tuple(q.shape)} and v {tuple(v.shape)} are not the blocks of "
+            f"{num_tokens} tokens, {num_seqs} sequences and head dim {head_dim}"
+        )
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+    return num_blocks
+
+
 def quantize_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
