@@ -16,33 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 
-COLUMNS = (
-    "bench",
-    "case",
-    "provider",
-    "model",
-    "head_dim",
-    "dtype",
-    "mode",
-    "p20_ms",
-    "p50_ms",
-    "p80_ms",
-    "tflops",
-    "rel_err",
-    "gpu",
-    "vllm",
-    "torch",
-    "triton",
-    "flashinfer",
-    "cudnn",
-    "commit",
-    "command",
-)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # An attention kernel with fp32 accumulation stays an order of magnitude below these.
 GATES = {"bf16": 2e-2, "fp16": 4e-3}
@@ -99,6 +77,24 @@ class Environment:
             commit=commit(),
             command=command_line(sys.argv if argv is None else argv),
         )
+
+
+ENVIRONMENT_COLUMNS = tuple(field.name for field in fields(Environment))
+COLUMNS = (
+    "bench",
+    "case",
+    "provider",
+    "model",
+    "head_dim",
+    "dtype",
+    "mode",
+    "p20_ms",
+    "p50_ms",
+    "p80_ms",
+    "tflops",
+    "rel_err",
+    *ENVIRONMENT_COLUMNS,
+)
 
 
 def device() -> torch.device:

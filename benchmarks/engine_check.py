@@ -13,29 +13,28 @@ a check, not a benchmark: processes may run side by side.
 import argparse
 import importlib.metadata
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import CsvLog, Environment, Failures, relative_error, results_path
-
-MODELS = (
-    "Qwen/Qwen2-VL-7B-Instruct",
-    "Qwen/Qwen2.5-VL-7B-Instruct",
-    "Qwen/Qwen3-VL-8B-Instruct",
+from common import (
+    ENVIRONMENT_COLUMNS,
+    CsvLog,
+    Environment,
+    Failures,
+    relative_error,
+    results_path,
 )
+from engines import BACKENDS, ENTRY_POINT, MODELS, Job, fill_tower, start
+
 # Engine arguments by configuration.
 CONFIGS: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
@@ -58,8 +57,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # The configuration whose stock tower has the same weights, runs without a compiler, and
 # exists: stock has no FP8 attention on Hopper.
 COMPARED_WITH = {"compile_mm_encoder": "eager", "fp8": "eager", "fp8_tp2": "tp2"}
-BACKENDS = {"stock-flash_attn": "FLASH_ATTN", "plugin": "FLASHINFER"}
-ENTRY_POINT = "flashinfer_vit"
 # Images whose embeddings are compared: frames, rows and columns of patches.
 GRIDS = [[1, 16, 16], [1, 26, 38], [1, 64, 64]]
 # Two attention kernels in bf16 differ by 1 to 3 percent after a whole tower.
@@ -81,31 +78,10 @@ COLUMNS = (
     "kernels",
     "compiled_modules",
     "start_s",
-    "gpu",
-    "vllm",
-    "torch",
-    "triton",
-    "flashinfer",
-    "cudnn",
-    "commit",
-    "command",
+    *ENVIRONMENT_COLUMNS,
 )
 ANSWER_TOKENS = 8
 PROCESS_TIMEOUT_S = 420.0
-
-
-@dataclass(frozen=True)
-class Job:
-    """One engine to start."""
-
-    model: str
-    config: str
-    provider: str
-
-    @property
-    def stem(self) -> str:
-        """A file name for what the engine leaves."""
-        return f"{self.model.rpartition('/')[2]}.{self.config}.{self.provider}"
 
 
 def prompts(model: str) -> dict[str, dict[str, Any]]:
@@ -148,25 +124,6 @@ def prompts(model: str) -> dict[str, dict[str, Any]]:
             "multi_modal_data": {"image": several},
         },
     }
-
-
-def fill_tower(model: torch.nn.Module) -> None:
-    """Give the tower weights with which attention matters; in each engine the same.
-
-    Dummy weights are so small that the biases alone make up the embeddings.
-    """
-    from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod
-    from vllm_flashinfer_vit.tower import fill_with_random_weights
-
-    with ExitStack() as stack:
-        # What the package padded must get the values that stock's weights get.
-        for module in model.visual.modules():
-            method = getattr(module, "quant_method", None)
-            if isinstance(method, AlignedLinearMethod):
-                for parameter in module.parameters(recurse=False):
-                    if hasattr(parameter, "stock_weight_loader"):
-                        stack.enter_context(method.in_stock_size(parameter))
-        fill_with_random_weights(model.visual, seed=0)
 
 
 def describe_tower(model: torch.nn.Module) -> dict[str, Any]:
@@ -268,41 +225,6 @@ def run_engine(job: Job, folder: Path) -> None:
         else:
             facts[f"answered_{kind}"] = int(len(answer.token_ids) == ANSWER_TOKENS)
     (folder / f"{job.stem}.json").write_text(json.dumps(facts))
-
-
-def start(job: Job, folder: Path) -> None:
-    """Run one engine in a process of its own.
-
-    Raises:
-        RuntimeError: The process failed; the message is the last error in its log.
-        subprocess.TimeoutExpired: It took longer than `PROCESS_TIMEOUT_S`.
-    """
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1",
-        **os.environ,
-        "VLLM_PLUGINS": ENTRY_POINT if job.provider == "plugin" else "",
-    }
-    log = folder / f"{job.stem}.log"
-    command = [sys.executable, __file__, "--one", json.dumps(asdict(job)), str(folder)]
-    with log.open("w") as file:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            timeout=PROCESS_TIMEOUT_S,
-            check=False,
-        )
-    if done.returncode:
-        lines = log.read_text().splitlines()
-        print("\n".join(lines[-20:]), flush=True)
-        errors = [line for line in lines if "Error" in line]
-        said = errors[-1].strip() if errors else "no error in its log"
-        raise RuntimeError(f"exit status {done.returncode}: {said}")
 
 
 def jobs_for(models: Sequence[str], configs: Sequence[str]) -> list[Job]:
@@ -417,7 +339,10 @@ def check_all(
         else:
             jobs.append(job)
     with ThreadPoolExecutor(args.jobs) as pool:
-        running = {job: pool.submit(start, job, folder) for job in jobs}
+        running = {
+            job: pool.submit(start, __file__, job, [], folder, PROCESS_TIMEOUT_S)
+            for job in jobs
+        }
         finished = []
         for job, future in running.items():
             with failures.noted(job.stem):

@@ -21,13 +21,14 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from common import (
+    ENVIRONMENT_COLUMNS,
     ROOT,
     CsvLog,
     Environment,
@@ -64,7 +65,7 @@ COLUMNS = (
     "cos_fp32",
     "err_bf16",
     "cos_bf16",
-    *(field.name for field in fields(Environment)),
+    *ENVIRONMENT_COLUMNS,
 )
 # The bar for block scales' error on outliers, as a part of that of upstream's method.
 BAR = 0.8

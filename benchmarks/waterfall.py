@@ -19,7 +19,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench_encoder import CASES, MODELS, SMOKE_CASES, Contender, Remote
-from common import CsvLog, Environment, Failures, device, results_path
+from common import (
+    ENVIRONMENT_COLUMNS,
+    CsvLog,
+    Environment,
+    Failures,
+    device,
+    results_path,
+)
 
 # The first that is found in a kernel's name decides.
 CLASSES: Mapping[str, re.Pattern[str]] = {
@@ -43,7 +50,6 @@ CONTENDERS = (
 )
 SMOKE_CONTENDERS = (("stock-torch_sdpa", "eager"), ("plugin", "eager"))
 COLUMNS = ("model", "case", "provider", "blocks", "dtype", "class", "ms", "kernels")
-ENVIRONMENT_COLUMNS = tuple(Environment.__dataclass_fields__)
 # Enough to average over; one call takes up to half a second.
 _CALLS = 5
 

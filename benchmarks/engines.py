@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines without any weights, each in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+MODELS = (
+    "Qwen/Qwen2-VL-7B-Instruct",
+    "Qwen/Qwen2.5-VL-7B-Instruct",
+    "Qwen/Qwen3-VL-8B-Instruct",
+)
+BACKENDS = {"stock-flash_attn": "FLASH_ATTN", "plugin": "FLASHINFER"}
+ENTRY_POINT = "flashinfer_vit"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine to start."""
+
+    model: str
+    config: str
+    provider: str
+
+    @property
+    def stem(self) -> str:
+        """A file name for what the engine leaves."""
+        return f"{self.model.rpartition('/')[2]}.{self.config}.{self.provider}"
+
+
+def start(
+    script: str, job: Job, arguments: Sequence[str], folder: Path, timeout_s: float
+) -> None:
+    """Run `script --one JOB ARGUMENTS... FOLDER` with an engine's environment.
+
+    Args:
+        script: A file that takes such a command line.
+        job: Handed on as JSON; only the plugin's engines load this package.
+        arguments: Handed on as they are.
+        folder: Where the process leaves its log, and whatever else it writes.
+        timeout_s: Seconds the process may take.
+
+    Raises:
+        RuntimeError: The process failed; the message is the last error in its log.
+        subprocess.TimeoutExpired: It took longer than `timeout_s`.
+    """
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "HF_HUB_OFFLINE": "1",
+        **os.environ,
+        "VLLM_PLUGINS": ENTRY_POINT if job.provider == "plugin" else "",
+    }
+    log = folder / f"{job.stem}.log"
+    one = ["--one", json.dumps(asdict(job)), *arguments, str(folder)]
+    with log.open("w") as file:
+        done = subprocess.run(
+            [sys.executable, script, *one],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=timeout_s,
+            check=False,
+        )
+    if done.returncode:
+        lines = log.read_text().splitlines()
+        print("\n".join(lines[-20:]), flush=True)
+        errors = [line for line in lines if "Error" in line]
+        said = errors[-1].strip() if errors else "no error in its log"
+        raise RuntimeError(f"exit status {done.returncode}: {said}")
+
+
+def fill_tower(model: torch.nn.Module) -> None:
+    """Give the tower weights with which attention matters; in each engine the same.
+
+    Dummy weights are so small that the biases alone make up the embeddings.
+    """
+    from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod
+    from vllm_flashinfer_vit.tower import fill_with_random_weights
+
+    with ExitStack() as stack:
+        # What the package padded must get the values that stock's weights get.
+        for module in model.visual.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, AlignedLinearMethod):
+                for parameter in module.parameters(recurse=False):
+                    if hasattr(parameter, "stock_weight_loader"):
+                        stack.enter_context(method.in_stock_size(parameter))
+        fill_with_random_weights(model.visual, seed=0)
