@@ -4,6 +4,8 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +27,21 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"vllm-flashinfer-vit {__version__}")
         raise typer.Exit
+
+
+@contextmanager
+def _command() -> Iterator[Console]:
+    """Keep vLLM quiet, and end with one line and status 2 on what a user can mend.
+
+    Yields the console for progress: standard output is for the result alone.
+    """
+    # vLLM reads it once, when it is imported.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        yield Console(stderr=True)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
 
 
 @main.callback()
@@ -91,9 +108,7 @@ def encode(
     ] = False,
 ) -> None:
     """Encode images with vLLM's own vision tower; show kernels, time and error."""
-    # vLLM reads it once, when it is imported.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    try:
+    with _command() as console:
         from vllm_flashinfer_vit.encode import Options, render, run
 
         options = Options(
@@ -109,11 +124,7 @@ def encode(
             max_pixels=max_pixels,
             output=output,
         )
-        # Standard output is for the result alone.
-        report = run(options, Console(stderr=True))
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        report = run(options, console)
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2))
     else:
@@ -164,9 +175,7 @@ def calibrate(
     ] = False,
 ) -> None:
     """Make a file of FP8 scales from images; show each layer's clip rate and error."""
-    # vLLM reads it once, when it is imported.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    try:
+    with _command() as console:
         from vllm_flashinfer_vit.calibrate import Options, render, run
 
         options = Options(
@@ -182,11 +191,7 @@ def calibrate(
             device=device,
             max_pixels=max_pixels,
         )
-        # Standard output is for the result alone.
-        report = run(options, Console(stderr=True))
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        report = run(options, console)
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2))
     else:
@@ -237,17 +242,11 @@ def tune(
 
     The file that it writes replaces the one of an earlier run.
     """
-    # vLLM reads it once, when it is imported.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    try:
+    with _command() as console:
         from vllm_flashinfer_vit.tuning import Options, render, run, to_json
 
         options = Options(dtypes, head_dims, output, time_limit)
-        # Standard output is for the result alone.
-        report = run(options, Console(stderr=True))
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        report = run(options, console)
     if as_json:
         typer.echo(json.dumps(to_json(report), indent=2))
     else:

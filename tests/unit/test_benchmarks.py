@@ -560,5 +560,5 @@ def test_finished_engines_are_not_started_again(tmp_path: Path) -> None:
 
 def test_stock_is_timed_where_it_is_right() -> None:
     jobs = graph_check.jobs_for(graph_check.MODELS, tuple(graph_check.CONFIGS))
-    assert len(jobs) == 9
+    assert len(jobs) == 12
     assert {j.config for j in jobs if j.provider != "plugin"} == {"automatic"}
