@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 attention against plain PyTorch on the same quantised inputs."""
+"""The FP8 kernels that take blocks, against plain PyTorch on the same blocks."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from cases import (
     params,
     relative_error,
 )
-from vllm_flashinfer_vit.kernels.flash_fp8 import attention
+from vllm_flashinfer_vit.kernels import flash_fp8, hopper_fp8
 from vllm_flashinfer_vit.kernels.quantize import quantize_blocks
 from vllm_flashinfer_vit.reference.attention import attention_ref
 from vllm_flashinfer_vit.reference.flash_fp8 import attention_fp8_ref
@@ -29,14 +31,29 @@ DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 TOLERANCE = 1 / 16
 
 
+KERNELS = {"triton_fp8": flash_fp8.attention, "hopper_fp8": hopper_fp8.attention}
+GPU_ONLY = pytest.param("hopper_fp8", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["triton_fp8", GPU_ONLY])
+def attention(request) -> Callable[..., torch.Tensor]:
+    """A kernel; where a test is of every head dim, one that it has."""
+    if request.param == "hopper_fp8":
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs a Hopper GPU")
+        if request.node.callspec.params.get("head_dim", 0) > 80:
+            pytest.skip("this kernel ends at head dim 80")
+    return KERNELS[request.param]
+
+
 def _quantized(case, heads, head_dim, **kwargs):
     qkv = make_qkv(case, heads, head_dim, DTYPE, device=DEVICE, **kwargs)
     return qkv, quantize_blocks(*qkv, case.cu_seqlens(DEVICE))
 
 
-def _args(case, head_dim, dtype=DTYPE):
+def _args(case, head_dim):
     cu_seqlens = case.cu_seqlens(DEVICE)
-    return cu_seqlens, case.rows, case.max_seqlen, head_dim**-0.5, head_dim, dtype
+    return cu_seqlens, case.rows, case.max_seqlen, head_dim**-0.5, head_dim, DTYPE
 
 
 def _assert_right(out, quantized, case, args) -> None:
@@ -49,34 +66,34 @@ def _assert_right(out, quantized, case, args) -> None:
 
 
 @pytest.mark.parametrize("case", params(CASES))
-def test_flash_fp8_of_every_case(case):
+def test_fp8_of_every_case(attention, case):
     _, quantized = _quantized(case, 1, 72)
     args = _args(case, 72)
     _assert_right(attention(quantized, *args), quantized, case, args)
 
 
 @pytest.mark.parametrize("head_dim", [32, 40, 56, 64, 72, 80, 88, 96, 104, 112, 128])
-def test_flash_fp8_of_every_head_dim(head_dim):
+def test_fp8_of_every_head_dim(attention, head_dim):
     case = Case("ragged", (130, 1, 64, 0, 5), pad_rows=3)
     _, quantized = _quantized(case, 2, head_dim, kv_heads=1)
     args = _args(case, head_dim)
     _assert_right(attention(quantized, *args), quantized, case, args)
 
 
-def test_flash_fp8_of_blocks_of_unlike_scales():
+def test_fp8_of_blocks_of_unlike_scales(attention):
     """The scales of k and v change from block to block by orders of magnitude."""
     case = Case("one", (600,))
-    q, k, v = make_qkv(case, 1, 64, torch.float32, device=DEVICE)
+    q, k, v = make_qkv(case, 1, 64, DTYPE, device=DEVICE)
     for i, factor in enumerate((1.0, 1e-3, 100.0, 0.1, 1.0)):
         v[i * 128 : (i + 1) * 128] *= factor
         k[i * 128 : (i + 1) * 128] *= 1 + i / 4
     quantized = quantize_blocks(q, k, v, case.cu_seqlens(DEVICE))
-    args = _args(case, 64, torch.float32)
-    expected = attention_fp8_ref(quantized, *args)
+    args = _args(case, 64)
+    expected = attention_fp8_ref(quantized, *args[:-1], torch.float32)
     assert relative_error(attention(quantized, *args), expected) < TOLERANCE
 
 
-def test_flash_fp8_of_rotated_heads():
+def test_fp8_of_rotated_heads(attention):
     case = Case("two", (200, 60))
     q, k, v = make_qkv(case, 2, 72, DTYPE, device=DEVICE)
     cos, sin = make_cos_sin(case, 72, DTYPE, device=DEVICE)
@@ -87,7 +104,7 @@ def test_flash_fp8_of_rotated_heads():
     assert relative_error(out, expected) < 0.1
 
 
-def test_flash_fp8_of_a_sequence_is_the_same_in_a_batch():
+def test_fp8_of_a_sequence_is_the_same_in_a_batch(attention):
     batch = Case("batch", (70, 300, 7, 150))
     (q, k, v), quantized = _quantized(batch, 2, 80)
     together = attention(quantized, *_args(batch, 80))
@@ -101,7 +118,7 @@ def test_flash_fp8_of_a_sequence_is_the_same_in_a_batch():
         assert torch.equal(attention(own, *_args(alone, 80)), together[rows])
 
 
-def test_flash_fp8_keeps_bad_values_in_their_sequence():
+def test_fp8_keeps_bad_values_in_their_sequence(attention):
     case = Case("three", (70, 170, 70))
     (q, k, v), quantized = _quantized(case, 1, 72)
     args = _args(case, 72)
@@ -114,17 +131,17 @@ def test_flash_fp8_keeps_bad_values_in_their_sequence():
     assert torch.equal(out[240:], good[240:])
 
 
-def test_flash_fp8_of_scores_far_from_zero():
+def test_fp8_of_scores_far_from_zero(attention):
     case = Case("two", (200, 65))
     q, k, v = make_qkv(case, 1, 64, torch.float32, device=DEVICE)
     q, k = q.abs() + 3, -k.abs() - 3  # every score lies near -800
     quantized = quantize_blocks(q, k, v, case.cu_seqlens(DEVICE))
-    args = case.cu_seqlens(DEVICE), case.rows, 200, 0.5, 64, torch.float32
-    expected = attention_fp8_ref(quantized, *args)
+    args = case.cu_seqlens(DEVICE), case.rows, 200, 0.5, 64, DTYPE
+    expected = attention_fp8_ref(quantized, *args[:-1], torch.float32)
     assert relative_error(attention(quantized, *args), expected) < TOLERANCE
 
 
-def test_flash_fp8_rejects_what_it_cannot_do():
+def test_fp8_rejects_what_it_cannot_do(attention):
     case = Case("8", (8,))
     _, quantized = _quantized(case, 1, 64)
     cu_seqlens = case.cu_seqlens(DEVICE)
@@ -137,9 +154,9 @@ def test_flash_fp8_rejects_what_it_cannot_do():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 80, 128])
 @pytest.mark.parametrize("case", params(GPU_CASES))
-def test_flash_fp8_as_the_engine_runs_it(case, head_dim):
+def test_fp8_as_the_engine_runs_it(attention, case, head_dim):
     _, quantized = _quantized(case, 16, head_dim)
     args = _args(case, head_dim)
     out = attention(quantized, *args)
@@ -148,7 +165,7 @@ def test_flash_fp8_as_the_engine_runs_it(case, head_dim):
 
 
 @pytest.mark.gpu
-def test_flash_fp8_in_a_graph():
+def test_fp8_in_a_graph(attention):
     captured = Case("captured", (512, 512), repeats=2)
     q, k, v = make_qkv(captured, 4, 72, DTYPE, device="cuda")
     cu_seqlens = captured.cu_seqlens("cuda")
