@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cases import CASES, GPU_CASES, Case, make_qkv, params, relative_error
+from vllm_flashinfer_vit.fp8 import attempt
 from vllm_flashinfer_vit.kernels import _cudnn
 from vllm_flashinfer_vit.kernels import cudnn_fp8 as kernel
 from vllm_flashinfer_vit.kernels._cudnn import PlanCache
@@ -325,14 +326,6 @@ def test_arguments_that_do_not_fit_are_refused(cudnn, change, message):
         kernel.attention(**change(arguments))
 
 
-def test_probe_returns_the_error():
-    if torch.cuda.is_available():
-        pytest.skip("the GPU has a test of its own")
-    message = kernel.probe(80, torch.bfloat16)
-    assert message is not None
-    assert "CUDA" in message or "NVIDIA" in message
-
-
 def test_a_missing_frontend_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", None)
     kernel._frontend.cache_clear()
@@ -383,7 +376,7 @@ DEVICE = "cuda"
 
 @functools.cache
 def _refusal():
-    return kernel.probe(80, torch.bfloat16)
+    return attempt("cudnn_fp8", 80, torch.bfloat16)
 
 
 @pytest.fixture
@@ -414,11 +407,11 @@ def _make(case, head_dim, **options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128])
-def test_gpu_probe_finds_it_right(head_dim, dtype):
+def test_gpu_attempt_finds_it_right(head_dim, dtype):
     major = torch.cuda.get_device_capability()[0]
     if major not in (9, 10):
         pytest.skip("cuDNN has FP8 attention for Hopper and data-centre Blackwell")
-    answer = kernel.probe(head_dim, dtype)
+    answer = attempt("cudnn_fp8", head_dim, dtype)
     frontend, _ = kernel._frontend()
     if major == 9 and frontend.backend_version() < MIN_CUDNN_FP8_HOPPER:
         assert "FP8 on Hopper needs cuDNN" in answer

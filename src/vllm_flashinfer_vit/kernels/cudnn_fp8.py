@@ -30,7 +30,6 @@ from vllm_flashinfer_vit.kernels._cudnn import (
     Plan,
     PlanCache,
     PlanKey,
-    backend_version,
 )
 from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout
 from vllm_flashinfer_vit.kernels.seqlens import derive_seqlens
@@ -391,50 +390,6 @@ def _finish_launch(padded: torch.Tensor, num_seqs: int, head_dim: int) -> Launch
         BLOCK_UNITS=_BLOCK_UNITS,
         num_warps=_NUM_WARPS,
     )
-
-
-def probe(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Try cuDNN FP8 on the current GPU: build one plan, run it, compare its output.
-
-    The plan is not kept or counted. It takes about a second in a fresh process.
-
-    Args:
-        head_dim: D, in elements.
-        dtype: Activation dtype.
-
-    Returns:
-        None if cuDNN serves it, else what it said.
-    """
-    try:
-        device = torch.device("cuda", torch.cuda.current_device())
-        shape = (3, 3, 2, padded_head_dim(head_dim, device))
-        qkv = torch.randn(shape, device=device).to(_FP8)
-        q, k, v = (x.contiguous() for x in qkv.unbind(1))
-        scales = torch.ones(3, device=device)
-        cu_seqlens = torch.arange(4, dtype=torch.int32, device=device)
-        softmax_scale = head_dim**-0.5
-        out = _attention(
-            PlanCache(),
-            q,
-            k,
-            v,
-            scales,
-            cu_seqlens,
-            1,
-            softmax_scale,
-            head_dim,
-            dtype,
-        )
-    # Whatever fails here is the answer.
-    except Exception as error:
-        return str(error)
-    # A token alone in its sequence attends to itself only.
-    if not torch.equal(out, v[..., :head_dim].to(dtype)):
-        return (
-            f"cuDNN {backend_version()} returns wrong values for FP8 at head dim "
-            f"{head_dim}"
-        )
-    return None
 
 
 def _check(
