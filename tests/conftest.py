@@ -76,3 +76,25 @@ def exact_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor.numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@pytest.fixture
+def exact_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter multiply matrices alike whatever the size of the tiles.
+
+    NumPy's product of fp32 matrices sums in an order that depends on their shapes and
+    on the CPU; summed in fp64 and rounded once, the order does not show.
+    """
+    if HAS_GPU:
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> TensorHandle:
+        wide = TensorHandle(d.data.astype("float64"), tl.float64)
+        out = original(self, a, b, wide, *options)
+        return TensorHandle(out.data.astype(d.data.dtype), d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
