@@ -18,7 +18,7 @@ from vllm_flashinfer_vit.reference.flash_fp8 import attention_fp8_ref
 pytestmark = pytest.mark.usefixtures("nan_empty", "exact_fp8")
 
 
-@pytest.mark.parametrize("head_dim", [72, 80])
+@pytest.mark.parametrize("head_dim", [56, 64, 72, 80])
 def test_hopper_fp8_fits_its_registers(head_dim):
     """Gluon changes between releases; no GPU is needed to see whether it still fits.
 

@@ -153,7 +153,7 @@ def test_blocks_stand_for_the_inputs():
     q, k = (x[..., order] for x in rope_ref(q, k, cos, sin))
     for out, x in zip(outs, (q, k, v), strict=True):
         # Half a unit of three bits of mantissa.
-        assert ((out - x.float()).abs() <= x.float().abs() / 16 + 1e-4).all()
+        assert ((out - x.float()).abs() <= x.float().abs() / 16 + 2e-4).all()
         assert relative_error(out, x) < 0.03
 
 
@@ -164,10 +164,10 @@ def test_scales_are_of_the_block_alone():
         x[: case.tokens] = 1.0
         x[128:256, 1] = -4.0
     out = quantize_blocks(q, k, v, cu_seqlens)
-    for scale in (out.q_scale, out.k_scale, out.v_scale):
+    for scale, largest in zip(out[3:], (28, 28, 448), strict=True):
         # The second sequence starts at block 256 // 128 + 1.
-        expected = torch.tensor([[1.0, 1.0, 1.0], [1.0, 4.0, 1.0]], device=DEVICE) / 448
-        assert torch.equal(scale[:, [0, 1, 3]], expected)
+        expected = torch.tensor([[1.0, 1.0, 1.0], [1.0, 4.0, 1.0]], device=DEVICE)
+        assert torch.equal(scale[:, [0, 1, 3]], expected / largest)
 
 
 def test_scales_know_no_row_of_the_next_block():

@@ -21,7 +21,7 @@ BLOCK = 128
 # Offsets within a block of 128 rows are int32.
 _MAX_STRIDE = 1 << 24
 
-_E4M3_MAX = tl.constexpr(448.0)
+E4M3_MAX = tl.constexpr(448.0)
 _FP32_TINY = tl.constexpr(2.0**-126)
 
 
@@ -199,9 +199,9 @@ def absmax_tiles(lo, hi, HAS_HI: tl.constexpr):
 
 
 @triton.jit
-def block_scale(amax):
-    """Return a scale, 1 for NaN: a normal number, so that its reciprocal is finite."""
-    scale = tl.maximum(tl.div_rn(amax, _E4M3_MAX), _FP32_TINY)
+def block_scale(amax, MAX: tl.constexpr):
+    """Return the scale that takes amax to MAX, a normal number, 1 for NaN and 0."""
+    scale = tl.maximum(tl.div_rn(amax, MAX), _FP32_TINY)
     return tl.where(amax > 0, scale, 1.0)
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._quantize import (
     BLOCK,
+    E4M3_MAX,
     absmax_tiles,
     angle_strides,
     block_scale,
@@ -172,7 +173,7 @@ def _update_kernel(
     past = tl.load(past_ptr, mask=mask[None, :], other=0.0)
     past = tl.where((offs_p == position)[:, None], amax[None, :], past)
     tl.store(past_ptr, past, mask=mask[None, :])
-    scales = block_scale(tl.max(past, axis=0) * margin)
+    scales = block_scale(tl.max(past, axis=0) * margin, E4M3_MAX)
     tl.store(scales_ptr + offs_i, scales, mask=mask)
     tl.store(amax_ptr + offs_i, tl.zeros([4], tl.float32), mask=mask)
     tl.store(position_ptr, (position + 1) % HISTORY)

@@ -1,52 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 attention with block scales, specialised by warps for Hopper; long sequences.
 
-Two warp groups each hold 64 queries of a head and walk over the keys of their
-sequence, one warp feeds them through a ring of TMA loads. A group's softmax overlaps
-with its own product with v and with the products of the other one. The quantised
-tensors (`kernels/quantize.py`) are padded per sequence, so nothing but the scores of a
-sequence's last block is masked.
+Three warp groups each hold 64 queries of a head and walk over the keys of their
+sequence, one warp feeds them through a ring of TMA loads: while one group computes
+weights, others multiply. The quantised tensors (`kernels/quantize.py`) are padded per
+sequence, so nothing but the scores of a sequence's last block is masked.
 
-Numerics: fp32 softmax; weights are scaled by 2^8, which the sum of the row takes out
-again, and rounded to e4m3; the output is rounded once. The tensor cores keep some 14
-bits of a sum of e4m3 products, so each block's sum over v starts from 0 and is added in
-fp32: in one long sum the terms of a v with a mean would be lost. That sum is kept in
-units of the current block's v scale, which costs nothing: the softmax rescales it
-anyway. A row's bits depend on nothing but its sequence.
+The instructions around the products are what takes the time (FlashAttention-4,
+arXiv:2603.05451, says so of Blackwell), so scores and weights are pairs of fp16: q and
+k are quantised such that no score overflows. Some of the exponentials are polynomials,
+since the multiprocessor has a quarter as many units for exponentials as for products.
+The tensor cores sum the rows: more columns of v, of ones, which share the instruction
+of the last columns, since a product with 8 or 16 columns takes as long as one with 32.
+
+Numerics: scores are rounded to fp16, an eighth of the error that q and k bring from
+e4m3, and those above 45000 count as equal; weights are scaled by 2^8, which the sum of
+the row takes out again, and rounded to e4m3; all else is fp32 and the output is rounded
+once. The tensor cores keep some 14 bits of a sum of e4m3 products, so each block's sum
+over v starts from 0 and is added in fp32: in one long sum the terms of a v with a mean
+would be lost. That sum is kept in units of the current block's v scale, which costs
+nothing: the softmax rescales it anyway. A row's bits depend on its sequence alone.
 """
 
 import functools
+import struct
 
 import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import PropagateNan
 
 from vllm_flashinfer_vit.kernels.quantize import BLOCK, QuantizedQKV, check_blocks
 
 _LOG2_E = 1.4426950408889634
-_GROUPS = 2
+_GROUPS = 3
 _BLOCK_M = 64 * _GROUPS
 _STAGES = 4
-# Of 65536 per multiprocessor; the loading warp has 24, the first group what remains.
-_REGISTERS = 240
+# Of 65536 per multiprocessor; the loading warp has 24.
+_REGISTERS = 160
+# Of 8 pairs of exponentials, those that are polynomials.
+_POLYNOMIALS = 2
+# 2^r, |r| <= 1/2, fitted in fp16: c0 + c1 r + c2 r^2.
+_C0, _C1, _C2 = 1.0, 0.703125, 0.23876953125
 
-# Two conversions to one register: Triton's own take 50 instructions more per block.
-_TO_E4M3 = gl.constexpr(
-    """{
-    .reg .b16 lo, hi;
-    cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;
-    cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
-    mov.b32 $0, {lo, hi};
-    }"""
-)
+_FP16_MAX = gl.constexpr(65504.0)
+_FP16_TINY = gl.constexpr(2.0**-24)
+_PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
+_MAX = gl.constexpr("max.NaN.f16x2 $0, $1, $2;")
+
+
+def _weigh_asm(polynomials: int) -> str:
+    """Return PTX for 16 weights in e4m3: 4 registers from 8 of each operand.
+
+    A weight is 2^x, x = score * factor + offset, as an instruction gives it or, for the
+    last pairs, from x = n + r with |r| <= 1/2: the sum of x and 1536 holds n in its low
+    bits, a polynomial of second degree gives 2^r to 0.2 %, and n is added to the
+    exponent (Cody and Waite, 1980). Below -14 the result is 0 in e4m3 either way.
+    """
+    lines = [".reg .b32 x, n, c1, c0, least, magic;", ".reg .b32 h<8>;"]
+    lines += [".reg .b16 lo, hi;"]
+    if polynomials:
+        lines += [f"mov.b32 least, {_pair(-14.0)};", f"mov.b32 magic, {_pair(1536.0)};"]
+        lines += [f"mov.b32 c1, {_pair(_C1)};", f"mov.b32 c0, {_pair(_C0)};"]
+    for i in range(8):
+        lines += [f"fma.rn.f16x2 x, ${4 + i}, ${12 + i}, ${20 + i};"]
+        if i < 8 - polynomials:
+            lines += [f"ex2.approx.f16x2 h{i}, x;"]
+            continue
+        lines += [
+            "max.f16x2 x, x, least;",
+            "add.rn.f16x2 n, x, magic;",
+            f"sub.rn.f16x2 h{i}, n, magic;",
+            f"sub.rn.f16x2 x, x, h{i};",
+            f"mov.b32 h{i}, {_pair(_C2)};",
+            f"fma.rn.f16x2 h{i}, h{i}, x, c1;",
+            f"fma.rn.f16x2 h{i}, h{i}, x, c0;",
+            "shl.b32 n, n, 10;",
+            f"add.u32 h{i}, h{i}, n;",
+            # What the low half of 1536 has shifted into the high one.
+            f"sub.u32 h{i}, h{i}, 0x1980000;",
+        ]
+    for i in range(4):
+        lines += [
+            f"cvt.rn.satfinite.e4m3x2.f16x2 lo, h{2 * i};",
+            f"cvt.rn.satfinite.e4m3x2.f16x2 hi, h{2 * i + 1};",
+            f"mov.b32 ${i}, {{lo, hi}};",
+        ]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _pair(value: float) -> str:
+    """Return two copies of a number in fp16, as PTX writes 32 bits."""
+    return "0x" + struct.pack(">e", value).hex() * 2
+
+
+_WEIGH = gl.constexpr(_weigh_asm(_POLYNOMIALS))
+_WEIGH_REGISTERS = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 24))
 
 
 @gluon.jit
@@ -80,8 +138,9 @@ def _find_tile(
 
 @gluon.jit
 def _copy(desc, smem, barrier, head, row, col):
-    """Start the copy of a tile to shared memory."""
-    tile = smem.reshape([1, smem.shape[0], smem.shape[1]])
+    """Start the copy of a tile to shared memory, to the first of its rows."""
+    ROWS: gl.constexpr = desc.block_shape[1]
+    tile = smem.reshape([1, smem.shape[0], smem.shape[1]]).slice(0, ROWS, 1)
     tma.async_copy_global_to_shared(desc, [head, row, col], barrier, tile)
 
 
@@ -99,7 +158,7 @@ def _load(
     """The loading warp: queries once a tile, keys and values ahead of their use."""
     q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc = descs
     q_lo, q_hi, k_lo, k_hi, v_lo, v_hi = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
+    q_full, q_empty, full, empty = barriers
     num_seqs, num_tokens, num_tiles, tiles_per_head = sizes
     GROUPS: gl.constexpr = q_lo.shape[0]
     QK_LO: gl.constexpr = q_lo.shape[2]
@@ -118,86 +177,94 @@ def _load(
             mbarrier.wait(q_empty.index(0), (done & 1) ^ 1)
             for g in gl.static_range(GROUPS):
                 row_g = base + row + g * 64
-                full = q_full.index(g)
-                mbarrier.expect(full, 64 * (QK_LO + QK_HI))
-                _copy(q_lo_desc, q_lo.index(g), full, head, row_g, 0)
+                ready = q_full.index(g)
+                mbarrier.expect(ready, 64 * (QK_LO + QK_HI))
+                _copy(q_lo_desc, q_lo.index(g), ready, head, row_g, 0)
                 if QK_HI > 0:
-                    _copy(q_hi_desc, q_hi.index(g), full, head, row_g, QK_LO)
+                    _copy(q_hi_desc, q_hi.index(g), ready, head, row_g, QK_LO)
             done += 1
             for n in range(gl.cdiv(length, BLOCK_N) - 1, -1, -1):
                 stage = step % STAGES
-                phase = ((step // STAGES) & 1) ^ 1
+                ready = full.index(stage)
                 row_n = base + n * BLOCK_N
-                mbarrier.wait(k_empty.index(stage), phase)
-                full = k_full.index(stage)
-                mbarrier.expect(full, BLOCK_N * (QK_LO + QK_HI))
-                _copy(k_lo_desc, k_lo.index(stage), full, kv_head, row_n, 0)
+                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(ready, BLOCK_N * (QK_LO + QK_HI + V_LO + V_HI))
+                _copy(k_lo_desc, k_lo.index(stage), ready, kv_head, row_n, 0)
                 if QK_HI > 0:
-                    _copy(k_hi_desc, k_hi.index(stage), full, kv_head, row_n, QK_LO)
-                mbarrier.wait(v_empty.index(stage), phase)
-                full = v_full.index(stage)
-                mbarrier.expect(full, BLOCK_N * (V_LO + V_HI))
-                _copy(v_lo_desc, v_lo.index(stage), full, kv_head, 0, row_n)
+                    _copy(k_hi_desc, k_hi.index(stage), ready, kv_head, row_n, QK_LO)
+                _copy(v_lo_desc, v_lo.index(stage), ready, kv_head, 0, row_n)
                 if V_HI > 0:
-                    _copy(v_hi_desc, v_hi.index(stage), full, kv_head, V_LO, row_n)
+                    _copy(v_hi_desc, v_hi.index(stage), ready, kv_head, V_LO, row_n)
                 step += 1
 
 
 @gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=_PROPAGATE_NAN)
+
+
+@gluon.jit
+def _halves(x):
+    """Return the left and the right columns; both lie in the same thread."""
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]))
+
+
+@gluon.jit
 def _row_max(x):
-    # Eight chains a thread instead of two: a chain of 32 would wait for its latency.
-    parts = gl.max(x.reshape([x.shape[0], x.shape[1] // 16, 16]), axis=1)
+    """Return the largest score of each row in fp32, NaN if one is NaN."""
     layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    return gl.convert_layout(gl.max(parts, axis=1), layout, assert_trivial=True)
+    # Two neighbours lie in one register.
+    for _ in gl.static_range(4):
+        a, b = _halves(x)
+        x = gl.inline_asm_elementwise(
+            _MAX, "=r,r,r", [a, b], gl.float16, is_pure=True, pack=2
+        )
+    top = gl.reduce(x.to(gl.float32), 1, _larger)
+    return gl.convert_layout(top, layout, assert_trivial=True)
 
 
 @gluon.jit
-def _row_sum(x):
-    parts = gl.sum(x.reshape([x.shape[0], x.shape[1] // 16, 16]), axis=1)
-    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    return gl.convert_layout(gl.sum(parts, axis=1), layout, assert_trivial=True)
-
-
-@gluon.jit
-def _as_operand(weights, layout: gl.constexpr):
-    """Round to e4m3 in the layout of a left operand: no value leaves its thread."""
-    M: gl.constexpr = weights.shape[0]
-    N: gl.constexpr = weights.shape[1]
-    weights = weights.reshape([M, N // 32, 2, 2, 4, 2]).permute([0, 1, 2, 4, 3, 5])
-    weights = gl.convert_layout(weights.reshape([M, N]), layout, assert_trivial=True)
+def _weigh(scores, factor, offset, layout: gl.constexpr):
+    """Return the weights as a left operand: no value leaves its thread."""
+    M: gl.constexpr = scores.shape[0]
+    N: gl.constexpr = scores.shape[1]
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    scores = scores.reshape([M, N // 32, 2, 2, 4, 2]).permute([0, 1, 2, 4, 3, 5])
+    scores = gl.convert_layout(scores.reshape([M, N]), layout, assert_trivial=True)
+    factor = gl.convert_layout(factor, rows, assert_trivial=True)[:, None]
+    offset = gl.convert_layout(offset, rows, assert_trivial=True)[:, None]
     return gl.inline_asm_elementwise(
-        _TO_E4M3, "=r,f,f,f,f", [weights], gl.float8e4nv, is_pure=True, pack=4
+        _WEIGH,
+        _WEIGH_REGISTERS,
+        [scores, factor, offset],
+        gl.float8e4nv,
+        is_pure=True,
+        pack=16,
     )
 
 
 @gluon.jit
 def _score(q_lo, q_hi, k_lo, k_hi, HAS_HI: gl.constexpr):
-    """Start q @ k^T."""
+    """Return q @ k^T."""
     N: gl.constexpr = k_lo.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
-    zero = gl.zeros([64, N], gl.float32, layout)
-    scores = warpgroup_mma(
-        q_lo, k_lo.permute([1, 0]), zero, use_acc=False, is_async=True
-    )
+    zero = gl.zeros([64, N], gl.float16, layout)
+    # The assembler lets no other instruction run beside a product in fp16.
+    scores = warpgroup_mma(q_lo, k_lo.permute([1, 0]), zero, use_acc=False)
     if HAS_HI:
-        scores = warpgroup_mma(q_hi, k_hi.permute([1, 0]), scores, is_async=True)
+        scores = warpgroup_mma(q_hi, k_hi.permute([1, 0]), scores)
     return scores
 
 
 @gluon.jit
-def _weight(weights, v_lo, v_hi, acc_lo, acc_hi, HAS_HI: gl.constexpr):
-    """Start the weighted sum over the v of one block; accumulators lend their type."""
-    part_lo = warpgroup_mma(
-        weights, v_lo.permute([1, 0]), acc_lo, use_acc=False, is_async=True
-    )
-    part_hi = acc_hi
-    if HAS_HI:
-        hi: gl.constexpr = gl.DotOperandLayout(0, acc_hi.type.layout, 4)
-        weights = gl.convert_layout(weights, hi, assert_trivial=True)
-        part_hi = warpgroup_mma(
-            weights, v_hi.permute([1, 0]), acc_hi, use_acc=False, is_async=True
-        )
-    return part_lo, part_hi
+def _start(weights, v):
+    """Start the weighted sum over the rows of a tile, which lie in its columns."""
+    N: gl.constexpr = v.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
+    weights = gl.convert_layout(weights, operand, assert_trivial=True)
+    zero = gl.zeros([weights.shape[0], N], gl.float32, layout)
+    return warpgroup_mma(weights, v.permute([1, 0]), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -218,6 +285,72 @@ def _store(out_ptr, acc, row, length, head, COL: gl.constexpr, H, D: gl.constexp
 
 
 @gluon.jit
+def _attend_to_block(
+    q_lo,
+    q_hi,
+    rings,
+    scales,
+    state,
+    step,
+    n,
+    length,
+    QK_HI: gl.constexpr,
+    V_HI: gl.constexpr,
+):
+    """Go on to block n of the keys; with a length, mask what lies behind it.
+
+    The state is each row's offset of the exponents, the unit of its sum over v, this
+    sum in two parts, and the sum of its weights.
+    """
+    k_lo, k_hi, v_lo, v_hi, full, empty = rings
+    q_factor, k_scale_ptr, v_scale_ptr = scales
+    top, v_scale, acc_lo, acc_hi, total = state
+    STAGES: gl.constexpr = k_lo.shape[0]
+    BLOCK_N: gl.constexpr = k_lo.shape[1]
+    row_layout: gl.constexpr = top.type.layout
+    score_layout: gl.constexpr = row_layout.parent
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_lo.type.layout, 4)
+    stage = step % STAGES
+    # Loaded ahead of the wait. A factor of 0 would turn the mask into NaN.
+    factor = q_factor * gl.load(k_scale_ptr + n)
+    factor = gl.maximum(gl.minimum(factor, _FP16_MAX), _FP16_TINY)
+    factor = gl.full([64], factor, gl.float32, row_layout).to(gl.float16)
+    next_v_scale = gl.load(v_scale_ptr + n)
+    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+    scores = _score(q_lo, q_hi, k_lo.index(stage), k_hi.index(stage), QK_HI > 0)
+    if length is not None:
+        offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout))
+        is_key = offs_n < length - n * BLOCK_N
+        scores = gl.where(is_key[None, :], scores, float("-inf"))
+    # 2^8 times the weights, and so their sum: both cancel.
+    next_top = _row_max(scores) * factor.to(gl.float32) - 8.0
+    next_top = _larger(_larger(top, next_top), -_FP16_MAX)
+    next_top = gl.minimum(next_top, _FP16_MAX, propagate_nan=_PROPAGATE_NAN)
+    # Rounded for the weights, and as it is rounded for the decay.
+    offset = (-next_top).to(gl.float16)
+    next_top = -offset.to(gl.float32)
+    weights = _weigh(scores, factor, offset, operand_layout)
+    part_lo = _start(weights, v_lo.index(stage))
+    part_hi = _start(weights, v_hi.index(stage))
+    decay = gl.exp2(top - next_top)
+    acc_decay = decay * (v_scale / next_v_scale)
+    part_lo, part_hi = warpgroup_mma_wait(0, deps=[part_lo, part_hi])
+    mbarrier.arrive(empty.index(stage))
+    acc_lo = _scaled(acc_lo, acc_decay) + part_lo
+    if V_HI > 0:
+        part_hi, part_sum = _halves(part_hi)
+        part_hi = gl.convert_layout(part_hi, acc_hi.type.layout, assert_trivial=True)
+        acc_hi = _scaled(acc_hi, acc_decay) + part_hi
+        for _ in gl.static_range(V_HI // 16):
+            part_sum, _ = _halves(part_sum)
+    else:
+        part_sum = part_hi
+    part_sum = gl.convert_layout(part_sum, total.type.layout, assert_trivial=True)
+    total = _scaled(total, decay) + part_sum
+    return next_top, next_v_scale, acc_lo, acc_hi, total
+
+
+@gluon.jit
 def _attend(
     GROUP: gl.constexpr,
     tensors,
@@ -227,42 +360,30 @@ def _attend(
     QK_HI: gl.constexpr,
     V_HI: gl.constexpr,
 ):
-    """A warp group: 64 rows of every tile, from the last block of keys to the first.
-
-    The product with v of one block runs while the next one's weights are computed. The
-    groups start their products in turns, so that one computes while another multiplies.
-    """
+    """A warp group: 64 rows of every tile, from the last block of keys to the first."""
     tiles, barriers, scale_ptrs, cu_ptr, out_ptr, sizes, scale_log2e = tensors
     q_lo_tiles, q_hi_tiles, k_lo, k_hi, v_lo, v_hi = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    q_full, q_empty, full, empty = barriers
     q_scale_ptr, k_scale_ptr, v_scale_ptr = scale_ptrs
     num_seqs, num_tokens, num_tiles, tiles_per_head = sizes
     GROUPS: gl.constexpr = q_lo_tiles.shape[0]
-    STAGES: gl.constexpr = k_lo.shape[0]
     BLOCK_N: gl.constexpr = k_lo.shape[1]
-    HAS_QK_HI: gl.constexpr = QK_HI > 0
-    HAS_V_HI: gl.constexpr = V_HI > 0
-    V_PARTS: gl.constexpr = 2 if HAS_V_HI else 1
     V_LO: gl.constexpr = v_lo.shape[1]
-    V_HI_PAD: gl.constexpr = v_hi.shape[1]
+    # Not empty, and not used, if there are no such columns.
+    HI: gl.constexpr = max(V_HI, 16)
     score_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, BLOCK_N, 32]
     )
     lo_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_LO, 32])
-    hi_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, 1], [16, V_HI_PAD, 32]
-    )
-    operand_layout: gl.constexpr = gl.DotOperandLayout(0, lo_layout, 4)
-    offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout))
+    hi_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HI, 32])
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
+    row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     q_lo = q_lo_tiles.index(GROUP)
     q_hi = q_hi_tiles.index(GROUP)
-    zero_lo = gl.zeros([64, V_LO], gl.float32, lo_layout)
-    zero_hi = gl.zeros([64, V_HI_PAD], gl.float32, hi_layout)
+    rings = (k_lo, k_hi, v_lo, v_hi, full, empty)
     num_blocks = num_tokens // BLOCK_N + num_seqs
-    IS_FIRST: gl.constexpr = 1 if GROUP == 0 else 0
     done = 0
     step = 0
-    turn = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         head, seq, start, length, row = _find_tile(
             cu_ptr, num_seqs, num_tokens, tile, tiles_per_head, 64 * GROUPS
@@ -271,110 +392,41 @@ def _attend(
             row += GROUP * 64
             count = gl.cdiv(length, BLOCK_N)
             block = start // BLOCK_N + seq
-            at = (head // H_RATIO) * num_blocks + block + count - 1
+            at = (head // H_RATIO) * num_blocks + block
             # Rows behind the end have no scale, and are not stored.
-            factor = scale_log2e * gl.load(
+            q_factor = scale_log2e * gl.load(
                 q_scale_ptr + head * num_blocks + block + row // BLOCK_N,
                 mask=row < length,
                 other=0.0,
             )
-            factor_n = factor * gl.load(k_scale_ptr + at)
-            v_scale = gl.load(v_scale_ptr + at)
-
-            stage = step % STAGES
-            phase = (step // STAGES) & 1
+            scales = (q_factor, k_scale_ptr + at, v_scale_ptr + at)
+            top = gl.full([64], float("-inf"), gl.float32, row_layout)
+            acc_lo = gl.zeros([64, V_LO], gl.float32, lo_layout)
+            acc_hi = gl.zeros([64, HI], gl.float32, hi_layout)
+            total = gl.zeros([64, 8], gl.float32, sum_layout)
+            state = (top, gl.cast(1.0, gl.float32), acc_lo, acc_hi, total)
             mbarrier.wait(q_full.index(GROUP), done & 1)
-            mbarrier.wait(k_full.index(stage), phase)
-            scores = _score(q_lo, q_hi, k_lo.index(stage), k_hi.index(stage), HAS_QK_HI)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(k_empty.index(stage))
-            is_key = offs_n < length - (count - 1) * BLOCK_N
-            scores = gl.where(is_key[None, :], scores, float("-inf"))
-            # 2^8 times the weights, and so their sum: both cancel.
-            top = _row_max(scores) * factor_n - 8.0
-            weights = gl.exp2(scores * factor_n - top[:, None])
-            total = _row_sum(weights)
-            acc_lo = zero_lo
-            acc_hi = zero_hi
-            decay = gl.full_like(top, 1.0)
-            step += 1
-            mbarrier.wait(
-                k_full.index(step % STAGES), (step // STAGES) & 1, pred=count > 1
+            state = _attend_to_block(
+                q_lo, q_hi, rings, scales, state, step, count - 1, length, QK_HI, V_HI
             )
-            mbarrier.wait(turns.index(GROUP), (turn & 1) ^ IS_FIRST, pred=count > 1)
-
-            for n in range(1, count):
-                last_stage = stage
-                last_phase = phase
-                stage = step % STAGES
-                phase = (step // STAGES) & 1
-                scores = _score(
-                    q_lo, q_hi, k_lo.index(stage), k_hi.index(stage), HAS_QK_HI
-                )
-                factor_n = factor * gl.load(k_scale_ptr + at - n)
-                next_v_scale = gl.load(v_scale_ptr + at - n)
-                operand = _as_operand(weights, operand_layout)
-                mbarrier.wait(v_full.index(last_stage), last_phase)
-                part_lo, part_hi = _weight(
-                    operand,
-                    v_lo.index(last_stage),
-                    v_hi.index(last_stage),
-                    zero_lo,
-                    zero_hi,
-                    HAS_V_HI,
-                )
-                mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))
-                turn += 1
-                scores = warpgroup_mma_wait(V_PARTS, deps=[scores])
-                mbarrier.arrive(k_empty.index(stage))
-                next_top = gl.maximum(top, _row_max(scores) * factor_n - 8.0)
-                weights = gl.exp2(scores * factor_n - next_top[:, None])
-                next_decay = gl.exp2(top - next_top)
-                total = total * next_decay + _row_sum(weights)
-                next_decay *= v_scale / next_v_scale
-                top = next_top
-                v_scale = next_v_scale
+            for n in range(count - 2, -1, -1):
                 step += 1
-                # Here, not where it is needed: the compiler would move the wait for v
-                # in front of the softmax, but not across a branch.
-                has_next = n + 1 < count
-                mbarrier.wait(
-                    k_full.index(step % STAGES), (step // STAGES) & 1, pred=has_next
+                state = _attend_to_block(
+                    q_lo, q_hi, rings, scales, state, step, n, None, QK_HI, V_HI
                 )
-                mbarrier.wait(turns.index(GROUP), (turn & 1) ^ IS_FIRST, pred=has_next)
-                if HAS_V_HI:
-                    part_lo, part_hi = warpgroup_mma_wait(0, deps=[part_lo, part_hi])
-                    acc_hi = _scaled(acc_hi, decay) + part_hi
-                else:
-                    part_lo = warpgroup_mma_wait(0, deps=[part_lo])
-                acc_lo = _scaled(acc_lo, decay) + part_lo
-                decay = next_decay
-                mbarrier.arrive(v_empty.index(last_stage))
-
+            step += 1
+            _, v_scale, acc_lo, acc_hi, total = state
             mbarrier.arrive(q_empty.index(0))
             done += 1
-            operand = _as_operand(weights, operand_layout)
-            mbarrier.wait(v_full.index(stage), phase)
-            part_lo, part_hi = _weight(
-                operand,
-                v_lo.index(stage),
-                v_hi.index(stage),
-                zero_lo,
-                zero_hi,
-                HAS_V_HI,
+            # Its columns are all the same.
+            total = gl.convert_layout(
+                gl.max(total, axis=1), row_layout, assert_trivial=True
             )
             base = out_ptr + start.to(gl.int64) * (H * D)
             norm = v_scale / total
-            if HAS_V_HI:
-                part_lo, part_hi = warpgroup_mma_wait(0, deps=[part_lo, part_hi])
-                mbarrier.arrive(v_empty.index(stage))
-                acc_hi = _scaled(_scaled(acc_hi, decay) + part_hi, norm)
-                _store(base, acc_hi, row, length, head, V_LO, H, D)
-            else:
-                part_lo = warpgroup_mma_wait(0, deps=[part_lo])
-                mbarrier.arrive(v_empty.index(stage))
-            acc_lo = _scaled(_scaled(acc_lo, decay) + part_lo, norm)
-            _store(base, acc_lo, row, length, head, 0, H, D)
+            _store(base, _scaled(acc_lo, norm), row, length, head, 0, H, D)
+            if V_HI > 0:
+                _store(base, _scaled(acc_hi, norm), row, length, head, V_LO, H, D)
 
 
 @gluon.jit
@@ -450,6 +502,8 @@ def _hopper_fp8_kernel(
     """
     QK_LO: gl.constexpr = k_lo_desc.block_shape[2]
     V_LO: gl.constexpr = v_lo_desc.block_shape[1]
+    # As many as make a power of two.
+    ONES: gl.constexpr = V_HI if V_HI > 0 else 8
     _zero_padding(cu_ptr, out_ptr, num_seqs, num_tokens, H * D)
     q_lo = _allocate(GROUPS, 64, QK_LO)
     k_lo = _allocate(STAGES, BLOCK_N, QK_LO)
@@ -457,15 +511,20 @@ def _hopper_fp8_kernel(
     # A second part that does not exist is not touched: the first one stands for it.
     q_hi = _allocate(GROUPS, 64, QK_HI) if QK_HI > 0 else q_lo
     k_hi = _allocate(STAGES, BLOCK_N, QK_HI) if QK_HI > 0 else k_lo
-    v_hi = _allocate(STAGES, V_HI, BLOCK_N) if V_HI > 0 else v_lo
+    v_hi = _allocate(STAGES, V_HI + ONES, BLOCK_N)
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [1, 32], [gl.num_warps(), 1], [1, 0]
+    )
+    # As bits: of two equal numbers converted to e4m3 at once, ptxas 12.8 loses one.
+    ones = gl.full([ONES, BLOCK_N], 0x38, gl.uint8, layout)
+    for i in gl.static_range(STAGES):
+        v_hi.index(i).slice(V_HI, ONES, 0).store(ones.to(gl.float8e4nv, bitcast=True))
+    fence_async_shared()
     barriers = (
         _make_barriers(GROUPS, 1),
         _make_barriers(1, GROUPS),
         _make_barriers(STAGES, 1),
         _make_barriers(STAGES, GROUPS),
-        _make_barriers(STAGES, 1),
-        _make_barriers(STAGES, GROUPS),
-        _make_barriers(GROUPS, 1),
     )
     tiles = (q_lo, q_hi, k_lo, k_hi, v_lo, v_hi)
     descs = (q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc)
@@ -476,10 +535,11 @@ def _hopper_fp8_kernel(
         [
             (_attend, (0, tensors, H, H_RATIO, D, QK_HI, V_HI)),
             (_attend, (1, tensors, H, H_RATIO, D, QK_HI, V_HI)),
+            (_attend, (2, tensors, H, H_RATIO, D, QK_HI, V_HI)),
             (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
         ],
-        [4, 1],
-        [REGISTERS, 24],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
     )
 
 

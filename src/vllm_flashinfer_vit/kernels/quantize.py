@@ -8,8 +8,10 @@ that it sums over.
 
 Numerics: q and k are turned in fp32 and rounded to the input's dtype, bit for bit as
 `kernels/rope.py` does, then multiplied by the reciprocal of their scale and rounded to
-nearest even. Values beyond the range saturate; NaN and Inf become NaN. The bits equal
-those of `reference/quantize.py`.
+nearest even. q and k end at 28 = 448 / 16, as if their scales were 16 times as large;
+what that loses is 1800 times smaller than the largest value of its block. Values beyond
+the range saturate; NaN and Inf become NaN. The bits equal those of
+`reference/quantize.py`.
 """
 
 from typing import NamedTuple
@@ -20,6 +22,7 @@ import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._quantize import (
     BLOCK,
+    E4M3_MAX,
     absmax_tiles,
     angle_strides,
     block_scale,
@@ -52,10 +55,14 @@ _GROUP = 8
 # of 128 registers take 163 us. Above D=80 the cap would cost spills.
 _NUM_WARPS = 16
 _MAXNREG = 64
+# The largest q and k: 28 * 28 * 83 fits fp16, where the Hopper kernel has its scores.
+_QK_MAX = tl.constexpr(28.0)
 
 
 class QuantizedQKV(NamedTuple):
     """q, k and v in e4m3, `x ~ x8 * scale`, in blocks of 128 tokens of a sequence.
+
+    No element of q and k is above 28, none of v above 448.
 
     Sequence n starts at block `cu_seqlens[n] // 128 + n`; NB = T // 128 + N blocks are
     enough for every batch, and Tp = 128 * NB. Blocks of no sequence are not written.
@@ -192,9 +199,13 @@ def _quantize_blocks_kernel(
             pairs = load_pairs(head, stride_t, rows, items, D, TURNED, UNIT, HI)
             lo, hi = turn_pairs(pairs, angles, items, D, TURNED, UNIT, HI)
             if HAS_SCALES:
-                scale = tl.load(scales_ptr + tl.where(is_q, 0, 1))
+                scale = tl.load(scales_ptr + tl.where(is_q, 0, 1)) * (
+                    E4M3_MAX / _QK_MAX
+                )
+                lo = _clip(lo, _QK_MAX * scale)
+                hi = _clip(hi, _QK_MAX * scale)
             else:
-                scale = block_scale(absmax_tiles(lo, hi, HI > 0))
+                scale = block_scale(absmax_tiles(lo, hi, HI > 0), _QK_MAX)
             at = pid_h * num_blocks + pid_b
             tl.store(scale_base + at, scale)
             out = out_base + at * (BLOCK * D_QK)
@@ -222,7 +233,7 @@ def _quantize_blocks_kernel(
         if HAS_SCALES:
             scale = tl.load(scales_ptr + 2)
         else:
-            scale = block_scale(absmax_tiles(v_lo, v_hi, V_HI_PAD > 0))
+            scale = block_scale(absmax_tiles(v_lo, v_hi, V_HI_PAD > 0), E4M3_MAX)
         tl.store(v_scale_ptr + pid_h * num_blocks + pid_b, scale)
         inverse = tl.div_rn(1.0, scale)
         out = v_out_ptr + pid_h * D_V * num_rows + pid_b.to(tl.int64) * BLOCK
@@ -231,6 +242,12 @@ def _quantize_blocks_kernel(
         if V_HI_PAD > 0:
             v_hi = to_e4m3(v_hi, inverse)
             _store_transposed(out, num_rows, offs_n, V_LO, D_V - V_LO, V_HI_PAD, v_hi)
+
+
+@triton.jit
+def _clip(x, limit):
+    x = tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -289,8 +306,9 @@ def quantize_blocks(
 ) -> QuantizedQKV:
     """Turn q and k, and quantise q, k and v in blocks of 128 tokens of a sequence.
 
-    A block's scale is the largest finite absolute value of its rows over 448, 1 for a
-    block without one: what lies in another block or behind the end has no part in it.
+    A block's scale is the largest finite absolute value of its rows over 28 for q and k
+    and over 448 for v, 1 for a block without one: what lies in another block or behind
+    the end has no part in it.
 
     Args:
         q: `[T, H, D]` fp32, fp16 or bf16, D a multiple of 8 from 32 to 128, D-stride
@@ -307,7 +325,8 @@ def quantize_blocks(
         scales: `[3]` fp32 on the device, for q, k and v, or None for block scales.
 
     Returns:
-        Fresh tensors; see `QuantizedQKV`. Given scales fill the scale tensors.
+        Fresh tensors; see `QuantizedQKV`. Given scales fill the scale tensors,
+        16 times as large for q and k; what is beyond 448 of them saturates.
 
     Raises:
         ValueError: A tensor breaks a demand above.

@@ -10,6 +10,7 @@ from vllm_flashinfer_vit.kernels.quantize import BLOCK, QuantizedQKV
 from vllm_flashinfer_vit.reference.rope import rope_ref
 
 _E4M3_MAX = 448.0
+_QK_MAX = 28.0
 _FP32_TINY = 2.0**-126
 
 
@@ -43,7 +44,8 @@ def quantize_blocks_ref(
     num_blocks = num_tokens // BLOCK + len(offsets) - 1
     outs, out_scales = [], []
     for i, x in enumerate((q, k, v)):
-        given = None if scales is None else scales[i]
+        largest = _E4M3_MAX if i == 2 else _QK_MAX
+        given = None if scales is None else scales[i] * (_E4M3_MAX / largest)
         x8 = torch.zeros(
             (x.shape[1], num_blocks, BLOCK, head_dim),
             dtype=torch.float8_e4m3fn,
@@ -54,10 +56,11 @@ def quantize_blocks_ref(
             block = start // BLOCK + n
             for first in range(start, end, BLOCK):
                 rows = x[first : min(first + BLOCK, end)].transpose(0, 1)  # [H, L, D]
-                scale = block_scale_ref(rows) if given is None else given
+                amax = finite_absmax(rows.flatten(1))
+                scale = scale_of(amax, largest) if given is None else given
                 x_scale[:, block] = scale
                 inverse = (1 / x_scale[:, block])[:, None, None]
-                x8[:, block, : rows.shape[1]] = to_e4m3_ref(rows, inverse)
+                x8[:, block, : rows.shape[1]] = to_e4m3_ref(rows, inverse, largest)
                 block += 1
         outs.append(x8.flatten(1, 2))
         out_scales.append(x_scale)
@@ -106,21 +109,18 @@ def quantize_rows_ref(
     return outs[0], outs[1], outs[2]
 
 
-def block_scale_ref(rows: torch.Tensor) -> torch.Tensor:
-    """Return the scale `[H]` fp32 of a block `[H, L, D]`."""
-    return scale_of(finite_absmax(rows.flatten(1)))
-
-
-def scale_of(amax: torch.Tensor) -> torch.Tensor:
-    """Return the scale of each largest absolute value, 1 for 0."""
+def scale_of(amax: torch.Tensor, largest: float = _E4M3_MAX) -> torch.Tensor:
+    """Return the scales that take largest absolute values to `largest`, 1 for 0."""
     # By a tensor: for a number PyTorch multiplies by its reciprocal on a GPU.
-    scale = (amax / torch.full_like(amax, _E4M3_MAX)).clamp_min(_FP32_TINY)
+    scale = (amax / torch.full_like(amax, largest)).clamp_min(_FP32_TINY)
     return torch.where(amax > 0, scale, 1.0)
 
 
-def to_e4m3_ref(x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+def to_e4m3_ref(
+    x: torch.Tensor, inverse: torch.Tensor, largest: float = _E4M3_MAX
+) -> torch.Tensor:
     """Return x times the reciprocal of its scale, saturated; NaN for NaN and Inf."""
-    scaled = (x.float() * inverse).clamp(-_E4M3_MAX, _E4M3_MAX)
+    scaled = (x.float() * inverse).clamp(-largest, largest)
     return torch.where(x.isfinite(), scaled, float("nan")).to(torch.float8_e4m3fn)
 
 
