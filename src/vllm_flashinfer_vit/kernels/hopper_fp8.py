@@ -44,7 +44,7 @@ from vllm_flashinfer_vit.kernels.quantize import BLOCK, QuantizedQKV, check_bloc
 _LOG2_E = 1.4426950408889634
 _GROUPS = 3
 _BLOCK_M = 64 * _GROUPS
-_STAGES = 4
+_STAGES = 3
 # Of 65536 per multiprocessor; the loading warp has 24.
 _REGISTERS = 160
 # Of 8 pairs of exponentials, those that are polynomials.
