@@ -78,6 +78,7 @@ COLUMNS = (
     "kernels",
     "compiled_modules",
     "start_s",
+    "peak_memory_mib",
     *ENVIRONMENT_COLUMNS,
 )
 ANSWER_TOKENS = 8
@@ -180,6 +181,11 @@ def embed_without_attention(model: torch.nn.Module) -> torch.Tensor:
             hook.remove()
 
 
+def peak_memory_mib(_: torch.nn.Module) -> int:
+    """Return the most memory that this process has held on its GPU, pools included."""
+    return torch.cuda.max_memory_reserved() >> 20
+
+
 def run_engine(job: Job, folder: Path) -> None:
     """Start one engine, ask it everything, and leave a JSON and a safetensors file."""
     from vllm import LLM, SamplingParams
@@ -224,6 +230,7 @@ def run_engine(job: Job, folder: Path) -> None:
             traceback.print_exc()
         else:
             facts[f"answered_{kind}"] = int(len(answer.token_ids) == ANSWER_TOKENS)
+    facts["peak_memory_mib"] = max(llm.apply_model(peak_memory_mib))
     (folder / f"{job.stem}.json").write_text(json.dumps(facts))
 
 
