@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +36,12 @@ class Job:
 
 
 def start(
-    script: str, job: Job, arguments: Sequence[str], folder: Path, timeout_s: float
+    script: str,
+    job: Job,
+    arguments: Sequence[str],
+    folder: Path,
+    timeout_s: float,
+    variables: Mapping[str, str] | None = None,
 ) -> None:
     """Run `script --one JOB ARGUMENTS... FOLDER` with an engine's environment.
 
@@ -46,6 +51,7 @@ def start(
         arguments: Handed on as they are.
         folder: Where the process leaves its log, and whatever else it writes.
         timeout_s: Seconds the process may take.
+        variables: Environment variables to set for it.
 
     Raises:
         RuntimeError: The process failed; the message is the last error in its log.
@@ -59,6 +65,7 @@ def start(
         "HF_HUB_OFFLINE": "1",
         **os.environ,
         "VLLM_PLUGINS": ENTRY_POINT if job.provider == "plugin" else "",
+        **(variables or {}),
     }
     log = folder / f"{job.stem}.log"
     one = ["--one", json.dumps(asdict(job)), *arguments, str(folder)]

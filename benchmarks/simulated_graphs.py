@@ -2,7 +2,8 @@
 """vLLM's manager of encoder CUDA graphs on a machine without a GPU.
 
 A simulated graph runs the captured forward again, on the very buffers that a real one
-would read and write: what a replay leaves in them shows as it does on a GPU.
+would read and write: what a replay leaves in them shows as it does on a GPU. What the
+host read at capture, bounds of the sequence lengths, stays what it was then.
 """
 
 import functools
@@ -73,15 +74,22 @@ def _graph_sets(manager: Any) -> dict[str, dict[Any, Any]]:
 
 
 def _forward(model: Any, meta: Any, path: str) -> Callable[[], None]:
+    before_0_23 = hasattr(meta, "metadata_buffers")
+    buffers = meta.metadata_buffers if before_0_23 else meta.input_buffers
+    # Those without a dimension are on the host on a GPU machine, too.
+    captured = {
+        key: buffer if buffer is None or buffer.dim() else buffer.clone()
+        for key, buffer in buffers.items()
+    }
+
     def run() -> None:
-        if hasattr(meta, "metadata_buffers"):
+        if before_0_23:
             pixels = {"pixel_values": meta.input_buffer, "image_grid_thw": []}
-            output = model.encoder_cudagraph_forward(pixels, meta.metadata_buffers)
+            output = model.encoder_cudagraph_forward(pixels, {**captured})
         elif path:
-            values = {**meta.input_buffers}
-            output = model.encoder_cudagraph_forward(values, path=path)
+            output = model.encoder_cudagraph_forward({**captured}, path=path)
         else:
-            output = model.encoder_cudagraph_forward({**meta.input_buffers})
+            output = model.encoder_cudagraph_forward({**captured})
         meta.output_buffer.copy_(output)
 
     return run
