@@ -141,6 +141,18 @@ def test_fp8_of_scores_far_from_zero(attention):
     assert relative_error(attention(quantized, *args), expected) < TOLERANCE
 
 
+def test_fp8_of_scores_beyond_fp16(attention):
+    """Four tokens are a thousand times as large: their scores reach 10^7."""
+    case = Case("one", (600,))
+    qkv = make_qkv(case, 1, 72, torch.float32, device=DEVICE)
+    for x in qkv:
+        x[[5, 77, 300, 599]] *= 1000
+    quantized = quantize_blocks(*qkv, case.cu_seqlens(DEVICE))
+    args = case.cu_seqlens(DEVICE), case.rows, 600, 72**-0.5, 72, torch.bfloat16
+    expected = attention_fp8_ref(quantized, *args[:-1], torch.float32)
+    assert relative_error(attention(quantized, *args), expected) < TOLERANCE
+
+
 def test_fp8_rejects_what_it_cannot_do(attention):
     case = Case("8", (8,))
     _, quantized = _quantized(case, 1, 64)

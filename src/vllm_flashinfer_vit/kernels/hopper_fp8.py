@@ -14,12 +14,13 @@ The tensor cores sum the rows: more columns of v, of ones, which share the instr
 of the last columns, since a product with 8 or 16 columns takes as long as one with 32.
 
 Numerics: scores are rounded to fp16, an eighth of the error that q and k bring from
-e4m3, and those above 45000 count as equal; weights are scaled by 2^8, which the sum of
-the row takes out again, and rounded to e4m3; all else is fp32 and the output is rounded
-once. The tensor cores keep some 14 bits of a sum of e4m3 products, so each block's sum
-over v starts from 0 and is added in fp32: in one long sum the terms of a v with a mean
-would be lost. That sum is kept in units of the current block's v scale, which costs
-nothing: the softmax rescales it anyway. A row's bits depend on its sequence alone.
+e4m3; a row's largest is taken off before they are scaled, so that no size of scores is
+too large for fp16. Weights are scaled by 2^8, which the sum of the row takes out again,
+and rounded to e4m3; all else is fp32 and the output is rounded once. The tensor cores
+keep some 14 bits of a sum of e4m3 products, so each block's sum over v starts from 0
+and is added in fp32: in one long sum the terms of a v with a mean would be lost. That
+sum is kept in units of the current block's v scale, which costs nothing: the softmax
+rescales it anyway. A row's bits depend on its sequence alone.
 """
 
 import functools
@@ -61,10 +62,11 @@ _MAX = gl.constexpr("max.NaN.f16x2 $0, $1, $2;")
 def _weigh_asm(polynomials: int) -> str:
     """Return PTX for 16 weights in e4m3: 4 registers from 8 of each operand.
 
-    A weight is 2^x, x = score * factor + offset, as an instruction gives it or, for the
-    last pairs, from x = n + r with |r| <= 1/2: the sum of x and 1536 holds n in its low
-    bits, a polynomial of second degree gives 2^r to 0.2 %, and n is added to the
-    exponent (Cody and Waite, 1980). Below -14 the result is 0 in e4m3 either way.
+    A weight is 2^x, x = (score - best) * factor + offset, which is at most 8. It is
+    what an instruction gives or, for the last pairs, made from x = n + r with
+    |r| <= 1/2: the sum of x and 1536 holds n in its low bits, a polynomial of second
+    degree gives 2^r to 0.2 %, and n is added to the exponent (Cody and Waite, 1980).
+    Below -14 the result is 0 in e4m3 either way.
     """
     lines = [".reg .b32 x, n, c1, c0, least, magic;", ".reg .b32 h<8>;"]
     lines += [".reg .b16 lo, hi;"]
@@ -72,7 +74,8 @@ def _weigh_asm(polynomials: int) -> str:
         lines += [f"mov.b32 least, {_pair(-14.0)};", f"mov.b32 magic, {_pair(1536.0)};"]
         lines += [f"mov.b32 c1, {_pair(_C1)};", f"mov.b32 c0, {_pair(_C0)};"]
     for i in range(8):
-        lines += [f"fma.rn.f16x2 x, ${4 + i}, ${12 + i}, ${20 + i};"]
+        lines += [f"sub.rn.f16x2 x, ${4 + i}, ${12 + i};"]
+        lines += [f"fma.rn.f16x2 x, x, ${20 + i}, ${28 + i};"]
         if i < 8 - polynomials:
             lines += [f"ex2.approx.f16x2 h{i}, x;"]
             continue
@@ -104,7 +107,7 @@ def _pair(value: float) -> str:
 
 
 _WEIGH = gl.constexpr(_weigh_asm(_POLYNOMIALS))
-_WEIGH_REGISTERS = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 24))
+_WEIGH_REGISTERS = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 32))
 
 
 @gluon.jit
@@ -224,19 +227,20 @@ def _row_max(x):
 
 
 @gluon.jit
-def _weigh(scores, factor, offset, layout: gl.constexpr):
+def _weigh(scores, best, factor, offset, layout: gl.constexpr):
     """Return the weights as a left operand: no value leaves its thread."""
     M: gl.constexpr = scores.shape[0]
     N: gl.constexpr = scores.shape[1]
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     scores = scores.reshape([M, N // 32, 2, 2, 4, 2]).permute([0, 1, 2, 4, 3, 5])
     scores = gl.convert_layout(scores.reshape([M, N]), layout, assert_trivial=True)
+    best = gl.convert_layout(best, rows, assert_trivial=True)[:, None]
     factor = gl.convert_layout(factor, rows, assert_trivial=True)[:, None]
     offset = gl.convert_layout(offset, rows, assert_trivial=True)[:, None]
     return gl.inline_asm_elementwise(
         _WEIGH,
         _WEIGH_REGISTERS,
-        [scores, factor, offset],
+        [scores, best, factor, offset],
         gl.float8e4nv,
         is_pure=True,
         pack=16,
@@ -323,13 +327,14 @@ def _attend_to_block(
         is_key = offs_n < length - n * BLOCK_N
         scores = gl.where(is_key[None, :], scores, float("-inf"))
     # 2^8 times the weights, and so their sum: both cancel.
-    next_top = _row_max(scores) * factor.to(gl.float32) - 8.0
-    next_top = _larger(_larger(top, next_top), -_FP16_MAX)
-    next_top = gl.minimum(next_top, _FP16_MAX, propagate_nan=_PROPAGATE_NAN)
-    # Rounded for the weights, and as it is rounded for the decay.
-    offset = (-next_top).to(gl.float16)
-    next_top = -offset.to(gl.float32)
-    weights = _weigh(scores, factor, offset, operand_layout)
+    best = _row_max(scores)
+    best_weight = best * factor.to(gl.float32)
+    next_top = _larger(top, best_weight - 8.0)
+    # Both may be large, and lose their last bits.
+    offset = gl.minimum(best_weight - next_top, 8.0, propagate_nan=_PROPAGATE_NAN)
+    weights = _weigh(
+        scores, best.to(gl.float16), factor, offset.to(gl.float16), operand_layout
+    )
     part_lo = _start(weights, v_lo.index(stage))
     part_hi = _start(weights, v_hi.index(stage))
     decay = gl.exp2(top - next_top)
