@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks hold half of the heads and of the MLP each, and agree with one rank."""
+"""Two ranks hold half of the heads and of the MLP each, and agree with one rank.
+
+So do they in encoder CUDA graphs, which are simulated.
+"""
 
 import subprocess
 import sys
@@ -44,7 +47,8 @@ VISION = {
     },
 }
 
-# One rank: arguments are the checkpoint, the shared folder, the rank and the family.
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+# One rank: arguments are the checkpoint, the shared folder, the rank and `BENCHMARKS`.
 RANK = """
 import sys
 from pathlib import Path
@@ -56,10 +60,12 @@ use_cpu_platform(force=True)
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
+checkpoint, shared, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+sys.path.insert(0, sys.argv[4])
+from simulated_graphs import build_manager, capture, simulated_graphs
 from vllm_flashinfer_vit import patches
 from vllm_flashinfer_vit.tower import build_tower, resolve_spec
 
-checkpoint, shared, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 store = torch.distributed.FileStore(str(shared / "store"), 2)
 torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -72,10 +78,19 @@ spec = resolve_spec(checkpoint)
 tower = build_tower(spec, backend="FLASHINFER", dtype=torch.float32, device="cpu")
 pixels, grids = torch.load(shared / "input.pt")
 out = tower.encode(pixels, grids)
+with simulated_graphs():
+    manager = build_manager(
+        tower, max_tokens=160, budgets=(16, 128), max_items=8, frames_per_video=4
+    )
+    capture(manager, tower)
+    with tower.running():
+        video = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor(grids)}
+        replayed = torch.cat(manager.execute(video))
+assert manager.graph_hits == len(grids) and not manager.graph_misses
 names = [p.name for p in patches.all_patches() if p.applied]
 widths = {tuple(p.shape) for n, p in tower.visual.named_parameters() if ".mlp." in n}
 if rank == 0:
-    torch.save((out, names, widths), shared / "output.pt")
+    torch.save((out, replayed, names, widths), shared / "output.pt")
 torch.distributed.barrier()
 """
 
@@ -118,7 +133,7 @@ def test_two_ranks_agree_with_one(family: str, tmp_path: Path) -> None:
     torch.save((pixels, GRIDS), tmp_path / "input.pt")
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(checkpoint), str(tmp_path), str(rank)],
+            [sys.executable, "-c", RANK, checkpoint, tmp_path, str(rank), BENCHMARKS],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -127,10 +142,11 @@ def test_two_ranks_agree_with_one(family: str, tmp_path: Path) -> None:
     ]
     logs = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], logs
-    out, applied, widths = torch.load(tmp_path / "output.pt")
+    out, replayed, applied, widths = torch.load(tmp_path / "output.pt")
     stock = build_tower(spec, backend="TORCH_SDPA", dtype=torch.float32, device="cpu")
     expected = stock.encode(pixels, GRIDS)
-    assert (out - expected).norm() / expected.norm() < 1e-5
+    for found in (out, replayed):
+        assert (found - expected).norm() / expected.norm() < 1e-5
     if family != "qwen2_vl":
         assert f"{family}-aligned-mlp" in applied
         assert (64, 64) in widths  # down_proj or linear_fc2, from 54 columns
