@@ -7,6 +7,7 @@ layer are zero, and the padded inputs of the next one meet zero weights.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,12 +48,30 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
         self.size = size
         self.parts = parts
 
+    def reserve(self, layer: torch.nn.Module) -> None:
+        """Give the padding its room behind the parameters of a layer just built.
+
+        Tensors that replaced them after loading would leave gaps behind, each too small
+        for the next block's.
+        """
+        for parameter in self._padded(layer):
+            stock = parameter.data
+            room = stock.new_empty(math.prod(self._padded_shape(stock)))
+            parameter.data = room[: stock.numel()].view(stock.shape)
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pad the layer's parameters, then do what every unquantized layer does."""
-        for parameter in layer.parameters(recurse=False):
-            if parameter.dim() > self.dim:
-                self._align(parameter)
+        for parameter in self._padded(layer):
+            self._align(parameter)
         super().process_weights_after_loading(layer)
+
+    def _padded(self, layer: torch.nn.Module) -> list[Any]:
+        return [p for p in layer.parameters(recurse=False) if p.dim() > self.dim]
+
+    def _padded_shape(self, stock: torch.Tensor) -> list[int]:
+        shape = list(stock.shape)
+        shape[self.dim] = self.parts * aligned_size(self.size)
+        return shape
 
     def pad(self, stock: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a copy of a parameter with zeros behind each part.
@@ -80,7 +99,11 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
     def _align(self, parameter: Any) -> None:
         # vLLM's reload leaves a bias in place, which is padded and has its loader.
         if parameter.shape[self.dim] == self.parts * self.size:
-            parameter.data = self.pad(parameter.data)
+            padded = self.pad(parameter.data)
+            room = parameter.data.untyped_storage()
+            if room.nbytes() == padded.untyped_storage().nbytes():
+                padded = padded.new_empty(0).set_(room).view(padded.shape).copy_(padded)
+            parameter.data = padded
         if not hasattr(parameter, "stock_weight_loader"):
             parameter.stock_weight_loader = parameter.weight_loader
             parameter.weight_loader = self._into_padded(parameter.weight_loader)

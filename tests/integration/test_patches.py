@@ -224,6 +224,18 @@ class TestAlignedMlp:
         added = sum(p.numel() for p in built.parameters() if p.dim() == 2) - before
         assert f"{added * 4 / 2**20:.2f} MiB more in each block" in log[-1]
 
+    def test_padding_has_its_room_from_the_start(self) -> None:
+        built = build_mlp(build())
+        weights = [built.gate_up_proj.weight, built.down_proj.weight]
+        before = [weight.data_ptr() for weight in weights]
+        stock = [weight.data.normal_().clone() for weight in weights]
+        for linear in (built.gate_up_proj, built.down_proj):
+            linear.quant_method.process_weights_after_loading(linear)
+            method, weight = linear.quant_method, linear.weight.data
+            assert torch.equal(method.unpad(weight), stock.pop(0))
+            assert torch.equal(method.pad(method.unpad(weight)), weight)
+        assert [weight.data_ptr() for weight in weights] == before
+
     def test_later_load(self) -> None:
         changed, fresh = build(seed=0), build(seed=1)
         before = {

@@ -61,6 +61,8 @@ def _align(first: Any, second: Any, parts: int) -> None:
         return
     first.quant_method = AlignedLinearMethod(0, size, parts)
     second.quant_method = AlignedLinearMethod(1, size)
+    for linear in (first, second):
+        linear.quant_method.reserve(linear)
     values = added * (parts * first.weight.shape[1] + second.weight.shape[0])
     _say_once(
         "The vision tower's MLPs get rows of %d values instead of %d, which takes "
