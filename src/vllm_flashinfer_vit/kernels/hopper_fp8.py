@@ -10,8 +10,8 @@ The instructions around the products are what takes the time (FlashAttention-4,
 arXiv:2603.05451, says so of Blackwell), so scores and weights are pairs of fp16: q and
 k are quantised such that no score overflows. Some of the exponentials are polynomials,
 since the multiprocessor has a quarter as many units for exponentials as for products.
-The tensor cores sum the rows: more columns of v, of ones, which share the instruction
-of the last columns, since a product with 8 or 16 columns takes as long as one with 32.
+The tensor cores sum the rows: more columns of v, of ones, which share an instruction
+with the last ones, since a small product of their own takes longer.
 
 Numerics: scores are rounded to fp16, an eighth of the error that q and k bring from
 e4m3; a row's largest is taken off before they are scaled, so that no size of scores is
