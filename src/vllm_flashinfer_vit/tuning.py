@@ -432,7 +432,8 @@ def derive_classes(measurements: Sequence[Measurement]) -> tuple[Class, ...]:
     """Choose the fewest classes whose kernel is nowhere noticeably slower than another.
 
     Kernels are compared at each measured length by the geometric mean over the numbers
-    of sequences. A length between two measured ones takes the longer one's kernel.
+    of sequences; those of FP8, which cost precision, by the number that suits them
+    least. A length between two measured ones takes the longer one's kernel.
 
     Args:
         measurements: Of one dtype and head dim.
@@ -480,15 +481,17 @@ def _means_by_length(
     for longest, group in groupby(ordered, key=lambda m: m.longest):
         rows = [m.us for m in group]
         ran = [name for name in rows[0] if all(name in row for row in rows)]
-        if ran:
-            yield (
-                longest,
-                {
-                    cast(KernelName, name): _HANDICAPS.get(name, 1.0)
-                    * statistics.geometric_mean(row[name] for row in rows)
-                    for name in ran
-                },
-            )
+        means = {
+            cast(KernelName, name): _HANDICAPS.get(name, 1.0)
+            * statistics.geometric_mean(row[name] for row in rows)
+            for name in ran
+        }
+        others = means.keys() - FP8_KERNELS
+        for name in means.keys() & FP8_KERNELS if others else ():
+            worst = max(row[name] / min(row[o] for o in others) for row in rows)
+            means[name] = max(means[name], worst * min(means[o] for o in others))
+        if means:
+            yield longest, means
 
 
 class _Batch(NamedTuple):

@@ -126,6 +126,15 @@ def test_counts_weigh_alike_by_their_ratios() -> None:
     assert derive_classes(few + many) == (Class(None, "reference"),)
 
 
+@pytest.mark.parametrize(
+    ("alone", "kernel"), [(9, "hopper_fp8"), (10.1, "flash_attn"), (12, "flash_attn")]
+)
+def test_fp8_must_pay_for_every_count(alone: float, kernel: str) -> None:
+    few = rows({64: {"hopper_fp8": alone, "flash_attn": 10, "triton": 11}}, 1)
+    many = rows({64: {"hopper_fp8": 60, "flash_attn": 110, "triton": 100}}, 16)
+    assert derive_classes(few + many) == (Class(None, kernel),)
+
+
 def test_a_kernel_must_have_run_every_batch_of_a_length() -> None:
     few = rows({64: {"reference": 1, "flash_attn": 3}}, 1)
     many = rows({64: {"flash_attn": 3}}, 4)
