@@ -202,8 +202,9 @@ def _quantize_blocks_kernel(
                 scale = tl.load(scales_ptr + tl.where(is_q, 0, 1)) * (
                     E4M3_MAX / _QK_MAX
                 )
-                lo = _clip(lo, _QK_MAX * scale)
-                hi = _clip(hi, _QK_MAX * scale)
+                # In this order: Triton 3.8's interpreter makes no tensor of the other.
+                lo = _clip(lo, scale * _QK_MAX)
+                hi = _clip(hi, scale * _QK_MAX)
             else:
                 scale = block_scale(absmax_tiles(lo, hi, HI > 0), _QK_MAX)
             at = pid_h * num_blocks + pid_b
