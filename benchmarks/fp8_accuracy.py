@@ -525,9 +525,10 @@ Inputs of the attention, one sequence, rounded to bf16; q and k count as rotated
 
 {inputs}
 
-e4m3 keeps three bits of mantissa over fifteen binades. A scale that is a hundred times
-too large costs next to nothing; one that is too small cuts the largest values off, and
-upstream's is, wherever the largest value is negative.
+e4m3 keeps three bits of mantissa over fifteen binades, of which q and k use eleven, up
+to 28. A scale that is a few times too large costs next to nothing; one that is too
+small cuts the largest values off, and upstream's is, wherever the largest value is
+negative.
 """
 
 _NAN_TEXT = """\
