@@ -45,6 +45,7 @@ CLASSES: Mapping[str, re.Pattern[str]] = {
 OTHER = "other element-wise"
 CONTENDERS = (
     ("stock-flash_attn", "eager"),
+    ("stock-flash_attn", "fused"),
     ("stock-flash_attn", "compiled"),
     ("plugin", "eager"),
 )
@@ -80,12 +81,19 @@ def measure(
     contenders: Sequence[tuple[str, str]],
     depth: int | None,
 ) -> None:
-    """Profile one model's towers on a case, one after another."""
+    """Build one model's towers side by side, and profile them one after another."""
     grids = {**CASES, **SMOKE_CASES}[case]
+    remotes = {}
     for provider, blocks in contenders:
-        remote = Remote(Contender.of(provider, "bf16", blocks), model, depth)
-        with failures.noted(f"{model} {case} {provider} {blocks}"):
+        contender = Contender.of(provider, "bf16", blocks)
+        remotes[provider, blocks] = Remote(contender, model, depth)
+    ready = {}
+    for names, remote in remotes.items():
+        with failures.noted(" ".join((model, case, *names))):
             remote.wait()
+            ready[names] = remote
+    for (provider, blocks), remote in ready.items():
+        with failures.noted(f"{model} {case} {provider} {blocks}"):
             remote.call("load", grids, None)
             kernels = remote.call("kernel_times", _CALLS)
             for name, (time_ms, count) in class_times(kernels).items():
@@ -106,6 +114,7 @@ def measure(
                 :12
             ]:
                 print(f"  {time_ms:9.4f} ms  {class_of(name):<18} {name[:80]}")
+    for remote in remotes.values():
         remote.close()
 
 
