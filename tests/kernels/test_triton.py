@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +85,17 @@ def test_a_tensor_that_is_not_aligned_goes_to_triton() -> None:
         launch(x[:8], tensor)
     ways = [call[0] for call in kernel.calls]
     assert ways == ["triton", "triton", "triton", "compiled"]
+
+
+@pytest.mark.usefixtures("device")
+def test_descriptors_and_nothing_are_handed_on() -> None:
+    kernel = FakeKernel()
+    launch = Launch(kernel, 1, 5, 0.5, **CONSTANTS)
+    desc = SimpleNamespace(base=torch.zeros(9)[1:])
+    launch(desc, None)
+    launch(desc, None)
+    assert [call[0] for call in kernel.calls] == ["triton", "compiled"]
+    assert kernel.calls[1][2] is desc and kernel.calls[1][3] is None
 
 
 def test_each_device_has_its_own_variant(device: Callable[[int], None]) -> None:

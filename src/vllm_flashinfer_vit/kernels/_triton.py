@@ -22,9 +22,9 @@ class Launch:
     """The launch of a kernel, in which all but the memory of its tensors is settled.
 
     For every launch Triton inspects all arguments to find the compiled variant, which
-    takes it 30 to 45 us. With the scalars settled a variant depends on the tensors'
-    alignment and the device: the first launch is Triton's own, and those after it run
-    what that one compiled.
+    takes it 30 to 45 us, and more where some are descriptors. With the scalars settled
+    a variant depends on the tensors' alignment and the device: the first launch is
+    Triton's own, and those after it run what that one compiled.
     """
 
     def __init__(
@@ -46,11 +46,17 @@ class Launch:
         self._rest: tuple[Any, ...] = ()
         self._runners: dict[int, Callable[..., None]] = {}
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        """Launch on the current stream; the tensors' dtypes are the same every time."""
+    def __call__(self, *tensors: Any) -> None:
+        """Launch on the current stream; all but the addresses is the same every time.
+
+        Args:
+            *tensors: Tensors, descriptors of tensors for TMA, or None.
+        """
         address_bits = 0
         for tensor in tensors:
-            address_bits |= tensor.data_ptr()
+            # No variant depends on where a descriptor points to.
+            if isinstance(tensor, torch.Tensor):
+                address_bits |= tensor.data_ptr()
         is_aligned = address_bits % 16 == 0
         if is_aligned and self._runners:
             runner = self._runners.get(torch.cuda.current_device())

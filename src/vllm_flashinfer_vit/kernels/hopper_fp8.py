@@ -23,7 +23,7 @@ sum is kept in units of the current block's v scale, which costs nothing: the so
 rescales it anyway. A row's bits depend on its sequence alone.
 """
 
-import functools
+import copy
 import struct
 
 import torch
@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan
 
+from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout
 from vllm_flashinfer_vit.kernels.quantize import BLOCK, QuantizedQKV, check_blocks
 
 _LOG2_E = 1.4426950408889634
@@ -577,8 +578,35 @@ def attention(
             is not above 0.
     """
     q, k, v = quantized.q, quantized.k, quantized.v
-    heads, _, d_qk = q.shape
-    d_v = v.shape[1]
+    shape = (num_tokens, q.shape[0], head_dim)
+    out = torch.empty(shape, dtype=dtype, device=q.device)
+    launch, descs = _plan(q, k, v, cu_seqlens, out, scale, q.device)
+    if num_tokens:
+        launch(
+            *(
+                _point(desc, x)
+                for desc, x in zip(descs, (q, q, k, k, v, v), strict=True)
+            ),
+            quantized.q_scale,
+            quantized.k_scale,
+            quantized.v_scale,
+            cu_seqlens,
+            out,
+        )
+    return out
+
+
+@cached_by_layout
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    device: torch.device,
+) -> tuple[Launch, tuple[TensorDescriptor | None, ...]]:
+    num_tokens, heads, head_dim = out.shape
     num_seqs = cu_seqlens.numel() - 1
     check_blocks(q, v, num_tokens, num_seqs, head_dim, scale)
     if head_dim > 80:
@@ -586,27 +614,13 @@ def attention(
             f"head dim {head_dim} needs more registers than a thread has; at most 80, "
             "or VLLM_FLASHINFER_VIT_KERNEL=triton_fp8"
         )
-    shape = (num_tokens, heads, head_dim)
-    out = torch.empty(shape, dtype=dtype, device=q.device)
-    if num_tokens == 0:
-        return out
-    qk_lo, qk_hi = _split(d_qk, 32)
-    v_lo, v_hi = _split(d_v, 16)
+    qk_lo, qk_hi = _split(q.shape[2], 32)
+    v_lo, v_hi = _split(v.shape[1], 16)
     tiles_per_head = num_tokens // _BLOCK_M + num_seqs
     num_tiles = heads * tiles_per_head
-    grid = min(num_tiles, _num_sms(q.device))
-    _hopper_fp8_kernel[(grid,)](
-        _describe(q, 64, qk_lo),
-        _describe(q, 64, qk_hi),
-        _describe(k, BLOCK, qk_lo),
-        _describe(k, BLOCK, qk_hi),
-        _describe(v, v_lo, BLOCK),
-        _describe(v, v_hi, BLOCK),
-        quantized.q_scale,
-        quantized.k_scale,
-        quantized.v_scale,
-        cu_seqlens,
-        out,
+    launch = Launch(
+        _hopper_fp8_kernel,
+        min(num_tiles, torch.cuda.get_device_properties(device).multi_processor_count),
         num_seqs,
         num_tokens,
         num_tiles,
@@ -623,7 +637,15 @@ def attention(
         REGISTERS=_REGISTERS,
         num_warps=4,
     )
-    return out
+    boxes = (
+        (q, 64, qk_lo),
+        (q, 64, qk_hi),
+        (k, BLOCK, qk_lo),
+        (k, BLOCK, qk_hi),
+        (v, v_lo, BLOCK),
+        (v, v_hi, BLOCK),
+    )
+    return launch, tuple(_describe(*box) for box in boxes)
 
 
 def _split(width: int, least: int) -> tuple[int, int]:
@@ -635,13 +657,20 @@ def _split(width: int, least: int) -> tuple[int, int]:
 
 def _describe(x: torch.Tensor, rows: int, cols: int) -> TensorDescriptor | None:
     """Describe tiles of `[rows, cols]` of `[H, R, C]`; what lies outside reads as 0."""
-    if rows == 0 or cols == 0:
+    if rows == 0 or cols == 0 or x.numel() == 0:
         return None
     block = [1, rows, cols]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    desc = TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    # It stays; the tensor need not.
+    desc.base = None
+    return desc
 
 
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _point(desc: TensorDescriptor | None, x: torch.Tensor) -> TensorDescriptor | None:
+    """Return the descriptor of another tensor; making one takes Triton long."""
+    if desc is None:
+        return None
+    desc = copy.copy(desc)
+    desc.base = x
+    return desc
