@@ -222,15 +222,16 @@ def _quantize_blocks_kernel(
     row_v = key * stride_vt * UNIT_V
     num_rows = num_blocks.to(tl.int64) * BLOCK
     first = (pid_g - num_groups_q - num_groups_kv) * group
-    for i in range(first, tl.minimum(first + group, H_KV)):
+    last = tl.minimum(first + group, H_KV)
+    step = stride_vh.to(tl.int64) * UNIT_V
+    head = v_ptr + start * stride_vt * UNIT_V + first * step
+    next_lo, next_hi = _load_v(head, row_v, key < rows, D, V_LO, V_HI_PAD)
+    for i in range(first, last):
         pid_h = tl.cast(i, tl.int64)
-        base = v_ptr + (start * stride_vt + pid_h * stride_vh) * UNIT_V
-        v_lo = load_columns(base, row_v, key < rows, 0, min(D, V_LO), V_LO)
-        v_lo = finite(v_lo)
-        v_hi = v_lo
-        if V_HI_PAD > 0:
-            v_hi = load_columns(base, row_v, key < rows, V_LO, D - V_LO, V_HI_PAD)
-            v_hi = finite(v_hi)
+        v_lo, v_hi = finite(next_lo), finite(next_hi)
+        head += step
+        ahead = tl.where(i + 1 < last, rows, 0)
+        next_lo, next_hi = _load_v(head, row_v, key < ahead, D, V_LO, V_HI_PAD)
         if HAS_SCALES:
             scale = tl.load(scales_ptr + 2)
         else:
@@ -243,6 +244,15 @@ def _quantize_blocks_kernel(
         if V_HI_PAD > 0:
             v_hi = to_e4m3(v_hi, inverse)
             _store_transposed(out, num_rows, offs_n, V_LO, D_V - V_LO, V_HI_PAD, v_hi)
+
+
+@triton.jit
+def _load_v(head, row_v, mask, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr):
+    lo = load_columns(head, row_v, mask, 0, min(D, LO), LO)
+    if HI > 0:
+        return lo, load_columns(head, row_v, mask, LO, D - LO, HI)
+    else:
+        return lo, lo
 
 
 @triton.jit
