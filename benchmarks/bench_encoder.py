@@ -165,6 +165,16 @@ class Worker:
         self._pixels = self._reference = torch.empty(0)
         self._grids: list[list[int]] = []
 
+    def compile(self) -> None:
+        """Compile the blocks, if they are to be, by a large batch.
+
+        By the first batch Inductor decides which weights it pads. An engine's first
+        one, in its profiling run, is the largest that it allows.
+        """
+        if self._compiled_modules():
+            self.load(CASES["8x4096"], None)
+            self._eager()
+
     def _compiled_modules(self) -> int:
         flags = (
             getattr(module, "do_not_compile", True)
@@ -286,8 +296,9 @@ def serve(
     """Run a worker: answer `(method, arguments)` until the other end closes."""
     try:
         worker = Worker(contender, model, depth)
-        pipe.send((True, worker.head_dim()))
         with worker.tower.running():
+            worker.compile()
+            pipe.send((True, worker.head_dim()))
             while True:
                 method, arguments = pipe.recv()
                 try:

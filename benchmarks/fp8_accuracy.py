@@ -477,8 +477,6 @@ def markdown(rows: Sequence[Row]) -> str:
     attention = [row for row in rows if row["level"] == "attention"]
     tower = [row for row in rows if row["level"] == "tower"]
     parts = ["# Accuracy of FP8 attention\n", _preamble(rows)]
-    if any(row["err_fp32"] == "nan" for row in rows):
-        parts.append(_NAN_TEXT)
     for kernel in _unique(r["kernel"] for r in attention if r["method"] != "bf16"):
         mine = [r for r in attention if r["kernel"] == kernel or r["method"] == "bf16"]
         parts += [f"## Attention output, `{kernel}`\n", _attention_table(mine)]
@@ -529,11 +527,6 @@ e4m3 keeps three bits of mantissa over fifteen binades, of which q and k use ele
 to 28. A scale that is a few times too large costs next to nothing; one that is too
 small cuts the largest values off, and upstream's is, wherever the largest value is
 negative.
-"""
-
-_NAN_TEXT = """\
-Where a cell says nan, the kernel of that commit returned NaN; [results.md](results.md)
-says why, and what has been done since.
 """
 
 _TOWER_TEXT = """\

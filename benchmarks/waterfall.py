@@ -140,17 +140,22 @@ def draw(source: Path, target: Path) -> None:
     rows = list({tuple(row[key] for key in keys): row for row in read}.values())
     panels = list(dict.fromkeys((row["model"], row["case"]) for row in rows))
     colours = dict(zip((*CLASSES, OTHER), (*COLOURS, "#444444"), strict=True))
+    mine = [
+        [row for row in rows if (row["model"], row["case"]) == panel]
+        for panel in panels
+    ]
+    heights = [0.8 + 0.3 * len({_bar_name(row) for row in panel}) for panel in mine]
     with matplotlib.rc_context(STYLE):
         figure, all_axes = plt.subplots(
             len(panels),
             1,
-            figsize=(9, 1.7 * len(panels) + 1),
+            figsize=(9, sum(heights) + 1),
+            height_ratios=heights,
             squeeze=False,
             layout="constrained",
         )
-        for axes, panel in zip(all_axes[:, 0], panels, strict=True):
-            mine = [row for row in rows if (row["model"], row["case"]) == panel]
-            _stack(axes, mine, colours)
+        for axes, panel, bars in zip(all_axes[:, 0], panels, mine, strict=True):
+            _stack(axes, bars, colours)
             axes.set_title(f"{panel[0]}, {panel[1]}", loc="left")
             axes.set_xlabel("GPU time, ms")
         used = [name for name in colours if any(r["class"] == name for r in rows)]
@@ -168,15 +173,19 @@ def draw(source: Path, target: Path) -> None:
         plt.close(figure)
 
 
+def _bar_name(row: Row) -> str:
+    return f"{row['provider']}, {row['blocks']}"
+
+
 def _stack(axes: object, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
-    names = list(dict.fromkeys(f"{row['provider']}\n{row['blocks']}" for row in rows))
+    names = list(dict.fromkeys(_bar_name(row) for row in rows))
     ends = dict.fromkeys(names, 0.0)
     longest = max(
-        sum(float(r["ms"]) for r in rows if f"{r['provider']}\n{r['blocks']}" == name)
+        sum(float(row["ms"]) for row in rows if _bar_name(row) == name)
         for name in names
     )
     for row in rows:
-        name = f"{row['provider']}\n{row['blocks']}"
+        name = _bar_name(row)
         width = float(row["ms"])
         axes.barh(name, width, left=ends[name], color=colours[row["class"]])
         if width > 0.04 * longest:

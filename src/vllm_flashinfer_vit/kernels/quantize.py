@@ -225,6 +225,7 @@ def _quantize_blocks_kernel(
     last = tl.minimum(first + group, H_KV)
     step = stride_vh.to(tl.int64) * UNIT_V
     head = v_ptr + start * stride_vt * UNIT_V + first * step
+    # The next head is read ahead; q and k lack the registers, for their angles.
     next_lo, next_hi = _load_v(head, row_v, key < rows, D, V_LO, V_HI_PAD)
     for i in range(first, last):
         pid_h = tl.cast(i, tl.int64)
