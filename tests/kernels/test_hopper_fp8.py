@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cases import Case, make_qkv, relative_error
+from vllm_flashinfer_vit.kernels import hopper_fp8
 from vllm_flashinfer_vit.kernels.hopper_fp8 import attention
 from vllm_flashinfer_vit.kernels.quantize import quantize_blocks
 from vllm_flashinfer_vit.reference.flash_fp8 import attention_fp8_ref
@@ -36,6 +37,23 @@ def test_hopper_fp8_fits_its_registers(head_dim):
     assert max(map(int, spills.groups())) <= 8
     # The compiler's word for waiting behind every product.
     assert "serialized" not in done.stderr
+
+
+def test_a_descriptor_of_another_tensor_is_like_a_new_one():
+    x = torch.zeros(2, 128, 96, dtype=torch.float8_e4m3fn)
+    kept = hopper_fp8._describe(x, 64, 32)
+    # Later launches must not keep the memory of the first one's tensor.
+    assert kept.base is None
+    y = torch.zeros_like(x)
+    layout = kept.layout
+    new = hopper_fp8.TensorDescriptor(
+        y, [2, 128, 96], [12288, 96, 1], [1, 64, 32], layout
+    )
+    pointed = hopper_fp8._point(kept, y)
+    assert type(pointed) is type(new) and pointed.base is y
+    assert vars(pointed) | {"base": None} == vars(new) | {"base": None}
+    assert kept.base is None
+    assert hopper_fp8._point(hopper_fp8._describe(x, 64, 0), y) is None
 
 
 @pytest.mark.gpu

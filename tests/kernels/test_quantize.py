@@ -94,8 +94,9 @@ def test_blocks_of_every_head_dim(head_dim, rotary_dim, scales):
     _check_blocks(inputs, None if scales is None else _scales(*scales))
 
 
-def test_blocks_of_many_heads():
-    _check_blocks(_inputs(Case("70", (70,)), 10, 72, 72, kv_heads=5))
+@pytest.mark.parametrize("kv_heads", [5, 10])
+def test_blocks_of_many_heads(kv_heads):
+    _check_blocks(_inputs(Case("70", (70,)), 10, 72, 72, kv_heads=kv_heads))
 
 
 @pytest.mark.parametrize("dtype", {torch.float32, torch.float16, DTYPE}, ids=str)
