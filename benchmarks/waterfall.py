@@ -138,13 +138,11 @@ def draw(source: Path, target: Path) -> None:
     keys = ("model", "case", "provider", "blocks", "class")
     # Of repeated measurements the last one counts.
     rows = list({tuple(row[key] for key in keys): row for row in read}.values())
-    panels = list(dict.fromkeys((row["model"], row["case"]) for row in rows))
+    panels: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        panels.setdefault((row["model"], row["case"]), []).append(row)
     colours = dict(zip((*CLASSES, OTHER), (*COLOURS, "#444444"), strict=True))
-    mine = [
-        [row for row in rows if (row["model"], row["case"]) == panel]
-        for panel in panels
-    ]
-    heights = [0.8 + 0.3 * len({_bar_name(row) for row in panel}) for panel in mine]
+    heights = [0.8 + 0.3 * len({_bar_name(r) for r in p}) for p in panels.values()]
     with matplotlib.rc_context(STYLE):
         figure, all_axes = plt.subplots(
             len(panels),
@@ -154,9 +152,9 @@ def draw(source: Path, target: Path) -> None:
             squeeze=False,
             layout="constrained",
         )
-        for axes, panel, bars in zip(all_axes[:, 0], panels, mine, strict=True):
+        for axes, (title, bars) in zip(all_axes[:, 0], panels.items(), strict=True):
             _stack(axes, bars, colours)
-            axes.set_title(f"{panel[0]}, {panel[1]}", loc="left")
+            axes.set_title(", ".join(title), loc="left")
             axes.set_xlabel("GPU time, ms")
         used = [name for name in colours if any(r["class"] == name for r in rows)]
         handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in used]
