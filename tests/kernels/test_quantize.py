@@ -116,6 +116,13 @@ def test_blocks_of_other_layouts():
     _check_blocks((odd, odd, odd, cu_seqlens, cos[:1].expand(251, -1), sin))
 
 
+@pytest.mark.parametrize("rotary_dim", [72, 40])
+def test_blocks_of_tables_in_fp32(rotary_dim):
+    q, k, v, cu_seqlens, cos, sin = _inputs(RAGGED, 2, 72, rotary_dim)
+    _check_blocks((q, k, v, cu_seqlens, cos.float(), sin.float()))
+    _check_blocks((q, k, v, cu_seqlens, cos, sin.float()))
+
+
 def test_blocks_of_offsets_beyond_the_last_row():
     q, k, v, _, cos, sin = _inputs(Case("140", (140,)), 1, 64, 64)
     for offsets in ([0, 10, 7, 20], [0, 130, 900, 20], [0, 0, 140, 0]):

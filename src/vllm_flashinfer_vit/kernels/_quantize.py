@@ -3,7 +3,7 @@
 
 A head of BLOCK rows is cut into runs of UNIT pairs: the two elements that the rotary
 embedding turns together, and for the columns that it leaves, those half of them apart.
-Pairs are interleaved from then on, so that a run is contiguous where it is stored.
+They are stored interleaved, so that a run is contiguous there.
 """
 
 from typing import Any
@@ -12,8 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_flashinfer_vit.kernels._packed import (
+    finite,
+    larger,
+    pairs_to_e4m3,
+    rotate_finite,
+    to_e4m3,
+)
 from vllm_flashinfer_vit.kernels._triton import check_qkv, split_width, stride_unit
-from vllm_flashinfer_vit.kernels.rope import rotate
 from vllm_flashinfer_vit.reference.rope import check_rope_inputs
 
 # Rows of a head that a program reads at once.
@@ -22,6 +28,8 @@ BLOCK = 128
 _MAX_STRIDE = 1 << 24
 
 E4M3_MAX = tl.constexpr(448.0)
+# Of a program of 16 warps.
+_MAX_THREADS = tl.constexpr(512)
 _FP32_TINY = tl.constexpr(2.0**-126)
 
 
@@ -117,7 +125,7 @@ def load_angles(
 def load_columns_in_order(
     base, stride_t, rows, items, UNIT: tl.constexpr, HI: tl.constexpr
 ):
-    """Load like `load_pairs`, as `turn_pairs` returns it, columns staying in order."""
+    """Load runs of 2 * UNIT columns of the rows; returns both tiles by `finite`."""
     row, run, row_hi, run_hi = items
     at = row * stride_t + 2 * run
     lo = finite(_load_runs(base, at, row < rows, UNIT, 2 * UNIT))
@@ -144,58 +152,67 @@ def turn_pairs(
     UNIT: tl.constexpr,
     HI: tl.constexpr,
 ):
-    """Turn what was loaded; returns both tiles as `finite`, with pairs interleaved."""
+    """Turn what `load_pairs` loaded; returns all four tiles as `finite` does."""
     x1, x2, x1_hi, x2_hi = pairs
-    if TURNED > 0:
-        cos, sin, cos_hi, sin_hi = angles
-        _, run, _, run_hi = items
-        x1, x2 = _turn(x1, x2, cos, sin, run, D // 2 // UNIT, TURNED)
-        if HI > 0:
-            x1_hi, x2_hi = _turn(
-                x1_hi, x2_hi, cos_hi, sin_hi, run_hi, D // 2 // UNIT, TURNED
-            )
-    lo = finite(_interleave(x1, x2))
+    cos, sin, cos_hi, sin_hi = angles
+    _, run, _, run_hi = items
+    y1, y2 = _turn(x1, x2, cos, sin, run, D // 2 // UNIT, TURNED)
     if HI > 0:
-        return lo, finite(_interleave(x1_hi, x2_hi))
+        y1_hi, y2_hi = _turn(
+            x1_hi, x2_hi, cos_hi, sin_hi, run_hi, D // 2 // UNIT, TURNED
+        )
+        return y1, y2, y1_hi, y2_hi
     else:
-        return lo, lo
+        return y1, y2, y1, y2
 
 
 @triton.jit
 def _turn(x1, x2, cos, sin, run, HEAD: tl.constexpr, TURNED: tl.constexpr):
-    y1, y2 = rotate(x1, x2, cos.to(tl.float32), sin.to(tl.float32))
-    if TURNED < HEAD:
-        # Copied as they are: Inf times a sine of 0 would be NaN.
-        is_turned = (run < TURNED)[:, None]
-        y1, y2 = tl.where(is_turned, y1, x1), tl.where(is_turned, y2, x2)
+    if TURNED == HEAD:
+        y1, y2 = rotate_finite(x1, x2, cos, sin)
+    else:
+        y1, y2 = finite(x1), finite(x2)
+        if TURNED > 0:
+            # Left as they are: Inf times a sine of 0 would be NaN.
+            is_turned = (run < TURNED)[:, None]
+            turned1, turned2 = rotate_finite(x1, x2, cos, sin)
+            y1, y2 = tl.where(is_turned, turned1, y1), tl.where(is_turned, turned2, y2)
     return y1, y2
 
 
 @triton.jit
-def _interleave(x1, x2):
-    return tl.reshape(tl.join(x1, x2), [x1.shape[0], 2 * x1.shape[1]])
+def absmax_pairs(pairs, UNIT: tl.constexpr, HAS_HI: tl.constexpr):
+    """Return the largest absolute value of what `turn_pairs` returned, NaN for none."""
+    x1, x2, x1_hi, x2_hi = pairs
+    lo = larger(x1, x2)
+    if HAS_HI:
+        return absmax_tiles(lo, larger(x1_hi, x2_hi), UNIT, HAS_HI)
+    else:
+        return absmax_tiles(lo, lo, UNIT, HAS_HI)
 
 
 @triton.jit
-def finite(x):
-    """Return x in fp32 with NaN for Inf: a maximum skips it, e4m3 has no other."""
-    # Inf times 0 is NaN, in one instruction.
-    return tl.fma(x.to(tl.float32), 0.0, x.to(tl.float32))
-
-
-@triton.jit
-def absmax_tiles(lo, hi, HAS_HI: tl.constexpr):
+def absmax_tiles(lo, hi, RUN: tl.constexpr, HAS_HI: tl.constexpr):
     """Return the largest absolute value of what `finite` returned, NaN if all are NaN.
 
-    The tiles meet in one row of values, so that threads exchange theirs only once.
+    Of both tiles each thread takes what it holds first, in runs of RUN, so that threads
+    exchange their values only once.
     """
-    top = tl.max(tl.abs(lo), axis=1)
+    ROWS: tl.constexpr = min(_MAX_THREADS, lo.numel, hi.numel)
+    top = _absmax_rows(lo, RUN, ROWS)
     if HAS_HI:
-        top_hi = tl.max(tl.abs(hi), axis=1)
-        RATIO: tl.constexpr = top.shape[0] // top_hi.shape[0]
-        top = tl.max(tl.reshape(top, [RATIO, top_hi.shape[0]]), axis=0)
-        top = tl.max(tl.join(top, top_hi), axis=1)
+        top = tl.max(tl.join(top, _absmax_rows(hi, RUN, ROWS)), axis=1)
     return tl.max(top, axis=0)
+
+
+@triton.jit
+def _absmax_rows(x, RUN: tl.constexpr, ROWS: tl.constexpr):
+    """Return ROWS maxima of absolute values, in fp32."""
+    COLS: tl.constexpr = min(RUN, x.numel // ROWS)
+    # Of packed values Triton would unpack all before the maximum.
+    x = tl.abs(tl.reshape(x, [x.numel // COLS, COLS])).to(tl.float32)
+    top = tl.max(x, axis=1)
+    return tl.max(tl.reshape(top, [x.numel // COLS // ROWS, ROWS]), axis=0)
 
 
 @triton.jit
@@ -206,13 +223,36 @@ def block_scale(amax, MAX: tl.constexpr):
 
 
 @triton.jit
-def to_e4m3(x, inverse):
-    """Divide by a scale, given its reciprocal; the conversion saturates."""
-    return (x * inverse).to(tl.float8e4nv)
+def store_pairs(
+    base,
+    stride_t,
+    rows,
+    items,
+    pairs,
+    inverse,
+    LIMIT: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    HI: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store `rows` rows of a head in e4m3, pairs interleaved, zeros from column D on.
+
+    `stride_t` is even; values are limited to LIMIT, or for None to what e4m3 can hold.
+    """
+    row, run, row_hi, run_hi = items
+    x1, x2, x1_hi, x2_hi = pairs
+    base_pairs = base.to(tl.pointer_type(tl.uint16))
+    value = pairs_to_e4m3(x1, x2, inverse, LIMIT)
+    _store_runs(base_pairs, stride_t // 2, rows, row, run, value)
+    if HI > 0:
+        value = pairs_to_e4m3(x1_hi, x2_hi, inverse, LIMIT)
+        _store_runs(base_pairs, stride_t // 2, rows, row_hi, run_hi, value)
+    _store_padding(base, stride_t, rows, D, D_PAD, BLOCK)
 
 
 @triton.jit
-def store_head(
+def store_columns_in_order(
     base,
     stride_t,
     rows,
@@ -222,15 +262,21 @@ def store_head(
     inverse,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    UNIT: tl.constexpr,
     HI: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store `rows` rows of a head in e4m3, with zeros in the columns from D on."""
+    """Store what `load_columns_in_order` loaded, like `store_pairs`."""
     row, run, row_hi, run_hi = items
     _store_runs(base, stride_t, rows, row, run, to_e4m3(lo, inverse))
     if HI > 0:
         _store_runs(base, stride_t, rows, row_hi, run_hi, to_e4m3(hi, inverse))
+    _store_padding(base, stride_t, rows, D, D_PAD, BLOCK)
+
+
+@triton.jit
+def _store_padding(
+    base, stride_t, rows, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr
+):
     PAD_RUNS: tl.constexpr = (D_PAD - D) // 8
     if PAD_RUNS > 0:
         item = tl.arange(0, triton.next_power_of_2(BLOCK * PAD_RUNS))

@@ -17,6 +17,7 @@ import triton.language as tl
 from vllm_flashinfer_vit.kernels._quantize import (
     BLOCK,
     E4M3_MAX,
+    absmax_pairs,
     absmax_tiles,
     angle_strides,
     block_scale,
@@ -125,16 +126,16 @@ def _absmax_kernel(
     angles = load_angles(
         cos_base, sin_base, stride_ct, stride_st, rows, items, TURNED, UNIT, HI
     )
-    lo, hi = turn_pairs(q, angles, items, D, TURNED, UNIT, HI)
-    _raise(amax_ptr, absmax_tiles(lo, hi, HI > 0))
+    q = turn_pairs(q, angles, items, D, TURNED, UNIT, HI)
+    _raise(amax_ptr, absmax_pairs(q, UNIT, HI > 0))
     if pid_h < H_KV:
         k_base = k_ptr + (start * stride_kt + pid_h * stride_kh) * UNIT
         k = load_pairs(k_base, stride_kt, rows, items, D, TURNED, UNIT, HI)
         v_base = v_ptr + (start * stride_vt + pid_h * stride_vh) * UNIT
         v_lo, v_hi = load_columns_in_order(v_base, stride_vt, rows, items, UNIT, HI)
-        lo, hi = turn_pairs(k, angles, items, D, TURNED, UNIT, HI)
-        _raise(amax_ptr + 1, absmax_tiles(lo, hi, HI > 0))
-        _raise(amax_ptr + 2, absmax_tiles(v_lo, v_hi, HI > 0))
+        k = turn_pairs(k, angles, items, D, TURNED, UNIT, HI)
+        _raise(amax_ptr + 1, absmax_pairs(k, UNIT, HI > 0))
+        _raise(amax_ptr + 2, absmax_tiles(v_lo, v_hi, 2 * UNIT, HI > 0))
 
 
 @triton.jit

@@ -20,23 +20,23 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_flashinfer_vit.kernels._packed import finite, to_e4m3
 from vllm_flashinfer_vit.kernels._quantize import (
     BLOCK,
     E4M3_MAX,
+    absmax_pairs,
     absmax_tiles,
     angle_strides,
     block_scale,
     check_inputs,
     check_scales,
     contiguous_columns,
-    finite,
     head_constants,
     head_items,
     head_strides,
     load_angles,
     load_pairs,
-    store_head,
-    to_e4m3,
+    store_pairs,
     turn_pairs,
 )
 from vllm_flashinfer_vit.kernels._triton import (
@@ -193,26 +193,39 @@ def _quantize_blocks_kernel(
             UNIT,
             HI,
         )
-        for i in range(first, last):
-            pid_h = tl.cast(i, tl.int64)
-            head = base + pid_h * stride_h * UNIT
+        stride_h *= UNIT
+        head = base + first.to(tl.int64) * stride_h
+        # The next head is read while this one's scale is found. Given scales leave
+        # nothing to wait for, so that it would only cost registers (1 %).
+        if not HAS_SCALES:
             pairs = load_pairs(head, stride_t, rows, items, D, TURNED, UNIT, HI)
-            lo, hi = turn_pairs(pairs, angles, items, D, TURNED, UNIT, HI)
+        for i in range(first, last):
+            if HAS_SCALES:
+                pairs = load_pairs(head, stride_t, rows, items, D, TURNED, UNIT, HI)
+            turned = turn_pairs(pairs, angles, items, D, TURNED, UNIT, HI)
+            head += stride_h
             if HAS_SCALES:
                 scale = tl.load(scales_ptr + tl.where(is_q, 0, 1)) * (
                     E4M3_MAX / _QK_MAX
                 )
-                # In this order: Triton 3.8's interpreter makes no tensor of the other.
-                lo = _clip(lo, scale * _QK_MAX)
-                hi = _clip(hi, scale * _QK_MAX)
             else:
-                scale = block_scale(absmax_tiles(lo, hi, HI > 0), _QK_MAX)
-            at = pid_h * num_blocks + pid_b
+                ahead = tl.where(i + 1 < last, rows, 0)
+                pairs = load_pairs(head, stride_t, ahead, items, D, TURNED, UNIT, HI)
+                scale = block_scale(absmax_pairs(turned, UNIT, HI > 0), _QK_MAX)
+            at = tl.cast(i, tl.int64) * num_blocks + pid_b
             tl.store(scale_base + at, scale)
-            out = out_base + at * (BLOCK * D_QK)
-            inverse = tl.div_rn(1.0, scale)
-            store_head(
-                out, D_QK, BLOCK, items, lo, hi, inverse, D, D_QK, UNIT, HI, BLOCK
+            store_pairs(
+                out_base + at * (BLOCK * D_QK),
+                D_QK,
+                BLOCK,
+                items,
+                turned,
+                tl.div_rn(1.0, scale),
+                _QK_MAX if HAS_SCALES else None,
+                D,
+                D_QK,
+                HI,
+                BLOCK,
             )
         return
 
@@ -225,7 +238,6 @@ def _quantize_blocks_kernel(
     last = tl.minimum(first + group, H_KV)
     step = stride_vh.to(tl.int64) * UNIT_V
     head = v_ptr + start * stride_vt * UNIT_V + first * step
-    # The next head is read ahead; q and k lack the registers, for their angles.
     next_lo, next_hi = _load_v(head, row_v, key < rows, D, V_LO, V_HI_PAD)
     for i in range(first, last):
         pid_h = tl.cast(i, tl.int64)
@@ -236,7 +248,8 @@ def _quantize_blocks_kernel(
         if HAS_SCALES:
             scale = tl.load(scales_ptr + 2)
         else:
-            scale = block_scale(absmax_tiles(v_lo, v_hi, V_HI_PAD > 0), E4M3_MAX)
+            amax = absmax_tiles(v_lo, v_hi, UNIT_V, V_HI_PAD > 0)
+            scale = block_scale(amax, E4M3_MAX)
         tl.store(v_scale_ptr + pid_h * num_blocks + pid_b, scale)
         inverse = tl.div_rn(1.0, scale)
         out = v_out_ptr + pid_h * D_V * num_rows + pid_b.to(tl.int64) * BLOCK
@@ -254,12 +267,6 @@ def _load_v(head, row_v, mask, D: tl.constexpr, LO: tl.constexpr, HI: tl.constex
         return lo, load_columns(head, row_v, mask, LO, D - LO, HI)
     else:
         return lo, lo
-
-
-@triton.jit
-def _clip(x, limit):
-    x = tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

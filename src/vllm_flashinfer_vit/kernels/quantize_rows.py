@@ -22,7 +22,8 @@ from vllm_flashinfer_vit.kernels._quantize import (
     load_angles,
     load_columns_in_order,
     load_pairs,
-    store_head,
+    store_columns_in_order,
+    store_pairs,
     turn_pairs,
 )
 from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, last_row
@@ -95,11 +96,11 @@ def _quantize_rows_kernel(
     angles = load_angles(
         cos_base, sin_base, stride_ct, stride_st, rows, items, TURNED, UNIT, HI
     )
-    lo, hi = turn_pairs(q, angles, items, D, TURNED, UNIT, HI)
+    q = turn_pairs(q, angles, items, D, TURNED, UNIT, HI)
     inverse = tl.div_rn(1.0, tl.load(scales_ptr))
     base = q_out_ptr + (start * H + pid_h) * D_PAD
     ROW: tl.constexpr = H * D_PAD
-    store_head(base, ROW, rows_out, items, lo, hi, inverse, D, D_PAD, UNIT, HI, BLOCK)
+    store_pairs(base, ROW, rows_out, items, q, inverse, None, D, D_PAD, HI, BLOCK)
     if pid_h >= H_KV:
         return
     k_base = k_ptr + (start * stride_kt + pid_h * stride_kh) * UNIT
@@ -108,16 +109,14 @@ def _quantize_rows_kernel(
     at = start * ROW_KV + pid_h * D_PAD
     k = load_pairs(k_base, stride_kt, rows, items, D, TURNED, UNIT, HI)
     v_lo, v_hi = load_columns_in_order(v_base, stride_vt, rows, items, UNIT, HI)
-    lo, hi = turn_pairs(k, angles, items, D, TURNED, UNIT, HI)
+    k = turn_pairs(k, angles, items, D, TURNED, UNIT, HI)
     base = k_out_ptr + at
     inverse = tl.div_rn(1.0, tl.load(scales_ptr + 1))
-    store_head(
-        base, ROW_KV, rows_out, items, lo, hi, inverse, D, D_PAD, UNIT, HI, BLOCK
-    )
+    store_pairs(base, ROW_KV, rows_out, items, k, inverse, None, D, D_PAD, HI, BLOCK)
     base = v_out_ptr + at
     inverse = tl.div_rn(1.0, tl.load(scales_ptr + 2))
-    store_head(
-        base, ROW_KV, rows_out, items, v_lo, v_hi, inverse, D, D_PAD, UNIT, HI, BLOCK
+    store_columns_in_order(
+        base, ROW_KV, rows_out, items, v_lo, v_hi, inverse, D, D_PAD, HI, BLOCK
     )
 
 
