@@ -56,7 +56,7 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
         """
         for parameter in self._padded(layer):
             stock = parameter.data
-            room = stock.new_empty(math.prod(self._padded_shape(stock)))
+            room = stock.new_empty(math.prod(self.padded_shape(stock)))
             parameter.data = room[: stock.numel()].view(stock.shape)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -68,7 +68,8 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
     def _padded(self, layer: torch.nn.Module) -> list[Any]:
         return [p for p in layer.parameters(recurse=False) if p.dim() > self.dim]
 
-    def _padded_shape(self, stock: torch.Tensor) -> list[int]:
+    def padded_shape(self, stock: torch.Tensor) -> list[int]:
+        """Return the shape that a parameter of the checkpoint's size is padded to."""
         shape = list(stock.shape)
         shape[self.dim] = self.parts * aligned_size(self.size)
         return shape

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: what the GPU does between two attention layers.
 
-Aligned GEMMs, GELU as a part of one, residual sums and norms as one op, and vLLM's own
-compiled activations and norms where the engine would run them as several kernels: it
-turns them off for the language model, which it compiles, and leaves encoders
-uncompiled.
+Aligned GEMMs, activations as a part of one, residual sums and norms as one op, and
+vLLM's own compiled activations and norms where the engine would run them as several
+kernels: it turns them off for the language model, which it compiles, and leaves
+encoders uncompiled.
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -85,9 +86,18 @@ def _not_plain(linear: Any) -> str | None:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod
+    from vllm_flashinfer_vit.gelu_linear import (
+        AlignedGeluLinearMethod,
+        GeluLinearMethod,
+    )
 
     method = type(linear.quant_method)
-    if method not in (UnquantizedLinearMethod, AlignedLinearMethod):
+    if method not in (
+        UnquantizedLinearMethod,
+        AlignedLinearMethod,
+        GeluLinearMethod,
+        AlignedGeluLinearMethod,
+    ):
         return f"their weights are served by {method.__name__}"
     # Adapters are added to what the layer itself returns, in the checkpoint's size.
     lora = get_current_vllm_config().lora_config
@@ -146,6 +156,92 @@ def _fuse_gelu(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
+def _fuse_quick_gelu_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        from vllm.model_executor.layers.activation import QuickGELU
+
+        from vllm_flashinfer_vit.quack_linear import QUICK_GELU
+
+        if _computes(self.act, QuickGELU) and _fuse(self.fc1, self.act, QUICK_GELU):
+            self.act = torch.nn.Identity()
+
+    return __init__
+
+
+def _fuse_swiglu_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        from vllm.model_executor.layers.activation import SiluAndMul
+
+        from vllm_flashinfer_vit.quack_linear import SWIGLU
+
+        act = self.act_fn
+        if _computes(act, SiluAndMul) and _fuse(self.gate_up_proj, act, SWIGLU):
+            self.act_fn = torch.nn.Identity()
+
+    return __init__
+
+
+def _fuse_tanh_gelu_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        from vllm_flashinfer_vit.gelu_linear import GeluLinearMethod
+        from vllm_flashinfer_vit.quack_linear import TANH_GELU
+
+        act = self.act_fn
+        is_known = isinstance(self.linear_fc1.quant_method, GeluLinearMethod) or (
+            type(act) is torch.nn.GELU and act.approximate == "tanh"
+        )
+        if is_known and _fuse(self.linear_fc1, act, TANH_GELU):
+            self.act_fn = torch.nn.Identity()
+
+    return __init__
+
+
+def _computes(act: Any, op: Any) -> bool:
+    """Whether an activation is a vLLM op, or one that a platform has in its place."""
+    return getattr(type(act), "forward_native", None) is op.forward_native
+
+
+def _fuse(linear: Any, act: torch.nn.Module, activation: str) -> bool:
+    """Have QuACK run large batches of a layer and its activation, if it can here."""
+    from vllm import envs
+
+    from vllm_flashinfer_vit.quack_linear import MIN_ROWS, QuackLinearMethod, fits
+    from vllm_flashinfer_vit.selection import flashinfer_requested
+
+    if (
+        not flashinfer_requested()
+        or envs.VLLM_BATCH_INVARIANT
+        or not _has_quack()
+        or _not_plain(linear)
+        or not fits(linear, activation)
+    ):
+        return False
+    linear.quant_method = QuackLinearMethod(linear.quant_method, act, activation)
+    _say_once(
+        "The vision tower's MLPs run their first GEMM, its bias and the activation as "
+        "one kernel of QuACK, from %d rows on.",
+        MIN_ROWS,
+    )
+    return True
+
+
+def _has_quack() -> bool:
+    from vllm.platforms import current_platform
+
+    # The only capability that was measured.
+    return (
+        current_platform.is_cuda()
+        and current_platform.is_device_capability(90)
+        and importlib.util.find_spec("quack") is not None
+    )
+
+
 def _has_compiled(*names: str) -> bool:
     from vllm.platforms import current_platform
 
@@ -176,6 +272,7 @@ def _compiled_ops(tower: Any) -> Iterator[None]:
     from vllm.model_executor.layers.activation import SiluAndMul
 
     from vllm_flashinfer_vit.layer import FlashInferViTAttention
+    from vllm_flashinfer_vit.quack_linear import QuackLinearMethod
 
     block = tower.blocks[0]
     if (
@@ -187,7 +284,8 @@ def _compiled_ops(tower: Any) -> Iterator[None]:
     ):
         yield
         return
-    act = block.mlp.act_fn
+    first = getattr(block.mlp.gate_up_proj, "quant_method", None)
+    act = first.act if isinstance(first, QuackLinearMethod) else block.mlp.act_fn
     with ExitStack() as stack:
         if has_known_forward(block):
             stack.enter_context(chained(tower.blocks, _add_rms_norm))
@@ -258,6 +356,7 @@ def _add_layer_norm(
 
 _INIT_PARAMETERS = ("self", "in_features", "hidden_features")
 _MLP_PARAMETERS = (*_INIT_PARAMETERS, "bias", "act_fn", "quant_config", "prefix")
+_QWEN2_MLP_PARAMETERS = (*_INIT_PARAMETERS, "act_layer", "quant_config", "prefix")
 _FORWARD_PARAMETERS = ("self", "x", "grid_thw", "encoder_metadata")
 _QWEN2 = "vllm.model_executor.models.qwen2_vl:"
 _QWEN2_5 = "vllm.model_executor.models.qwen2_5_vl:"
@@ -271,6 +370,10 @@ _UNFUSED = (
 _REMOVE_FUSED_WHEN = "vLLM chooses the ops of encoders apart from the language model's"
 _SEPARATE = "stock adds and normalizes by two kernels, which read the sum once more"
 _REMOVE_ADD_NORM_WHEN = "vLLM has an op for a residual sum and its LayerNorm"
+_UNFUSED_MLP = (
+    "stock writes the first GEMM's output and reads it again for the activation"
+)
+_REMOVE_FUSED_MLP_WHEN = "vLLM runs an activation within the GEMM in front of it"
 
 PATCHES = (
     Patch(
@@ -297,7 +400,7 @@ PATCHES = (
         why=_UNFUSED,
         vllm_range=SUPPORTED_VLLM,
         remove_when=_REMOVE_FUSED_WHEN,
-        parameters=(*_INIT_PARAMETERS, "act_layer", "quant_config", "prefix"),
+        parameters=_QWEN2_MLP_PARAMETERS,
         replace=_fuse_gelu,
     ),
     Patch(
@@ -335,5 +438,32 @@ PATCHES = (
         remove_when=_REMOVE_ADD_NORM_WHEN,
         parameters=_FORWARD_PARAMETERS,
         replace=_fuse_adds_and_norms,
+    ),
+    Patch(
+        name="qwen2_vl-fused-mlp",
+        target=f"{_QWEN2}Qwen2VisionMLP.__init__",
+        why=_UNFUSED_MLP,
+        vllm_range=SUPPORTED_VLLM,
+        remove_when=_REMOVE_FUSED_MLP_WHEN,
+        parameters=_QWEN2_MLP_PARAMETERS,
+        replace=_fuse_quick_gelu_mlp,
+    ),
+    Patch(
+        name="qwen2_5_vl-fused-mlp",
+        target=f"{_QWEN2_5}Qwen2_5_VisionMLP.__init__",
+        why=_UNFUSED_MLP,
+        vllm_range=SUPPORTED_VLLM,
+        remove_when=_REMOVE_FUSED_MLP_WHEN,
+        parameters=_MLP_PARAMETERS,
+        replace=_fuse_swiglu_mlp,
+    ),
+    Patch(
+        name="qwen3_vl-fused-mlp",
+        target=f"{_QWEN3}Qwen3_VisionMLP.__init__",
+        why=_UNFUSED_MLP,
+        vllm_range=SUPPORTED_VLLM,
+        remove_when=_REMOVE_FUSED_MLP_WHEN,
+        parameters=_MLP_PARAMETERS,
+        replace=_fuse_tanh_gelu_mlp,
     ),
 )

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An unquantized linear layer, its bias and the activation behind it, by one GEMM.
+
+QuACK's kernel applies both to the fp32 sums before it writes them: what the layer
+returns is neither read nor written once more, and is rounded once, not twice. Small
+batches run as before. QuACK (quack-kernels) comes with vLLM; it is imported where its
+kernel is built, not with this module.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
+
+# A call takes the host 50 to 75 us, cuBLAS and an activation about 20: an eager tower
+# would wait for the host with fewer rows.
+MIN_ROWS = 4096
+
+SWIGLU = "swiglu"
+TANH_GELU = "gelu_tanh_approx"
+# QuACK finds kernels on disk by this name, so it says what is computed.
+QUICK_GELU = "vllm_flashinfer_vit.swiglu_oai(x, 0.0)"
+
+# The kernel loads and stores 16 bytes at a time, 8 values of 16 bits.
+_VECTOR = 8
+# One kernel serves all numbers of rows.
+_BUILD_ROWS = 16
+
+
+class QuackLinearMethod(UnquantizedLinearMethod):
+    """Returns `act(x @ weight.T + bias)`: small batches by the method it replaces."""
+
+    def __init__(
+        self,
+        inner: UnquantizedLinearMethod,
+        act: Callable[[torch.Tensor], torch.Tensor],
+        activation: str,
+    ) -> None:
+        """Wrap a layer's method.
+
+        Args:
+            inner: The method that the layer had.
+            act: What runs behind `inner` for the same result.
+            activation: QuACK's name of what `inner` and `act` apply to the layer's sum;
+                `SWIGLU` is of stacked [gate; up].
+        """
+        super().__init__()
+        self.inner = inner
+        self.act = act
+        self.activation = activation
+        # None until the weights are loaded.
+        self.is_built: bool | None = None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Do what the replaced method does, then build the kernel, once.
+
+        It is compiled or loaded here since neither a request nor the capture of a CUDA
+        graph should do so. Without it every batch runs as small ones do.
+        """
+        self.inner.process_weights_after_loading(layer)
+        if self.is_built is None:
+            self.is_built = self._build(layer)
+
+    def _build(self, layer: Any) -> bool:
+        x = layer.weight.new_zeros(_BUILD_ROWS, layer.weight.shape[1])
+        if not can_read(x):
+            return False
+        try:
+            linear_act(x, layer.weight, layer.bias, self.activation)
+        except Exception as error:
+            logger.warning_once(
+                "QuACK cannot run the vision tower's MLPs, so a GEMM and a separate "
+                "activation run for every size of batch: building %s failed with %s: "
+                "%s",
+                self.activation,
+                type(error).__name__,
+                error,
+            )
+            return False
+        return True
+
+    def apply(
+        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Apply layer and activation to `[..., inputs]`."""
+        # A compiler fuses activations by itself.
+        if not torch.compiler.is_compiling() and self.is_built:
+            rows = x.reshape(-1, x.shape[-1])
+            if rows.shape[0] >= MIN_ROWS and can_read(rows):
+                out = linear_act(rows, layer.weight, bias, self.activation)
+                return out.view(*x.shape[:-1], -1)
+        return self.act(self.inner.apply(layer, x, bias))
+
+
+def linear_act(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """Run QuACK's GEMM on a Hopper GPU.
+
+    Args:
+        x: `[T, inputs]` fp16 or bf16, as `can_read` wants it.
+        weight: `[outputs, inputs]` of the same dtype, contiguous; both sizes multiples
+            of 8, and for `SWIGLU` outputs of 16.
+        bias: `[outputs]` of the same dtype, or None.
+        activation: `SWIGLU`, `TANH_GELU` or `QUICK_GELU`.
+
+    Returns:
+        `[T, outputs]`, for `SWIGLU` `[T, outputs / 2]`, contiguous.
+    """
+    _, out = _gemm_act()(
+        x,
+        weight.t(),
+        bias=bias,
+        activation=activation,
+        store_preact=False,
+        # The default tile is what was measured; tuning would take minutes.
+        tuned=False,
+        # Gate and up are stacked; QuACK's own layout has them in turns.
+        concat_layout=("B", "bias") if activation == SWIGLU else None,
+    )
+    return out
+
+
+@functools.cache
+def _gemm_act() -> Callable[..., Any]:
+    from quack.activation import act_fn_map, swiglu_oai
+    from quack.gemm_interface import gemm_act
+
+    def quick_gelu(x: Any) -> Any:
+        # x * sigmoid(1.702 x) * (0 + 1)
+        return swiglu_oai(x, 0.0)
+
+    act_fn_map[QUICK_GELU] = quick_gelu
+    return gemm_act
+
+
+def can_read(x: torch.Tensor) -> bool:
+    """Whether the kernel can load `[T, inputs]`: on a GPU, 16 bytes at a time."""
+    return (
+        x.is_cuda
+        and x.stride(1) == 1
+        and x.stride(0) % _VECTOR == 0
+        and x.data_ptr() % (_VECTOR * x.element_size()) == 0
+    )
+
+
+def fits(layer: Any, activation: str) -> bool:
+    """Whether the kernel can run a layer just built: 16 bits, rows of whole vectors."""
+    padded = aligned_method(layer)
+    weight = layer.weight
+    outputs, inputs = padded.padded_shape(weight) if padded else weight.shape
+    width = outputs // 2 if activation == SWIGLU else outputs
+    return (
+        weight.dtype in (torch.float16, torch.bfloat16)
+        and width % _VECTOR == 0
+        and inputs % _VECTOR == 0
+    )
+
+
+def aligned_method(layer: torch.nn.Module) -> AlignedLinearMethod | None:
+    """Return the method that pads a layer's parameters, if one does."""
+    method = getattr(layer, "quant_method", None)
+    if isinstance(method, QuackLinearMethod):
+        method = method.inner
+    return method if isinstance(method, AlignedLinearMethod) else None

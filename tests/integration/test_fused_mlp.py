@@ -1,0 +1,493 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLPs whose first GEMM QuACK runs: who gets it, and what it leaves as it was.
+
+A plain stand-in computes here what QuACK's kernel computes on a Hopper GPU.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from _models import noise
+from test_patches import (
+    GRIDS,
+    QUANTIZED,
+    SIZE,
+    SPECS,
+    allow_lora,
+    blocks,
+    checkpoint,
+    load,
+    mlp,
+    outputs,
+    without,
+)
+from torch import nn
+from torch.nn.functional import gelu, linear, silu
+
+from cases import relative_error
+from vllm_flashinfer_vit import quack_linear, tower
+from vllm_flashinfer_vit.patches import qwen_ops
+from vllm_flashinfer_vit.quack_linear import QUICK_GELU, SWIGLU, TANH_GELU
+from vllm_flashinfer_vit.tower import Tower, TowerSpec, build_tower
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="vLLM has one platform per process, and here it is the GPU",
+)
+
+NAMES = {patch.name for patch in qwen_ops.PATCHES}
+LINEAR_ACT = quack_linear.linear_act
+ROWS = sum(t * h * w for t, h, w in GRIDS)
+ACTIVATIONS = {"qwen2_vl": QUICK_GELU, "qwen2_5_vl": SWIGLU, "qwen3_vl": TANH_GELU}
+FIRST = {"qwen2_vl": "fc1", "qwen2_5_vl": "gate_up_proj", "qwen3_vl": "linear_fc1"}
+ACT = {"qwen2_vl": "act", "qwen2_5_vl": "act_fn", "qwen3_vl": "act_fn"}
+# Two units of bf16 for one rounding less in each block.
+TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return silu(gate) * up
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
+    SWIGLU: swiglu,
+    TANH_GELU: lambda x: gelu(x, approximate="tanh"),
+}
+
+Call = tuple[int, str]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Pretend that this is a Hopper GPU; collect rows and activation of each call."""
+    seen: list[Call] = []
+
+    def linear_act(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str,
+    ) -> torch.Tensor:
+        seen.append((len(x), activation))
+        bias = None if bias is None else bias.float()
+        sums = linear(x.float(), weight.float(), bias)
+        return FUNCTIONS[activation](sums).to(x.dtype)
+
+    monkeypatch.setattr(qwen_ops, "_has_quack", lambda: True)
+    monkeypatch.setattr(quack_linear, "can_read", lambda x: True)
+    monkeypatch.setattr(quack_linear, "linear_act", linear_act)
+    return seen
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the batch of `outputs` be a large one."""
+    monkeypatch.setattr(quack_linear, "MIN_ROWS", ROWS)
+
+
+@pytest.fixture
+def compiled_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that vLLM's compiled ops are there; no test with it runs one."""
+    monkeypatch.setattr(qwen_ops, "_has_compiled", lambda *names: True)
+
+
+def build(
+    family: str, backend: str = "FLASHINFER", seed: int = 0, **vision: Any
+) -> Tower:
+    spec = TowerSpec(
+        family=family,  # type: ignore[arg-type]
+        vision_config={**SPECS[family], **vision},
+        model=family,
+        checkpoint=None,
+        full_depth=2,
+    )
+    return build_tower(
+        spec, backend=backend, dtype=torch.bfloat16, device="cpu", seed=seed
+    )
+
+
+def first_of(family: str, built: Any) -> Any:
+    return getattr(built, FIRST[family])
+
+
+def is_fused(family: str, built: Any) -> bool:
+    """Whether an MLP is QuACK's as a whole, or not at all."""
+    method = first_of(family, built).quant_method
+    taken = type(method) is quack_linear.QuackLinearMethod
+    if taken:
+        assert type(getattr(built, ACT[family])) is nn.Identity
+        assert method.activation == ACTIVATIONS[family]
+    return taken
+
+
+def build_mlp(
+    family: str,
+    context: Tower,
+    *,
+    act: Any = None,
+    size: int = 128,
+    bias: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    quant_config: Any = None,
+) -> Any:
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VisionMLP
+    from vllm.model_executor.models.qwen2_vl import Qwen2VisionMLP
+    from vllm.model_executor.models.qwen3_vl import Qwen3_VisionMLP
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    options = {} if act is None else {"act_layer": lambda: act}
+    with context.running(), set_default_torch_dtype(dtype):
+        if family == "qwen2_vl":
+            return Qwen2VisionMLP(64, size, quant_config=quant_config, **options)
+        cls, default = {
+            "qwen2_5_vl": (Qwen2_5_VisionMLP, SiluAndMul),
+            "qwen3_vl": (Qwen3_VisionMLP, lambda: nn.GELU(approximate="tanh")),
+        }[family]
+        act = default() if act is None else act
+        return cls(64, size, bias=bias, act_fn=act, quant_config=quant_config)
+
+
+def fill_and_finish(built: Any, context: Tower) -> None:
+    for parameter in built.parameters():
+        parameter.data.copy_(noise(*parameter.shape) / 8)
+    for layer in built.children():
+        if hasattr(layer, "quant_method"):
+            with context.running():
+                layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("others", [(), ("fused-gelu", "fused-ops", "aligned-mlp")])
+@pytest.mark.parametrize("family", SPECS)
+def test_large_batches(
+    family: str, others: tuple[str, ...], calls: list[Call], large: None
+) -> None:
+    # Without padding, rows must be of whole vectors.
+    size = {"intermediate_size": SIZE + 4 if others else SIZE}
+    vision = {} if family == "qwen2_vl" else size
+    names = [f"{family}-{other}" for other in others]
+    names = [name for name in names if name in NAMES]
+    with without(*names):
+        fused = build(family, **vision)
+        assert all(is_fused(family, block.mlp) for block in blocks(fused))
+        depth = len(blocks(fused))
+        # The kernel is built while weights are loaded, before any batch.
+        assert calls == depth * [(16, ACTIVATIONS[family])]
+        calls.clear()
+        found = outputs(fused)
+        assert calls == depth * [(ROWS, ACTIVATIONS[family])]
+    calls.clear()
+    with without(*names, f"{family}-fused-mlp"):
+        plain = build(family, **vision)
+        assert not any(is_fused(family, block.mlp) for block in blocks(plain))
+        expected = outputs(plain)
+    assert not calls
+    assert relative_error(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_small_batches_keep_their_bits(family: str, calls: list[Call]) -> None:
+    fused = build(family)
+    assert all(is_fused(family, block.mlp) for block in blocks(fused))
+    calls.clear()
+    found = outputs(fused)
+    assert not calls
+    with without(f"{family}-fused-mlp"):
+        assert torch.equal(found, outputs(build(family)))
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_rows_decide(family: str, calls: list[Call]) -> None:
+    context = build(family)
+    built = build_mlp(family, context)
+    fill_and_finish(built, context)
+    calls.clear()
+    x = noise(4096, 1, 64).bfloat16()
+    with context.running():
+        small, many = built(x[:-1]), built(x)
+    assert calls == [(4096, ACTIVATIONS[family])]
+    assert (many.shape, many.dtype) == ((4096, 1, 64), torch.bfloat16)
+    assert relative_error(many[:-1], small) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_what_the_kernel_cannot_read(
+    family: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = build(family)
+    built = build_mlp(family, context)
+    fill_and_finish(built, context)
+    calls.clear()
+    monkeypatch.setattr(quack_linear, "can_read", lambda x: x.stride(0) % 8 == 0)
+    wide = noise(4096, 68).bfloat16()
+    with context.running():
+        found = built(wide[:, :64])
+        assert not calls
+        expected = built(wide[:, :64].contiguous())
+    assert len(calls) == 1
+    assert relative_error(found, expected) < TOLERANCE
+
+
+# Qwen2-VL's layers have one always.
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_without_bias(family: str, calls: list[Call]) -> None:
+    context = build(family)
+    built = build_mlp(family, context, bias=False)
+    assert is_fused(family, built)
+    fill_and_finish(built, context)
+    x = noise(4096, 64).bfloat16()
+    with context.running():
+        assert relative_error(built(x)[:-1], built(x[:-1])) < TOLERANCE
+    assert calls[-1] == (4096, ACTIVATIONS[family])
+
+
+@pytest.mark.parametrize("family", SPECS)
+class TestConditions:
+    def test_backend(self, family: str, calls: list[Call]) -> None:
+        assert is_fused(family, mlp(build(family)))
+        assert not is_fused(family, mlp(build(family, "TORCH_SDPA")))
+
+    def test_lora(self, family: str, calls: list[Call]) -> None:
+        context = build(family)
+        for is_wanted in (False, True):
+            allow_lora(context, is_wanted)
+            assert is_fused(family, build_mlp(family, context)) is not is_wanted
+
+    def test_quantization(self, family: str, calls: list[Call]) -> None:
+        context = build(family)
+        assert is_fused(family, build_mlp(family, context))
+        other = build_mlp(family, context, quant_config=QUANTIZED)
+        assert not is_fused(family, other)
+
+    def test_batch_invariance(
+        self, family: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        context = build(family)
+        assert is_fused(family, build_mlp(family, context))
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        assert not is_fused(family, build_mlp(family, context))
+
+    def test_dtype(self, family: str, calls: list[Call]) -> None:
+        context = build(family)
+        for dtype, fits in (
+            (torch.bfloat16, True),
+            (torch.float16, True),
+            (torch.float32, False),
+        ):
+            built = build_mlp(family, context, dtype=dtype)
+            assert is_fused(family, built) is fits
+
+    def test_whole_vectors(self, family: str, calls: list[Call]) -> None:
+        with without("qwen2_5_vl-aligned-mlp", "qwen3_vl-aligned-mlp"):
+            context = build(family, **({} if family == "qwen2_vl" else FITTING))
+            # 4 * 12 is a multiple of 8 for [gate; up] alone, and not for each.
+            for size, fits in ((120, True), (124, False)):
+                built = build_mlp(family, context, size=size)
+                assert is_fused(family, built) is fits
+
+    def test_activation(self, family: str, calls: list[Call]) -> None:
+        context = build(family)
+        gelu = f"{family}-fused-gelu"
+        with without(f"{family}-fused-mlp", *[gelu] * (gelu in NAMES)):
+            stock = type(getattr(mlp(build(family)), ACT[family]))
+
+        class Other(stock):  # type: ignore[misc,valid-type]
+            forward_native = nn.Identity.forward
+
+        with context.running():
+            others = [Other(), nn.GELU(), nn.SiLU()]
+        build(family)
+        assert is_fused(family, build_mlp(family, context))
+        for act in others:
+            built = build_mlp(family, context, act=act)
+            assert not is_fused(family, built)
+            assert getattr(built, ACT[family]) is act
+
+    def test_machine(
+        self, family: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        context = build(family)
+        assert is_fused(family, build_mlp(family, context))
+        monkeypatch.setattr(qwen_ops, "_has_quack", lambda: False)
+        assert not is_fused(family, build_mlp(family, context))
+
+
+FITTING = {"intermediate_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "capability", "package", "has_quack"),
+    [
+        (True, 90, "quack", True),
+        (False, 90, "quack", False),
+        (True, 80, "quack", False),
+        (True, 100, "quack", False),
+        (True, 90, "", False),
+    ],
+)
+def test_has_quack(
+    is_cuda: bool,
+    capability: int,
+    package: str,
+    has_quack: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm import platforms
+
+    platform = SimpleNamespace(
+        is_cuda=lambda: is_cuda,
+        is_device_capability=lambda wanted: wanted == capability,
+    )
+    monkeypatch.setattr(platforms, "current_platform", platform)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name == package or None
+    )
+    assert qwen_ops._has_quack() is has_quack
+
+
+def test_not_on_this_machine() -> None:
+    assert not is_fused("qwen3_vl", mlp(build("qwen3_vl")))
+
+
+def test_it_is_said_once(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        qwen_ops, "_say_once", lambda message, *values: said.append(message % values)
+    )
+    build("qwen2_vl")
+    lines = [line for line in said if "QuACK" in line]
+    assert "from 4096 rows on" in lines[0]
+    # The log drops what was said before.
+    assert len(lines) == 2 and len(set(lines)) == 1
+
+
+@pytest.mark.parametrize("reason", ["compiler", "import"])
+@pytest.mark.parametrize("family", SPECS)
+def test_a_kernel_that_cannot_be_built(
+    family: str,
+    reason: str,
+    calls: list[Call],
+    large: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warned: list[str] = []
+    logger = SimpleNamespace(
+        warning_once=lambda message, *values: warned.append(message % values)
+    )
+    monkeypatch.setattr(quack_linear, "logger", logger)
+    if reason == "compiler":
+
+        def linear_act(*args: Any) -> torch.Tensor:
+            raise RuntimeError("no ptxas here")
+
+        monkeypatch.setattr(quack_linear, "linear_act", linear_act)
+        message = "RuntimeError: no ptxas here"
+    else:
+        monkeypatch.setattr(quack_linear, "linear_act", LINEAR_ACT)
+        monkeypatch.setitem(sys.modules, "quack.gemm_interface", None)
+        quack_linear._gemm_act.cache_clear()
+        message = "quack.gemm_interface"
+    served = build(family)
+    assert all(is_fused(family, block.mlp) for block in blocks(served))
+    # The log drops what was said before.
+    assert len(warned) == len(blocks(served)) and len(set(warned)) == 1
+    assert message in warned[0]
+    assert ACTIVATIONS[family] in warned[0]
+    found = outputs(served)
+    with without(f"{family}-fused-mlp"):
+        assert torch.equal(found, outputs(build(family)))
+
+
+class TestReload:
+    def test_padded_weights(self, calls: list[Call], large: None) -> None:
+        changed, fresh = build("qwen2_5_vl", seed=0), build("qwen2_5_vl", seed=1)
+        layer = mlp(changed).gate_up_proj
+        padded = layer.weight.data
+        assert padded.shape == (128, 64)
+        before = [p.data_ptr() for p in changed.visual.parameters()]
+        load(changed, checkpoint(seed=1))
+        calls.clear()
+        assert torch.equal(outputs(changed), outputs(fresh))
+        assert len(calls) == 4
+        assert [p.data_ptr() for p in changed.visual.parameters()] == before
+
+    def test_by_layers(
+        self, calls: list[Call], large: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm.model_executor.model_loader import reload
+
+        fill: Callable[..., None] = tower.fill_with_random_weights
+
+        def record_and_fill(visual: nn.Module, seed: int) -> None:
+            reload.record_metadata_for_reloading(visual)
+            fill(visual, seed)
+
+        with monkeypatch.context() as context:
+            context.setattr(tower, "fill_with_random_weights", record_and_fill)
+            changed = build("qwen2_5_vl")
+        built = len(calls)
+        weights = [(n, w.bfloat16()) for n, w in checkpoint(seed=1)]
+        with changed.running():
+            reload.initialize_layerwise_reload(changed.visual)
+            changed.visual.load_weights(weights)  # type: ignore[operator]
+            reload.finalize_layerwise_reload(
+                changed.visual, changed.vllm_config.model_config
+            )
+        # The kernel is kept.
+        assert len(calls) == built
+        assert torch.equal(outputs(changed), outputs(build("qwen2_5_vl", seed=1)))
+        assert calls[-1] == (ROWS, SWIGLU)
+
+    def test_padding_is_found(self, calls: list[Call]) -> None:
+        layer = mlp(build("qwen2_5_vl")).gate_up_proj
+        method = quack_linear.aligned_method(layer)
+        assert method is layer.quant_method.inner
+        with method.in_stock_size(layer.weight):
+            assert layer.weight.shape == (2 * SIZE, 64)
+        assert layer.weight.shape == (128, 64)
+        down = mlp(build("qwen2_5_vl")).down_proj
+        assert quack_linear.aligned_method(down) is down.quant_method
+        assert quack_linear.aligned_method(nn.Linear(1, 1)) is None
+
+
+class TestSmallBatchesActivation:
+    """It is inside the layer now, where other patches must find it."""
+
+    def test_quick_gelu(self, calls: list[Call], compiled_ops: None) -> None:
+        built = build_mlp("qwen2_vl", build("qwen2_vl"))
+        act = built.fc1.quant_method.act
+        assert act._forward_method == act.forward_cuda
+
+    def test_silu(self, calls: list[Call], compiled_ops: None) -> None:
+        served = build("qwen2_5_vl")
+        act = mlp(served).gate_up_proj.quant_method.act
+        before = act._forward_method
+        assert before != act.forward_cuda
+        with qwen_ops._compiled_ops(served.visual):
+            assert act._forward_method == act.forward_cuda
+        assert act._forward_method == before
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_compiled_blocks_stay_as_they_are(family: str, calls: list[Call]) -> None:
+    context = build(family)
+    built = build_mlp(family, context)
+    fill_and_finish(built, context)
+    assert is_fused(family, built)
+    calls.clear()
+    torch.compiler.reset()
+    compiled = torch.compile(built, backend="eager", fullgraph=True)
+    x = noise(4096, 64).bfloat16()
+    with context.running():
+        found = compiled(x)
+        assert not calls
+        assert torch.equal(found[:-1], built(x[:-1]))
+        built(x)
+    assert len(calls) == 1
