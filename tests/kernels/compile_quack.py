@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile QuACK's kernels for a Hopper GPU, with none here, and print their number.
+
+A process of its own: QuACK reads its settings when it is imported.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+# Set before QuACK is imported.
+os.environ |= {
+    "QUACK_ARCH": "sm_90",
+    "CUTE_DSL_ARCH": "sm_90a",
+    "QUACK_CACHE_DIR": sys.argv[1],
+    "QUACK_CACHE_ENABLED": "1",
+    "QUACK_COMPILE_ONLY_STRICT": "1",
+}
+
+import quack.cache
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vllm_flashinfer_vit.quack_linear import QUICK_GELU, SWIGLU, TANH_GELU, linear_act
+
+# QuACK 0.5 compiles for fake tensors in a mode of its own only.
+MODE = getattr(quack.cache, "compile_only_mode", FakeTensorMode)
+
+
+def kernels() -> int:
+    """Return how many compiled kernels are on disk."""
+    return len(list(Path(sys.argv[1]).rglob("*.o")))
+
+
+def compile_for(
+    activation: str, inputs: int, outputs: int, has_bias: bool, rows: int
+) -> Exception | None:
+    """Run a layer on fake tensors, and return why that ended early, if it did."""
+    with MODE():
+        bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+        x = torch.empty(rows, inputs, **bf16)
+        weight = torch.empty(outputs, inputs, **bf16)
+        bias = torch.empty(outputs, **bf16) if has_bias else None
+        try:
+            out = linear_act(x, weight, bias, activation)
+        except Exception as error:
+            # QuACK 0.6 compiles, then asks the driver for the size of its launch.
+            return error
+    parts = 2 if activation == SWIGLU else 1
+    assert (out.shape, out.dtype) == ((rows, outputs // parts), torch.bfloat16)
+    return None
+
+
+def main() -> None:
+    done = 0
+    for activation, inputs, outputs, has_bias in (
+        (QUICK_GELU, 1280, 5120, True),
+        (SWIGLU, 1280, 6912, True),
+        (SWIGLU, 1280, 6912, False),
+        (TANH_GELU, 1152, 4304, True),
+    ):
+        # What is built for a few rows serves all others.
+        for rows in (16, 4096, 5001):
+            error = compile_for(activation, inputs, outputs, has_bias, rows)
+            if kernels() != done + 1:
+                raise SystemExit(f"{activation}, {rows} rows: {error!r}")
+        done += 1
+    print(done)
+
+
+if __name__ == "__main__":
+    main()
