@@ -393,6 +393,7 @@ class Bench:
     environment: Environment
     failures: Failures
     modes: Sequence[str]
+    stock_modes: Sequence[str]
     dtype: str
     budget_s: float
     error_ratios: dict[str, float] = field(default_factory=dict)
@@ -407,8 +408,11 @@ class Bench:
         """Time one model's towers on every case."""
         sdpa = Contender.of("stock-torch_sdpa", "fp32")
         contenders = [replace(sdpa, provider=REFERENCE)]
-        for blocks in dict.fromkeys(_blocks(mode) for mode in self.modes):
-            contenders += [Contender.of(name, self.dtype, blocks) for name in providers]
+        for blocks in BLOCKS:
+            for name in providers:
+                contender = Contender.of(name, self.dtype, blocks)
+                if any(self.runs(contender, mode) for mode in MODES):
+                    contenders.append(contender)
         # All at once, since importing and building take longer than measuring.
         remotes = [Remote(contender, model, depth) for contender in contenders]
         try:
@@ -449,10 +453,10 @@ class Bench:
                 if kernels := remote.call("load", grids, reference):
                     print(f"  {_title(remote)} runs {kernels}")
                 loaded.append(remote)
-        for mode in self.modes:
+        for mode in (*self.modes, *self.stock_modes):
             errors: dict[Remote, float] = {}
             for remote in loaded:
-                if remote.contender.blocks == _blocks(mode):
+                if self.runs(remote.contender, mode):
                     with self.failures.noted(f"{model} {case} {_title(remote)} {mode}"):
                         errors[remote] = remote.call("check", mode)
             with self.failures.noted(f"{model} {case} {mode}"):
@@ -474,6 +478,13 @@ class Bench:
                     self.log.add(row)
                     print_row(row)
                 self._compare(f"{model} {case} {mode}", errors)
+
+    def runs(self, contender: Contender, mode: str) -> bool:
+        """Whether a contender is to be timed in a mode."""
+        is_wanted = mode in self.modes or (
+            contender.is_stock and mode in self.stock_modes
+        )
+        return is_wanted and contender.blocks == _blocks(mode)
 
     def _take_turns(
         self, remotes: Sequence[Remote], mode: str
@@ -529,6 +540,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=[*CASES, *SMOKE_CASES])
     parser.add_argument("--modes", nargs="+", choices=MODES)
     parser.add_argument(
+        "--stock-modes", nargs="+", choices=MODES, default=(), help="more for stock"
+    )
+    parser.add_argument(
         "--providers",
         nargs="+",
         help="stock-<backend>, plugin, plugin-fp8, plugin-<kernel>",
@@ -563,6 +577,7 @@ def main() -> None:
         environment=environment,
         failures=Failures(),
         modes=args.modes or (("eager", "graph") if on_gpu else ("eager",)),
+        stock_modes=args.stock_modes,
         dtype=args.dtype,
         budget_s=args.budget_s,
     )

@@ -296,6 +296,23 @@ def test_modes_name_how_the_blocks_run():
     assert blocks == [name for name in bench_encoder.BLOCKS for _ in range(2)]
 
 
+def test_only_stock_runs_in_modes_of_its_own():
+    bench = bench_encoder.Bench(
+        None, None, None, ["graph"], ["fused_graph", "compiled"], "bf16", 1.0
+    )
+
+    def modes(provider):
+        return [
+            mode
+            for blocks in bench_encoder.BLOCKS
+            for mode in bench_encoder.MODES
+            if bench.runs(bench_encoder.Contender.of(provider, "bf16", blocks), mode)
+        ]
+
+    assert modes("stock-flash_attn") == ["graph", "fused_graph", "compiled"]
+    assert modes("plugin") == modes("plugin-fp8") == ["graph"]
+
+
 def test_environment_of_a_process_does_not_stay(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "mine")
     monkeypatch.delenv("VLLM_FLASHINFER_VIT_KERNEL", raising=False)
