@@ -446,6 +446,7 @@ def _stack_table(stack: Stack) -> Table:
         ("Triton", stack.triton),
         ("FlashInfer", stack.flashinfer),
         ("cudnn-frontend", stack.cudnn_frontend),
+        ("QuACK", stack.quack),
         ("cuDNN wheel", wheels or None),
         (
             "cuDNN loaded",

@@ -140,11 +140,12 @@ class Stack:
     Attributes:
         python: Python's version.
         vllm: Version from the package metadata, or None if it is not installed; the
-            next four likewise.
+            next five likewise.
         torch: See `vllm`.
         triton: See `vllm`.
         flashinfer: Of flashinfer-python.
         cudnn_frontend: Of nvidia-cudnn-frontend.
+        quack: Of quack-kernels, without which MLPs run as other patches leave them.
         cudnn_wheels: Versions of the installed cuDNN wheels, by package name.
         cudnn_backend: The cuDNN that cudnn-frontend loads, as 91900 for 9.19.0; None
             if it was not or could not be loaded.
@@ -167,6 +168,7 @@ class Stack:
     triton: str | None = None
     flashinfer: str | None = None
     cudnn_frontend: str | None = None
+    quack: str | None = None
     cudnn_wheels: Mapping[str, str] = field(default_factory=dict)
     cudnn_backend: int | None = None
     cudnn_libraries: tuple[str, ...] = ()
@@ -373,6 +375,7 @@ def probe(*, isolated: bool = False, libraries: bool = True) -> Stack:
         triton=_version("triton"),
         flashinfer=_version(_MODULES["flashinfer"]),
         cudnn_frontend=_version(_MODULES["cudnn_frontend"]),
+        quack=_version("quack-kernels"),
         cudnn_wheels=wheels,
         cudnn_backend=facts.get("cudnn_backend"),
         cudnn_libraries=tuple(facts.get("cudnn_libraries", ())),
