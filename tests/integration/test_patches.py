@@ -21,6 +21,7 @@ from vllm_flashinfer_vit.patches import _blocks, qwen_metadata, qwen_ops
 from vllm_flashinfer_vit.tower import Tower, TowerSpec, build_tower, resolve_spec
 
 HAS_GPU = torch.cuda.is_available()
+HAS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 cpu_only = pytest.mark.skipif(
     HAS_GPU, reason="vLLM has one platform per process, and here it is the GPU"
 )
@@ -679,6 +680,9 @@ class TestOnAGpu:
         "qwen3_vl": {"aten::_addmm_activation", "_add_layer_norm_kernel"},
     }
 
+    # The fewest patches that QuACK runs.
+    LARGE = [[1, 64, 64]]
+
     @classmethod
     def build(cls, family: str, backend: str, dtype: torch.dtype) -> Tower:
         spec = resolve_spec(cls.MODELS[family], random_weights=True, depth=8)
@@ -718,3 +722,25 @@ class TestOnAGpu:
                 kernels[disabled] = [name for name in names if "align2" in name]
         assert not kernels[()]
         assert kernels[("qwen2_5_vl-aligned-mlp",)]
+
+    @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+    @pytest.mark.parametrize("family", MODELS)
+    def test_quack_runs_large_batches(self, family: str) -> None:
+        def run(of: Tower, grids: list[list[int]]) -> tuple[torch.Tensor, bool]:
+            rows = sum(t * h * w for t, h, w in grids)
+            pixels = noise(rows, of.spec.patch_dim)
+            with torch.profiler.profile() as profile:
+                out = of.encode(pixels, grids)
+            return out, any("quack" in event.name for event in profile.events())
+
+        exact, _ = run(self.build(family, "TORCH_SDPA", torch.float32), self.LARGE)
+        fused = self.build(family, "FLASHINFER", torch.bfloat16)
+        patched, has_quack = run(fused, self.LARGE)
+        assert has_quack
+        assert not run(fused, GRIDS)[1]
+        with without(f"{family}-fused-mlp"):
+            plain, has_quack = run(
+                self.build(family, "FLASHINFER", torch.bfloat16), self.LARGE
+            )
+        assert not has_quack
+        assert relative_error(patched, exact) <= 1.1 * relative_error(plain, exact)
