@@ -284,8 +284,9 @@ def _compiled_ops(tower: Any) -> Iterator[None]:
     ):
         yield
         return
-    first = getattr(block.mlp.gate_up_proj, "quant_method", None)
-    act = first.act if isinstance(first, QuackLinearMethod) else block.mlp.act_fn
+    first = getattr(block.mlp, "gate_up_proj", None)
+    method = getattr(first, "quant_method", None)
+    act = method.act if isinstance(method, QuackLinearMethod) else block.mlp.act_fn
     with ExitStack() as stack:
         if has_known_forward(block):
             stack.enter_context(chained(tower.blocks, _add_rms_norm))
