@@ -8,8 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-# Set before QuACK is imported.
 os.environ |= {
+    # Where there is a GPU, nothing may be launched on fake tensors.
+    "CUDA_VISIBLE_DEVICES": "",
     "QUACK_ARCH": "sm_90",
     "CUTE_DSL_ARCH": "sm_90a",
     "QUACK_CACHE_DIR": sys.argv[1],
@@ -44,7 +45,7 @@ def compile_for(
         try:
             out = linear_act(x, weight, bias, activation)
         except Exception as error:
-            # QuACK 0.6 compiles, then asks the driver for the size of its launch.
+            # QuACK 0.6 compiles, then asks the driver for a GPU's size.
             return error
     parts = 2 if activation == SWIGLU else 1
     assert (out.shape, out.dtype) == ((rows, outputs // parts), torch.bfloat16)
