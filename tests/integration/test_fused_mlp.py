@@ -368,7 +368,7 @@ def test_it_is_said_once(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> 
     assert len(lines) == 2 and len(set(lines)) == 1
 
 
-@pytest.mark.parametrize("reason", ["compiler", "import"])
+@pytest.mark.parametrize("reason", ["compiler", "import", "results"])
 @pytest.mark.parametrize("family", SPECS)
 def test_a_kernel_that_cannot_be_built(
     family: str,
@@ -389,10 +389,14 @@ def test_a_kernel_that_cannot_be_built(
 
         monkeypatch.setattr(quack_linear, "linear_act", linear_act)
         message = "RuntimeError: no ptxas here"
+    elif reason == "results":
+        right = quack_linear.linear_act
+        monkeypatch.setattr(quack_linear, "linear_act", lambda *args: -right(*args))
+        message = "its results differ"
     else:
         monkeypatch.setattr(quack_linear, "linear_act", LINEAR_ACT)
         monkeypatch.setitem(sys.modules, "quack.gemm_interface", None)
-        quack_linear._gemm_act.cache_clear()
+        quack_linear._launcher.cache_clear()
         message = "quack.gemm_interface"
     served = build(family)
     assert all(is_fused(family, block.mlp) for block in blocks(served))
