@@ -67,13 +67,16 @@ def to_e4m3(x, inverse):
 
 @triton.jit
 def pairs_to_e4m3(x, y, inverse, LIMIT: tl.constexpr):
-    """Return the pairs (x, y) as `to_e4m3` does, x in the lower half of 16 bits.
+    """Return the pairs (x, y) as `to_e4m3` does, in turns.
 
     Args:
         x: `[N, M]`, what `finite` returned.
         y: Like x.
         inverse: fp32.
         LIMIT: The largest absolute value, or None for e4m3's.
+
+    Returns:
+        `[N, 2 M]` e4m3, or the same bytes as `[N, M]` uint16.
     """
     if _is_packed(x.dtype):
         return tl.inline_asm_elementwise(
@@ -85,18 +88,11 @@ def pairs_to_e4m3(x, y, inverse, LIMIT: tl.constexpr):
             pack=2,
         )
     else:
-        x, y = x * inverse, y * inverse
+        x = tl.reshape(tl.join(x, y), [x.shape[0], 2 * x.shape[1]]) * inverse
         if LIMIT is not None:
-            x, y = _clip(x, LIMIT), _clip(y, LIMIT)
-        x = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint16)
-        y = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint16)
-        return x | (y << 8)
-
-
-@triton.jit
-def _clip(x, LIMIT: tl.constexpr):
-    x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            x = tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        return x.to(tl.float8e4nv)
 
 
 @triton.constexpr_function

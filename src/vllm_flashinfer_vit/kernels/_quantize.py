@@ -242,12 +242,13 @@ def store_pairs(
     """
     row, run, row_hi, run_hi = items
     x1, x2, x1_hi, x2_hi = pairs
-    base_pairs = base.to(tl.pointer_type(tl.uint16))
-    value = pairs_to_e4m3(x1, x2, inverse, LIMIT)
-    _store_runs(base_pairs, stride_t // 2, rows, row, run, value)
+    lo = pairs_to_e4m3(x1, x2, inverse, LIMIT)
+    BYTES: tl.constexpr = lo.dtype.primitive_bitwidth // 8
+    base_lo = base.to(tl.pointer_type(lo.dtype))
+    _store_runs(base_lo, stride_t // BYTES, rows, row, run, lo)
     if HI > 0:
-        value = pairs_to_e4m3(x1_hi, x2_hi, inverse, LIMIT)
-        _store_runs(base_pairs, stride_t // 2, rows, row_hi, run_hi, value)
+        hi = pairs_to_e4m3(x1_hi, x2_hi, inverse, LIMIT)
+        _store_runs(base_lo, stride_t // BYTES, rows, row_hi, run_hi, hi)
     _store_padding(base, stride_t, rows, D, D_PAD, BLOCK)
 
 
