@@ -141,7 +141,8 @@ def _speeds(rows: Sequence[Row]) -> list[Span]:
     for row in rows:
         fast, middle, slow = (float(row[f"p{p}_ms"]) for p in (20, 50, 80))
         top = float(row["tflops"])
-        ends = top * middle / slow, top, top * middle / fast
+        # In this order, equal times are equal speeds.
+        ends = top * (middle / slow), top, top * (middle / fast)
         spans.append(Span(row["case"], row["provider"], *ends))
     return spans
 

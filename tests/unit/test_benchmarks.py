@@ -465,6 +465,14 @@ def test_figure_from_a_csv(plot, tmp_path, kind):
         plot.draw(kind, source, target, ["eager"])
 
 
+def test_equal_times_are_equal_speeds(plot):
+    # 119.4 * 1.2507 / 1.2507 is above 119.4, and matplotlib refuses such an error bar.
+    row = {"case": "a", "provider": "b", "tflops": "119.4"}
+    row |= dict.fromkeys(("p20_ms", "p50_ms", "p80_ms"), "1.2507")
+    (span,) = plot._speeds([row])
+    assert span.low == span.middle == span.high == 119.4
+
+
 def test_waterfall_from_a_csv(plot, tmp_path):
     source, target = tmp_path / "rows.csv", tmp_path / "figures" / "a.svg"
     columns = (*waterfall.COLUMNS, *waterfall.ENVIRONMENT_COLUMNS)
