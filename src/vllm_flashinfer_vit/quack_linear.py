@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod
+from vllm_flashinfer_vit.gelu_linear import GeluLinearMethod
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -211,6 +212,6 @@ def fits(layer: Any, activation: str) -> bool:
 def aligned_method(layer: torch.nn.Module) -> AlignedLinearMethod | None:
     """Return the method that pads a layer's parameters, if one does."""
     method = getattr(layer, "quant_method", None)
-    if isinstance(method, QuackLinearMethod):
+    while isinstance(method, QuackLinearMethod | GeluLinearMethod):
         method = method.inner
     return method if isinstance(method, AlignedLinearMethod) else None

@@ -418,10 +418,12 @@ class TestGeluLinear:
         assert relative_error(outputs(fused), outputs(plain)) < TOLERANCE
 
     def test_one_gemm_on_a_gpu(self) -> None:
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
         from vllm_flashinfer_vit.gelu_linear import GeluLinearMethod
 
         with build("qwen3_vl").running():
-            method = GeluLinearMethod()
+            method = GeluLinearMethod(UnquantizedLinearMethod())
         weight, bias = noise(128, 64), noise(128)
         layer = SimpleNamespace(weight=weight)
         # On fake tensors, since a CPU's op of this name computes another GELU.

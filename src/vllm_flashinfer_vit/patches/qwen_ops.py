@@ -86,18 +86,10 @@ def _not_plain(linear: Any) -> str | None:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod
-    from vllm_flashinfer_vit.gelu_linear import (
-        AlignedGeluLinearMethod,
-        GeluLinearMethod,
-    )
+    from vllm_flashinfer_vit.gelu_linear import GeluLinearMethod
 
     method = type(linear.quant_method)
-    if method not in (
-        UnquantizedLinearMethod,
-        AlignedLinearMethod,
-        GeluLinearMethod,
-        AlignedGeluLinearMethod,
-    ):
+    if method not in (UnquantizedLinearMethod, AlignedLinearMethod, GeluLinearMethod):
         return f"their weights are served by {method.__name__}"
     # Adapters are added to what the layer itself returns, in the checkpoint's size.
     lora = get_current_vllm_config().lora_config
@@ -112,11 +104,7 @@ def _fuse_tanh_gelu(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, *args, **kwargs)
         from vllm import envs
 
-        from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod
-        from vllm_flashinfer_vit.gelu_linear import (
-            AlignedGeluLinearMethod,
-            GeluLinearMethod,
-        )
+        from vllm_flashinfer_vit.gelu_linear import GeluLinearMethod
         from vllm_flashinfer_vit.selection import flashinfer_requested
 
         if (
@@ -127,12 +115,8 @@ def _fuse_tanh_gelu(original: Callable[..., Any]) -> Callable[..., Any]:
             or _not_plain(self.linear_fc1)
         ):
             return
-        method = self.linear_fc1.quant_method
-        self.linear_fc1.quant_method = (
-            AlignedGeluLinearMethod(method.dim, method.size, method.parts)
-            if isinstance(method, AlignedLinearMethod)
-            else GeluLinearMethod()
-        )
+        fc1 = self.linear_fc1
+        fc1.quant_method = GeluLinearMethod(fc1.quant_method)
         self.act_fn = torch.nn.Identity()
 
     return __init__
