@@ -126,15 +126,32 @@ def linear_act(
     Returns:
         `[T, outputs]`, for `SWIGLU` `[T, outputs / 2]`, contiguous.
     """
-    width = weight.shape[0] // (2 if activation == SWIGLU else 1)
-    out = x.new_empty(x.shape[0], width)
-    _launcher()(x, weight.t(), bias, activation, out)
+    is_gated = activation == SWIGLU
+    out = x.new_empty(x.shape[0], weight.shape[0] // (2 if is_gated else 1))
+    layout = {"concat_layout": _STACKED} if is_gated else {}
+    quack = _gemm_interface()
+    if hasattr(quack, "gemm_act_tuned"):
+        # QuACK 0.5 calls it through PyTorch's dispatcher, for half of the host's time.
+        kernel = quack.gemm_gated_tuned if is_gated else quack.gemm_act_tuned
+        kernel.fn(x, weight.t(), None, out, None, bias, activation, **layout)
+    else:
+        quack.gemm_act(
+            x,
+            weight.t(),
+            bias=bias,
+            activation=activation,
+            postact_out=out,
+            store_preact=False,
+            # The default tile is what was measured; tuning would take minutes.
+            tuned=False,
+            **layout,
+        )
     return out
 
 
 @functools.cache
-def _launcher() -> Callable[..., None]:
-    """Return a function of x, the weight transposed, bias, activation and output."""
+def _gemm_interface() -> Any:
+    """Import QuACK, and teach it QuickGELU."""
     from quack import gemm_interface
     from quack.activation import act_fn_map, swiglu_oai
 
@@ -143,47 +160,7 @@ def _launcher() -> Callable[..., None]:
         return swiglu_oai(x, 0.0)
 
     act_fn_map[QUICK_GELU] = quick_gelu
-    if hasattr(gemm_interface, "gemm_act_tuned"):
-        return functools.partial(_launch_undispatched, gemm_interface)
-    return functools.partial(_launch, gemm_interface.gemm_act)
-
-
-def _launch(
-    gemm_act: Callable[..., Any],
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    out: torch.Tensor,
-) -> None:
-    gemm_act(
-        x,
-        weight,
-        bias=bias,
-        activation=activation,
-        postact_out=out,
-        store_preact=False,
-        # The default tile is what was measured; tuning would take minutes.
-        tuned=False,
-        concat_layout=_STACKED if activation == SWIGLU else None,
-    )
-
-
-def _launch_undispatched(
-    gemm_interface: Any,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    out: torch.Tensor,
-) -> None:
-    # QuACK 0.5 calls these through PyTorch's dispatcher, for half of the host's time.
-    if activation == SWIGLU:
-        gemm_interface.gemm_gated_tuned.fn(
-            x, weight, None, out, None, bias, activation, concat_layout=_STACKED
-        )
-    else:
-        gemm_interface.gemm_act_tuned.fn(x, weight, None, out, None, bias, activation)
+    return gemm_interface
 
 
 def can_read(x: torch.Tensor) -> bool:
