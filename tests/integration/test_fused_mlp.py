@@ -4,6 +4,7 @@
 A plain stand-in computes here what QuACK's kernel computes on a Hopper GPU.
 """
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_patches
 import torch
 from _models import noise
 from test_patches import (
@@ -33,7 +35,7 @@ from cases import relative_error
 from vllm_flashinfer_vit import quack_linear, tower
 from vllm_flashinfer_vit.patches import qwen_ops
 from vllm_flashinfer_vit.quack_linear import QUICK_GELU, SWIGLU, TANH_GELU
-from vllm_flashinfer_vit.tower import Tower, TowerSpec, build_tower
+from vllm_flashinfer_vit.tower import Tower
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(),
@@ -46,6 +48,8 @@ ROWS = sum(t * h * w for t, h, w in GRIDS)
 ACTIVATIONS = {"qwen2_vl": QUICK_GELU, "qwen2_5_vl": SWIGLU, "qwen3_vl": TANH_GELU}
 FIRST = {"qwen2_vl": "fc1", "qwen2_5_vl": "gate_up_proj", "qwen3_vl": "linear_fc1"}
 ACT = {"qwen2_vl": "act", "qwen2_5_vl": "act_fn", "qwen3_vl": "act_fn"}
+# QuACK runs 16 bits only.
+build = functools.partial(test_patches.build, dtype=torch.bfloat16)
 # Two units of bf16 for one rounding less in each block.
 TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
 
@@ -96,21 +100,6 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiled_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that vLLM's compiled ops are there; no test with it runs one."""
     monkeypatch.setattr(qwen_ops, "_has_compiled", lambda *names: True)
-
-
-def build(
-    family: str, backend: str = "FLASHINFER", seed: int = 0, **vision: Any
-) -> Tower:
-    spec = TowerSpec(
-        family=family,  # type: ignore[arg-type]
-        vision_config={**SPECS[family], **vision},
-        model=family,
-        checkpoint=None,
-        full_depth=2,
-    )
-    return build_tower(
-        spec, backend=backend, dtype=torch.bfloat16, device="cpu", seed=seed
-    )
 
 
 def first_of(family: str, built: Any) -> Any:

@@ -82,6 +82,7 @@ def build(
     family: str = "qwen2_5_vl",
     backend: str = "FLASHINFER",
     seed: int = 0,
+    dtype: torch.dtype = torch.float32,
     **vision: Any,
 ) -> Tower:
     spec = TowerSpec(
@@ -91,9 +92,7 @@ def build(
         checkpoint=None,
         full_depth=2,
     )
-    return build_tower(
-        spec, backend=backend, dtype=torch.float32, device="cpu", seed=seed
-    )
+    return build_tower(spec, backend=backend, dtype=dtype, device="cpu", seed=seed)
 
 
 @contextmanager
