@@ -12,6 +12,7 @@ KernelName = Literal[
     "cudnn",
     "cudnn_fp8",
     "flash_attn",
+    "flash_attn_4",
     "hopper_fp8",
     "reference",
     "reference_fp8",
@@ -26,6 +27,9 @@ KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 FP8_KERNELS: frozenset[KernelName] = frozenset(
     {"cudnn_fp8", "hopper_fp8", "reference_fp8", "triton_fp8"}
 )
+
+# cuDNN takes one scale for each tensor, the others also one for each block and head.
+BLOCK_SCALED_KERNELS: frozenset[KernelName] = FP8_KERNELS - {"cudnn_fp8"}
 
 ScaleMethod = Literal["block", "dynamic"]
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -22,6 +22,7 @@ from vllm.model_executor.models.vision import get_multimodal_config
 from vllm_flashinfer_vit import __version__, scales
 from vllm_flashinfer_vit.choices import Choice, fp8_ranges
 from vllm_flashinfer_vit.config import (
+    BLOCK_SCALED_KERNELS,
     ENV_FP8_SCALES,
     ENV_FP8_SKIP_LAYERS,
     ENV_KERNEL,
@@ -32,42 +33,12 @@ from vllm_flashinfer_vit.config import (
 from vllm_flashinfer_vit.scales import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.selection import NotServedError
 from vllm_flashinfer_vit.support import probe, usable_choices
+from vllm_flashinfer_vit.trial import attempt
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
 # Passes that dynamic scales look back on, as in vLLM and in `kernels/absmax.py`.
 HISTORY = 16
-
-# cuDNN takes one scale for each tensor, the others also one for each block and head.
-_BLOCK_KERNELS = FP8_KERNELS - {"cudnn_fp8"}
-
-
-class _Probe(NamedTuple):
-    """A head of a test run: v from N(mean, 1), q and k from N(0, factor^2).
-
-    Attributes:
-        mean: Of v.
-        factor: On q and k.
-        largest_error: Relative, of a kernel that is right.
-        name: Where an error is found.
-    """
-
-    mean: float
-    factor: float
-    largest_error: float
-    name: str
-
-
-# e4m3's own error is 0.05 for values around 0, 0.002 around 2 or 0.03 with an output in
-# e4m3; there a kernel shows that loses the small terms of a long sum. Scores of 10^6,
-# beyond fp16, leave a row its one largest, which e4m3 decides with an error of 0.4.
-_PROBES = (
-    _Probe(0.0, 1.0, 0.15, "values around 0"),
-    _Probe(2.0, 1.0, 0.05, "values around 2"),
-    _Probe(0.0, 300.0, 0.7, "large scores"),
-)
-# Some cuDNN returns zeros where keys are split, from 4096 on.
-_PROBE_LENGTHS = (4224, 100)
 
 _BLOCK_INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
@@ -199,10 +170,10 @@ def _method(
             )
         return "static"
     kernels = {choice.kernel for choice in choices} & FP8_KERNELS
-    if kernels <= _BLOCK_KERNELS:
+    if kernels <= BLOCK_SCALED_KERNELS:
         return wanted or "block"
     if wanted == "block":
-        names = ", ".join(sorted(kernels - _BLOCK_KERNELS))
+        names = ", ".join(sorted(kernels - BLOCK_SCALED_KERNELS))
         raise NotServedError(
             f"{ENV_FP8_SCALES}=block, but {names} takes one scale for each tensor; set "
             f"{ENV_KERNEL}=triton_fp8 too"
@@ -251,70 +222,6 @@ def resolve_fp8(
     for refusal in refusals:
         logger.warning_once("vllm-flashinfer-vit does without %s", refusal)
     return choices
-
-
-@torch.inference_mode()
-def attempt(
-    kernel: KernelName, head_dim: int, dtype: torch.dtype, device: str = "cuda"
-) -> str | None:
-    """Run an FP8 kernel and compare it with plain PyTorch.
-
-    Returns:
-        What went wrong, or None.
-    """
-    if kernel == "reference_fp8":
-        return None
-    from vllm_flashinfer_vit import ops
-    from vllm_flashinfer_vit.reference.attention import attention_ref
-
-    longest, num_tokens = max(_PROBE_LENGTHS), sum(_PROBE_LENGTHS)
-    try:
-        generator = torch.Generator(device).manual_seed(0)
-        shape = (num_tokens, 3, len(_PROBES), head_dim)
-        qkv = torch.randn(
-            shape, generator=generator, device=device, dtype=torch.float32
-        )
-        factors = torch.tensor([p.factor for p in _PROBES], device=device)
-        qkv[:, :2] *= factors[:, None]
-        qkv[:, 2] += torch.tensor([p.mean for p in _PROBES], device=device)[:, None]
-        q, k, v = qkv.to(dtype).unbind(1)
-        cu_seqlens = torch.tensor(
-            (0, longest, num_tokens), dtype=torch.int32, device=device
-        )
-        max_seqlen = torch.tensor(longest, device="cpu")
-        scale = head_dim**-0.5
-        is_block = kernel in _BLOCK_KERNELS
-        out = ops.fp8_attention(
-            q,
-            k,
-            v,
-            None,
-            None,
-            cu_seqlens,
-            max_seqlen,
-            0,
-            scale,
-            f"*:{kernel}",
-            "block" if is_block else "static",
-            False,
-            None,
-            None,
-            None,
-            None if is_block else qkv.abs().amax((0, 2, 3)) / scales.E4M3_MAX,
-        ).float()
-        expected = attention_ref(q, k, v, cu_seqlens, longest, scale).float()
-        errors = (out - expected).norm(dim=(0, 2)) / expected.norm(dim=(0, 2))
-        found = errors.tolist()
-    except Exception as caught:
-        text = str(caught).strip().partition("\n")[0]
-        return f"a test run fails with {type(caught).__name__}: {text}"
-    for head, error in zip(_PROBES, found, strict=True):
-        if not error < head.largest_error:
-            return (
-                f"a test run is wrong: its relative error is {error:.2g} for "
-                f"{head.name}"
-            )
-    return None
 
 
 def _read(path: Path) -> ScaleFile:

@@ -27,6 +27,7 @@ _KERNELS = {
     "cudnn": ("vllm_flashinfer_vit.kernels.cudnn", "attention"),
     "cudnn_fp8": ("vllm_flashinfer_vit.kernels.cudnn_fp8", "attention"),
     "flash_attn": ("vllm_flashinfer_vit.kernels.flash_attn", "attention"),
+    "flash_attn_4": ("vllm_flashinfer_vit.kernels.flash_attn", "attention_4"),
     "hopper_fp8": ("vllm_flashinfer_vit.kernels.hopper_fp8", "attention"),
     "reference": ("vllm_flashinfer_vit.reference.attention", "attention_ref"),
     "reference_fp8": ("vllm_flashinfer_vit.reference.flash_fp8", "attention_fp8_ref"),

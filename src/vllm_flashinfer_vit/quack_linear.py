@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An unquantized linear layer, its bias and the activation behind it, by one GEMM.
+"""An unquantized linear layer, its bias and any activation behind it, by one GEMM.
 
 QuACK's kernel applies both to the fp32 sums before it writes them: what the layer
-returns is neither read nor written once more, and is rounded once, not twice. Small
-batches run as before. QuACK (quack-kernels) comes with vLLM; it is imported where its
-kernel is built, not with this module.
+returns is neither read nor written once more, and is rounded once, not twice. A layer
+with no activation runs by it where it is faster than cuBLAS. Small batches run as
+before. QuACK (quack-kernels) comes with vLLM; it is imported where its kernel is
+built, not with this module.
 """
 
 import functools
@@ -46,7 +47,7 @@ class QuackLinearMethod(UnquantizedLinearMethod):
         self,
         inner: UnquantizedLinearMethod,
         act: Callable[[torch.Tensor], torch.Tensor],
-        activation: str,
+        activation: str | None,
     ) -> None:
         """Wrap a layer's method.
 
@@ -54,7 +55,7 @@ class QuackLinearMethod(UnquantizedLinearMethod):
             inner: The method that the layer had.
             act: What runs behind `inner` for the same result.
             activation: QuACK's name of what `inner` and `act` apply to the layer's sum;
-                `SWIGLU` is of stacked [gate; up].
+                `SWIGLU` is of stacked [gate; up], None is of no activation.
         """
         super().__init__()
         self.inner = inner
@@ -85,13 +86,12 @@ class QuackLinearMethod(UnquantizedLinearMethod):
             expected = self.act(self.inner.apply(layer, x, layer.bias))
             atol = _TOLERANCE * expected.abs().max().item()
             if not torch.allclose(out, expected, rtol=_TOLERANCE, atol=atol):
-                raise RuntimeError("its results differ from those of two kernels")
+                raise RuntimeError("its results differ from small batches'")
         except Exception as error:
             logger.warning_once(
-                "QuACK cannot run the vision tower's MLPs, so a GEMM and a separate "
-                "activation run for every size of batch: building %s failed with %s: "
-                "%s",
-                self.activation,
+                "QuACK cannot run a layer of the vision tower, so batches of every "
+                "size run as small ones do: building %s failed with %s: %s",
+                self.activation or "a plain GEMM",
                 type(error).__name__,
                 error,
             )
@@ -101,7 +101,7 @@ class QuackLinearMethod(UnquantizedLinearMethod):
     def apply(
         self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Apply layer and activation to `[..., inputs]`."""
+        """Apply the layer, and its activation if it has one, to `[..., inputs]`."""
         # A compiler fuses activations by itself.
         if not torch.compiler.is_compiling() and self.is_built:
             rows = x.reshape(-1, x.shape[-1])
@@ -112,7 +112,10 @@ class QuackLinearMethod(UnquantizedLinearMethod):
 
 
 def linear_act(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
 ) -> torch.Tensor:
     """Run QuACK's GEMM on a Hopper GPU.
 
@@ -121,7 +124,7 @@ def linear_act(
         weight: `[outputs, inputs]` of the same dtype, contiguous; both sizes multiples
             of 8, and for `SWIGLU` outputs of 16.
         bias: `[outputs]` of the same dtype, or None.
-        activation: `SWIGLU`, `TANH_GELU` or `QUICK_GELU`.
+        activation: `SWIGLU`, `TANH_GELU`, `QUICK_GELU`, or None for none.
 
     Returns:
         `[T, outputs]`, for `SWIGLU` `[T, outputs / 2]`, contiguous.
@@ -173,7 +176,7 @@ def can_read(x: torch.Tensor) -> bool:
     )
 
 
-def fits(layer: Any, activation: str) -> bool:
+def fits(layer: Any, activation: str | None) -> bool:
     """Whether the kernel can run a layer just built: 16 bits, rows of whole vectors."""
     padded = aligned_method(layer)
     weight = layer.weight

@@ -26,6 +26,7 @@ from vllm_flashinfer_vit.config import (
     Settings,
 )
 from vllm_flashinfer_vit.support import check_vllm, probe, usable_choices
+from vllm_flashinfer_vit.trial import attempt
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -49,7 +50,7 @@ def resolve(
 ) -> tuple[Choice, ...]:
     """Return the choices that this machine can run for a head dim and dtype.
 
-    The first call for its arguments decides for the process.
+    The first call for its arguments decides for the process, and may run a kernel.
 
     Args:
         head_dim: Head dim in elements.
@@ -64,7 +65,14 @@ def resolve(
         raise NotServedError(problem)
     tuned_dir = Settings.from_env().tuned_dir
     stack = probe(libraries=False)
-    choices, refusals = usable_choices(stack, head_dim, dtype, forced, tuned_dir)
+    choices, refusals = usable_choices(
+        stack,
+        head_dim,
+        dtype,
+        forced,
+        tuned_dir,
+        attempt=functools.partial(attempt, head_dim=head_dim, dtype=dtype),
+    )
     if not choices:
         advice = f". Unset {ENV_KERNEL}={forced}" if forced else ""
         raise NotServedError(

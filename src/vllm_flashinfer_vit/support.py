@@ -69,6 +69,7 @@ HEAD_DIMS: Mapping[KernelName, tuple[int, int]] = MappingProxyType(
         "cudnn": (8, 256),
         "cudnn_fp8": (8, 128),
         "flash_attn": (8, 256),
+        "flash_attn_4": (64, 128),
         "hopper_fp8": (32, 80),
         "triton": (32, 128),
         "triton_fp8": (32, 128),
@@ -76,6 +77,9 @@ HEAD_DIMS: Mapping[KernelName, tuple[int, int]] = MappingProxyType(
     }
 )
 _ON_CUDNN = frozenset({"cudnn", "cudnn_fp8"})
+_IN_PLACE_OF: Mapping[KernelName, KernelName] = MappingProxyType(
+    {"flash_attn_4": "flash_attn"}
+)
 HALF_DTYPES = ("float16", "bfloat16")
 
 _MODULES = {
@@ -279,6 +283,8 @@ def kernel_verdict(
         return Verdict(True, f"Triton {stack.triton}")
     if kernel == "flash_attn":
         return _flash_attn_verdict(stack, stack.capability)
+    if kernel == "flash_attn_4":
+        return _flash_attn_4_verdict(stack, stack.capability)
     return _cudnn_verdict(stack, stack.capability)
 
 
@@ -294,7 +300,8 @@ def usable_choices(
 ) -> tuple[tuple[Choice, ...], tuple[str, ...]]:
     """Drop from a GPU's table of choices what this machine cannot run.
 
-    `triton_fp8` takes the place of another FP8 kernel that cannot run.
+    `triton_fp8` takes the place of another FP8 kernel that cannot run, and `flash_attn`
+    that of `flash_attn_4`.
 
     Args:
         stack: What the machine has. If its libraries were left out, they are inspected
@@ -304,8 +311,8 @@ def usable_choices(
         forced: The kernel that the user forces, or None.
         tuned_dir: Folder of the user's measurements, or None to ignore them.
         fp8: The layer is one with FP8 attention. What is left may have no FP8 kernel.
-        attempt: Runs an FP8 kernel that should run by all that is known, and says what
-            went wrong, or None.
+        attempt: Runs a kernel of FP8, or one compiled by a library for this GPU, that
+            should run by all that is known, and says what went wrong, or None.
 
     Returns:
         The choices that are left, none if nothing can serve, and for each kernel that
@@ -328,17 +335,19 @@ def usable_choices(
         verdict = kernel_verdict(
             kernel, stack, head_dim, FP8_DTYPE if is_fp8 else dtype
         )
-        if verdict.ok and is_fp8 and (error := attempt(kernel)):
+        is_tried = is_fp8 or kernel == "flash_attn_4"
+        if verdict.ok and is_tried and (error := attempt(kernel)):
             verdict = Verdict(False, error)
         if verdict.ok or kernel not in (choice.kernel for choice in choices):
             continue
         remedy = f" ({verdict.remedy})" if verdict.remedy else ""
         refusals.append(f"{kernel}: {verdict.reason}{remedy}")
+        other = "triton_fp8" if is_fp8 else _IN_PLACE_OF.get(kernel)
         if kernel == forced:
             choices = ()
-        elif is_fp8 and kernel != "triton_fp8":
-            choices = replaced(choices, kernel, "triton_fp8")
-            kernels.append("triton_fp8")
+        elif other is not None and kernel != other:
+            choices = replaced(choices, kernel, other)
+            kernels.append(other)
         else:
             choices = without(choices, kernel)
     return choices, tuple(refusals)
@@ -717,7 +726,18 @@ def _flash_attn_verdict(stack: Stack, capability: tuple[int, int]) -> Verdict:
     if stack.vllm is None:
         return _missing(stack, "vllm")
     best = {9: 3, 10: 4}.get(capability[0], 2)
-    version = best if best in stack.flash_attn else 2
+    return _bundled_verdict(stack, best if best in stack.flash_attn else 2)
+
+
+def _flash_attn_4_verdict(stack: Stack, capability: tuple[int, int]) -> Verdict:
+    if stack.vllm is None:
+        return _missing(stack, "vllm")
+    if capability[0] != 9:
+        return _hopper_only(stack, capability)
+    return _bundled_verdict(stack, 4)
+
+
+def _bundled_verdict(stack: Stack, version: int) -> Verdict:
     if version not in stack.flash_attn:
         return Verdict(
             False,
@@ -725,6 +745,11 @@ def _flash_attn_verdict(stack: Stack, capability: tuple[int, int]) -> Verdict:
             _reinstall_vllm(stack),
         )
     return Verdict(True, f"FlashAttention {version} from vLLM {stack.vllm}")
+
+
+def _hopper_only(stack: Stack, capability: tuple[int, int]) -> Verdict:
+    name, found = stack.gpus[0].name, _dotted(capability)
+    return Verdict(False, f"it is for Hopper (9.0) only; {name} has {found}")
 
 
 def _fp8_refusal(
@@ -738,7 +763,7 @@ def _fp8_refusal(
             "leave --mm-encoder-attn-dtype out",
         )
     if kernel == "hopper_fp8" and capability[0] != 9:
-        return Verdict(False, f"it is for Hopper (9.0) only; {name} has {found}")
+        return _hopper_only(stack, capability)
     if kernel != "cudnn_fp8":
         return None
     if capability < (9, 0):

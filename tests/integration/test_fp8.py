@@ -25,6 +25,7 @@ from vllm_flashinfer_vit.kernels.absmax import DynamicScales
 from vllm_flashinfer_vit.reference.attention import attention_ref
 from vllm_flashinfer_vit.scales import QKV
 from vllm_flashinfer_vit.tower import Tower, build_tower, resolve_spec
+from vllm_flashinfer_vit.trial import attempt
 
 HEADS, HEAD_DIM = 4, 16
 SCALE = HEAD_DIM**-0.5
@@ -393,9 +394,7 @@ class TestOnGpu:
 
     @pytest.fixture(autouse=True)
     def runs_here(self, kernel: Any, head_dim: int) -> None:
-        from vllm_flashinfer_vit import fp8
-
-        if error := fp8.attempt(kernel, head_dim, torch.bfloat16):
+        if error := attempt(kernel, head_dim, torch.bfloat16):
             pytest.skip(error)
 
     @pytest.mark.parametrize("method", ["block", "static", "dynamic"])

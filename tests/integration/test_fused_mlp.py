@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLPs whose first GEMM QuACK runs: who gets it, and what it leaves as it was.
+"""GEMMs that QuACK runs: who gets it, and what it leaves as it was.
+
+All but the last tests are of MLPs alone.
 
 A plain stand-in computes here what QuACK's kernel computes on a Hopper GPU.
 """
@@ -7,7 +9,7 @@ A plain stand-in computes here what QuACK's kernel computes on a Hopper GPU.
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +28,13 @@ from test_patches import (
     load,
     mlp,
     outputs,
-    without,
 )
 from torch import nn
 from torch.nn.functional import gelu, linear, silu
 
 from cases import relative_error
-from vllm_flashinfer_vit import quack_linear, tower
+from vllm_flashinfer_vit import patches, quack_linear, tower
+from vllm_flashinfer_vit.config import Settings
 from vllm_flashinfer_vit.patches import qwen_ops
 from vllm_flashinfer_vit.quack_linear import QUICK_GELU, SWIGLU, TANH_GELU
 from vllm_flashinfer_vit.tower import Tower
@@ -43,6 +45,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 NAMES = {patch.name for patch in qwen_ops.PATCHES}
+# Qwen3-VL's attention is of Qwen2.5-VL's class.
+QKV = {
+    "qwen2_vl": "qwen2_vl-quack-qkv",
+    "qwen2_5_vl": "qwen2_5_vl-quack-qkv",
+    "qwen3_vl": "qwen2_5_vl-quack-qkv",
+}
+without = functools.partial(test_patches.without, *QKV.values())
 LINEAR_ACT = quack_linear.linear_act
 ROWS = sum(t * h * w for t, h, w in GRIDS)
 ACTIVATIONS = {"qwen2_vl": QUICK_GELU, "qwen2_5_vl": SWIGLU, "qwen3_vl": TANH_GELU}
@@ -59,13 +68,21 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return silu(gate) * up
 
 
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+FUNCTIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
     SWIGLU: swiglu,
     TANH_GELU: lambda x: gelu(x, approximate="tanh"),
+    None: lambda x: x,
 }
 
-Call = tuple[int, str]
+Call = tuple[int, str | None]
+
+
+@pytest.fixture(autouse=True)
+def mlps_alone() -> Iterator[None]:
+    """Leave QKV projections as they are."""
+    with without():
+        yield
 
 
 @pytest.fixture
@@ -77,7 +94,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        activation: str,
+        activation: str | None,
     ) -> torch.Tensor:
         seen.append((len(x), activation))
         bias = None if bias is None else bias.float()
@@ -484,3 +501,163 @@ def test_compiled_blocks_stay_as_they_are(family: str, calls: list[Call]) -> Non
         assert torch.equal(found[:-1], built(x[:-1]))
         built(x)
     assert len(calls) == 1
+
+
+@pytest.fixture
+def qkv_patches(mlps_alone: None) -> Iterator[None]:
+    """Have QuACK run QKV projections, and not MLPs."""
+    from vllm.model_executor.models import qwen3_vl  # noqa: F401
+
+    with test_patches.without(*(name for name in NAMES if "fused-mlp" in name)):
+        # Before a tower is built: its first attention layer's `__init__` runs then.
+        patches.apply_model_patches(Settings.from_env())
+        yield
+
+
+def quack_qkvs(of: Tower) -> list[bool]:
+    """Whether each block's QKV projection is QuACK's."""
+    methods = [block.attn.qkv.quant_method for block in blocks(of)]
+    taken = [type(method) is quack_linear.QuackLinearMethod for method in methods]
+    for method in (m for m, is_taken in zip(methods, taken, strict=True) if is_taken):
+        assert type(method.act) is nn.Identity
+        assert method.activation is None
+    return taken
+
+
+def build_attention(
+    family: str,
+    context: Tower,
+    *,
+    width: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    quant_config: Any = None,
+) -> Any:
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VisionAttention
+    from vllm.model_executor.models.qwen2_vl import Qwen2VisionAttention
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    is_qwen2 = family == "qwen2_vl"
+    cls = Qwen2VisionAttention if is_qwen2 else Qwen2_5_VisionAttention
+    with context.running(), set_default_torch_dtype(dtype):
+        return cls(64, 2, width, quant_config=quant_config)
+
+
+@pytest.mark.usefixtures("qkv_patches")
+@pytest.mark.parametrize("family", SPECS)
+class TestQkv:
+    @staticmethod
+    def is_taken(attention: Any) -> bool:
+        return type(attention.qkv.quant_method) is quack_linear.QuackLinearMethod
+
+    def test_large_batches(self, family: str, calls: list[Call], large: None) -> None:
+        fused = build(family)
+        assert all(quack_qkvs(fused))
+        depth = len(blocks(fused))
+        assert calls == depth * [(16, None)]
+        calls.clear()
+        found = outputs(fused)
+        assert calls == depth * [(ROWS, None)]
+        calls.clear()
+        with without():
+            plain = build(family)
+            assert not any(quack_qkvs(plain))
+        assert relative_error(found, outputs(plain)) < TOLERANCE
+        assert all(activation for _, activation in calls)
+
+    def test_beside_the_mlps(self, family: str, calls: list[Call], large: None) -> None:
+        with test_patches.without():
+            patches.apply_model_patches(Settings.from_env())
+            fused = build(family)
+            calls.clear()
+            outputs(fused)
+        each = [(ROWS, None), (ROWS, ACTIVATIONS[family])]
+        assert calls == len(blocks(fused)) * each
+
+    def test_small_batches_keep_their_bits(
+        self, family: str, calls: list[Call]
+    ) -> None:
+        fused = build(family)
+        assert all(quack_qkvs(fused))
+        calls.clear()
+        found = outputs(fused)
+        assert not calls
+        with without():
+            assert torch.equal(found, outputs(build(family)))
+
+    def test_the_first_tower_of_a_process(self, family: str, calls: list[Call]) -> None:
+        with test_patches.without():
+            # Patches are applied while its first attention layer is being built.
+            first, *others = quack_qkvs(build(family))
+        assert not first
+        assert others and all(others)
+
+    def test_conditions(
+        self, family: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        context = build(family)
+        assert not any(quack_qkvs(build(family, "TORCH_SDPA")))
+        assert self.is_taken(build_attention(family, context))
+        assert not self.is_taken(
+            build_attention(family, context, quant_config=QUANTIZED)
+        )
+        for dtype, fits in ((torch.float16, True), (torch.float32, False)):
+            built = build_attention(family, context, dtype=dtype)
+            assert self.is_taken(built) is fits
+        # 3 * 24 is a multiple of 8, 3 * 20 is not.
+        for width, fits in ((24, True), (20, False)):
+            built = build_attention(family, context, width=width)
+            assert self.is_taken(built) is fits
+        for is_wanted in (True, False):
+            allow_lora(context, is_wanted)
+            assert self.is_taken(build_attention(family, context)) is not is_wanted
+        with monkeypatch.context() as patched:
+            patched.setenv("VLLM_BATCH_INVARIANT", "1")
+            assert not self.is_taken(build_attention(family, context))
+        monkeypatch.setattr(qwen_ops, "_has_quack", lambda: False)
+        assert not self.is_taken(build_attention(family, context))
+
+    def test_what_is_said(
+        self, family: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        said: list[str] = []
+        monkeypatch.setattr(
+            qwen_ops,
+            "_say_once",
+            lambda message, *values: said.append(message % values),
+        )
+        build(family)
+        lines = {line for line in said if "QuACK" in line}
+        assert len(lines) == 1
+        assert "the QKV projection" in lines.pop()
+
+    def test_a_kernel_that_cannot_be_built(
+        self,
+        family: str,
+        calls: list[Call],
+        large: None,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        warned: list[str] = []
+        logger = SimpleNamespace(
+            warning_once=lambda message, *values: warned.append(message % values)
+        )
+        monkeypatch.setattr(quack_linear, "logger", logger)
+        right = quack_linear.linear_act
+        monkeypatch.setattr(quack_linear, "linear_act", lambda *args: -right(*args))
+        served = build(family)
+        assert all(quack_qkvs(served))
+        assert len(warned) == len(blocks(served)) and len(set(warned)) == 1
+        assert "building a plain GEMM failed" in warned[0]
+        found = outputs(served)
+        with without(f"{family}-fused-mlp"):
+            assert torch.equal(found, outputs(build(family)))
+
+    def test_reload(self, family: str, calls: list[Call], large: None) -> None:
+        changed, fresh = build(family, seed=0), build(family, seed=1)
+        assert relative_error(outputs(changed), outputs(fresh)) > 0.1
+        weights = {name: p.data for name, p in fresh.visual.named_parameters()}
+        for name, parameter in changed.visual.named_parameters():
+            parameter.data.copy_(weights[name])
+        calls.clear()
+        assert torch.equal(outputs(changed), outputs(fresh))
+        assert len(calls) == 2 * len(blocks(changed))

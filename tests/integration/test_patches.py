@@ -681,6 +681,12 @@ class TestOnAGpu:
         "qwen3_vl": {"aten::_addmm_activation", "_add_layer_norm_kernel"},
     }
 
+    QUACK_QKV = {
+        "qwen2_vl": "qwen2_vl-quack-qkv",
+        "qwen2_5_vl": "qwen2_5_vl-quack-qkv",
+        "qwen3_vl": "qwen2_5_vl-quack-qkv",
+    }
+
     # The fewest patches that QuACK runs.
     LARGE = [[1, 64, 64]]
 
@@ -739,7 +745,12 @@ class TestOnAGpu:
         patched, has_quack = run(fused, self.LARGE)
         assert has_quack
         assert not run(fused, GRIDS)[1]
-        with without(f"{family}-fused-mlp"):
+        qkv = self.QUACK_QKV[family]
+        for one, other in ((f"{family}-fused-mlp", qkv), (qkv, f"{family}-fused-mlp")):
+            with without(one):
+                alone = self.build(family, "FLASHINFER", torch.bfloat16)
+                assert run(alone, self.LARGE)[1], other
+        with without(f"{family}-fused-mlp", qkv):
             plain, has_quack = run(
                 self.build(family, "FLASHINFER", torch.bfloat16), self.LARGE
             )

@@ -6,12 +6,12 @@ as stock vLLM calls it.
 """
 
 from collections.abc import Callable
-from importlib import import_module
 
 import pytest
 import torch
 
 from cases import CASES, GPU_CASES, Case, make_qkv, params, relative_error
+from vllm_flashinfer_vit.kernels import cudnn, flash, flash_attn
 from vllm_flashinfer_vit.reference.attention import attention_ref
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_empty")]
@@ -19,9 +19,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_empty")]
 HEADS = 4
 
 
-@pytest.fixture(params=["cudnn", "flash_attn", "flash"])
+KERNELS = {
+    "cudnn": cudnn.attention,
+    "flash_attn": flash_attn.attention,
+    "flash_attn_4": flash_attn.attention_4,
+    "triton": flash.attention,
+}
+
+
+@pytest.fixture(params=KERNELS)
 def attention(request) -> Callable[..., torch.Tensor]:
-    return import_module(f"vllm_flashinfer_vit.kernels.{request.param}").attention
+    if request.param == "flash_attn_4" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("flash_attn_4 is for Hopper")
+    return KERNELS[request.param]
 
 
 def _stock_error(qkv, case: Case, scale: float, expected: torch.Tensor) -> float:
@@ -221,20 +231,14 @@ def test_one_long_sequence_among_many(attention):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128])
 def test_cudnn_probe_finds_it_right(head_dim, dtype):
-    from vllm_flashinfer_vit.kernels import cudnn
-
     assert cudnn.probe(head_dim, dtype) is None
 
 
 def test_cudnn_probe_says_why_not():
-    from vllm_flashinfer_vit.kernels import cudnn
-
     assert "multiple of 8" in str(cudnn.probe(76, torch.bfloat16))
 
 
 def test_cudnn_builds_one_plan_for_a_bucket():
-    from vllm_flashinfer_vit.kernels import cudnn
-
     first = Case("any", (700, 800))
     _run(cudnn.attention, _make(first, 112), first, 0.1)
     before = cudnn.plan_stats().built
@@ -246,8 +250,6 @@ def test_cudnn_builds_one_plan_for_a_bucket():
 
 
 def test_cudnn_refuses_to_build_during_capture():
-    from vllm_flashinfer_vit.kernels import cudnn
-
     case = Case("one", (100,))
     _run(cudnn.attention, _make(case, 80), case, 0.1)
     qkv = _make(case, 104)

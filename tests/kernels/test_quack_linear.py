@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuACK's GEMM with bias and activation, as the vision MLPs call it."""
+"""QuACK's GEMM with bias and activation or none, as the vision towers call it."""
 
 import importlib.util
 import os
@@ -29,11 +29,13 @@ pytestmark = pytest.mark.usefixtures("nan_empty")
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper = pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 DTYPES = [torch.bfloat16, torch.float16]
-# Inputs and outputs of the models' layers: Qwen2-VL, Qwen2.5-VL (padded), Qwen3-VL.
+# Inputs and outputs of the models' layers: the MLPs of Qwen2-VL, Qwen2.5-VL (padded)
+# and Qwen3-VL, and the QKV projection of the first two.
 SIZES = {
     QUICK_GELU: (1280, 5120),
     SWIGLU: (1280, 6912),
     TANH_GELU: (1152, 4304),
+    None: (1280, 3840),
 }
 # The same on two and four ranks, and Qwen3-VL's small tower.
 OTHER_SIZES = [
@@ -43,11 +45,17 @@ OTHER_SIZES = [
     (SWIGLU, 1280, 1792),
     (TANH_GELU, 1152, 2152),
     (TANH_GELU, 1024, 4096),
+    (None, 1280, 1920),
+    (None, 1280, 960),
+    (None, 1152, 3456),
+    (None, 1152, 864),
+    (None, 1024, 3072),
 ]
 ACTIVATIONS = {
     QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
     SWIGLU: lambda x: silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     TANH_GELU: lambda x: gelu(x, approximate="tanh"),
+    None: lambda x: x,
 }
 
 
@@ -73,14 +81,20 @@ def make_inputs(
 
 
 def exact(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
 ) -> torch.Tensor:
     bias = None if bias is None else bias.float()
     return ACTIVATIONS[activation](linear(x.float(), weight.float(), bias))
 
 
 def assert_as_exact_as_cublas(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
 ) -> None:
     out = linear_act(x, weight, bias, activation)
     expected = exact(x, weight, bias, activation)
@@ -97,7 +111,7 @@ def test_quack_compiles_for_hopper(tmp_path):
     command = [sys.executable, str(script), str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == "4"
+    assert done.stdout.splitlines()[-1] == "5"
 
 
 @hopper

@@ -239,6 +239,27 @@ NO_GPU = {"gpus": (), "driver": None}
             id="fa-no-extension",
         ),
         pytest.param(
+            "flash_attn_4",
+            {"vllm": None},
+            "vllm is not installed",
+            'pip install "vllm>=0.22.1,<=0.33.0"',
+            id="fa4-no-vllm",
+        ),
+        pytest.param(
+            "flash_attn_4",
+            {"flash_attn": (2, 3)},
+            "built without FlashAttention 4",
+            'pip install --force-reinstall "vllm==0.25.1"',
+            id="fa4-not-bundled",
+        ),
+        pytest.param(
+            "flash_attn_4",
+            {"gpus": (BLACKWELL,), "flash_attn": (2, 3, 4)},
+            "it is for Hopper (9.0) only",
+            None,
+            id="fa4-blackwell",
+        ),
+        pytest.param(
             "reference",
             {"torch": None},
             "torch is not installed",
@@ -353,6 +374,42 @@ def test_cudnn_fp8_needs_a_newer_cudnn_than_cudnn() -> None:
     assert not verdict.ok
     assert "FP8 needs cuDNN 9.17.1; 9.10.2 is loaded" in verdict.reason
     assert verdict.remedy == 'pip install "nvidia-cudnn-cu13>=9.17.1"'
+
+
+class TestAttempts:
+    """FlashAttention 4, which is compiled on this machine, and what serves without."""
+
+    @pytest.fixture(autouse=True)
+    def table(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        table = (Choice("triton", 1024, "short"), Choice("flash_attn_4", None, "long"))
+        monkeypatch.setattr(support, "choices_for", lambda *_: table)
+
+    def kernels(self, error: str | None, forced: Any = None) -> list[str]:
+        stack = replace(STACK, flash_attn=(2, 3, 4))
+        choices, refusals = usable_choices(
+            stack, 80, "bfloat16", forced, attempt=lambda kernel: error
+        )
+        assert refusals == ((f"flash_attn_4: {error}",) if error else ())
+        return [choice.kernel for choice in choices]
+
+    def test_it_runs(self) -> None:
+        assert self.kernels(None) == ["triton", "flash_attn_4"]
+
+    def test_it_fails(self) -> None:
+        assert self.kernels("a test run fails") == ["triton", "flash_attn"]
+
+    def test_it_fails_and_was_forced(self) -> None:
+        assert self.kernels("a test run fails", "flash_attn_4") == []
+
+    def test_nothing_of_it_is_there(self) -> None:
+        stack = replace(STACK, flash_attn=())
+        choices, refusals = usable_choices(stack, 80, "bfloat16")
+        assert [choice.kernel for choice in choices] == ["triton"]
+        assert choices[0].max_len is None
+        assert [refusal.partition(":")[0] for refusal in refusals] == [
+            "flash_attn_4",
+            "flash_attn",
+        ]
 
 
 class TestUsableFp8Choices:

@@ -1,16 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder attention by the FlashAttention that vLLM bundles.
+"""Encoder attention by the FlashAttention that vLLM bundles, in two versions.
 
-It adds what stock vLLM lacks in a CUDA graph's replay: cu_seqlens may end in zeros,
+`attention` runs the version that vLLM picks; on Hopper that is 3, which computes head
+dims 72 and 80 as 96. `attention_4` runs version 4, in CuTe DSL, whose kernel for Hopper
+computes them as 80.
+
+Both add what stock vLLM lacks in a CUDA graph's replay: cu_seqlens may end in zeros,
 rows of no sequence come out as zeros, and a NaN in them reaches no sequence.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from vllm_flashinfer_vit.kernels.padding import mask_padding
+
+Run = Callable[..., None]
+
+# By the head dim that is computed, version 4's queries and keys of a tile, and whether
+# the weights stay in registers: the fastest of twelve on an H200 (docs/results.md). It
+# has its own choice for the others.
+_TILES_4: Mapping[int, Mapping[str, Any]] = MappingProxyType(
+    {80: {"tile_mn": (192, 112), "mma_pv_is_rs": True, "intra_wg_overlap": True}}
+)
+# It loads 16 bytes at a time.
+_ALIGNMENT = 16
 
 
 @functools.cache
@@ -39,6 +56,14 @@ def _varlen_func() -> Callable[..., torch.Tensor]:
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     return flash_attn_varlen_func
+
+
+@functools.cache
+def _forward_4() -> Callable[..., Any]:
+    # What it exports has no argument for the tile.
+    from vllm.vllm_flash_attn.cute.interface import _flash_attn_fwd
+
+    return _flash_attn_fwd
 
 
 @functools.cache
@@ -76,6 +101,47 @@ def attention(
     Raises:
         RuntimeError: vLLM has no FlashAttention for this GPU or these arguments.
     """
+    return _attend(_run, q, k, v, cu_seqlens, max_seqlen, scale)
+
+
+def attention_4(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attend as `attention` does, by FlashAttention 4 on a Hopper GPU.
+
+    The first call for a head dim and dtype compiles the kernel, for some seconds.
+
+    Args:
+        q: As for `attention`, like the other arguments.
+        k: See `q`.
+        v: See `q`.
+        cu_seqlens: See `q`.
+        max_seqlen: See `q`.
+        scale: See `q`.
+
+    Returns:
+        As `attention`.
+
+    Raises:
+        ImportError: vLLM or the machine lacks the kernel or CuTe DSL.
+    """
+    return _attend(_run_4, q, k, v, cu_seqlens, max_seqlen, scale)
+
+
+def _attend(
+    run: Run,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> torch.Tensor:
     num_tokens, heads, head_dim = q.shape
     if num_tokens == 0 or cu_seqlens.shape[0] == 1:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -85,7 +151,7 @@ def attention(
     else:
         _compile_for_capture(heads, v.shape[1], head_dim, v.dtype, v.device)
     max_seqlen = max(1, min(max_seqlen, num_tokens))
-    _varlen_func()(
+    run(
         q,
         k,
         v,
@@ -96,6 +162,23 @@ def attention(
         softmax_scale=scale,
         causal=False,
         out=out,
-        fa_version=fa_version(head_dim),
     )
     return out
+
+
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> None:
+    _varlen_func()(q, k, v, fa_version=fa_version(q.shape[2]), **kwargs)
+
+
+def _run_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> None:
+    q, k, v = (_aligned(x) for x in (q, k, v))
+    computed = -(-q.shape[2] // 16) * 16
+    _forward_4()(q, k, v, **kwargs, **_TILES_4.get(computed, {}))
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    vector = _ALIGNMENT // x.element_size()
+    token, head, _ = x.stride()
+    if x.data_ptr() % _ALIGNMENT or token % vector or head % vector:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

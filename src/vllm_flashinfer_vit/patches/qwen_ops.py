@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: what the GPU does between two attention layers.
 
-Aligned GEMMs, activations as a part of one, residual sums and norms as one op, and
-vLLM's own compiled activations and norms where the engine would run them as several
-kernels: it turns them off for the language model, which it compiles, and leaves
-encoders uncompiled.
+Aligned GEMMs, activations as a part of one, QKV projections by a faster one, residual
+sums and norms as one op, and vLLM's own compiled activations and norms where the engine
+would run them as several kernels: it turns them off for the language model, which it
+compiles, and leaves encoders uncompiled.
 """
 
 import functools
@@ -186,12 +186,21 @@ def _fuse_tanh_gelu_mlp(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
+def _speed_up_qkv(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _fuse(self.qkv, torch.nn.Identity(), None)
+
+    return __init__
+
+
 def _computes(act: Any, op: Any) -> bool:
     """Whether an activation is a vLLM op, or one that a platform has in its place."""
     return getattr(type(act), "forward_native", None) is op.forward_native
 
 
-def _fuse(linear: Any, act: torch.nn.Module, activation: str) -> bool:
+def _fuse(linear: Any, act: torch.nn.Module, activation: str | None) -> bool:
     """Have QuACK run large batches of a layer and its activation, if it can here."""
     from vllm import envs
 
@@ -208,8 +217,10 @@ def _fuse(linear: Any, act: torch.nn.Module, activation: str) -> bool:
         return False
     linear.quant_method = QuackLinearMethod(linear.quant_method, act, activation)
     _say_once(
-        "The vision tower's MLPs run their first GEMM, its bias and the activation as "
-        "one kernel of QuACK, from %d rows on.",
+        "The vision tower runs %s as one kernel of QuACK, from %d rows on.",
+        "an MLP's first GEMM, its bias and the activation"
+        if activation
+        else "the QKV projection and its bias",
         MIN_ROWS,
     )
     return True
@@ -342,6 +353,14 @@ def _add_layer_norm(
 _INIT_PARAMETERS = ("self", "in_features", "hidden_features")
 _MLP_PARAMETERS = (*_INIT_PARAMETERS, "bias", "act_fn", "quant_config", "prefix")
 _QWEN2_MLP_PARAMETERS = (*_INIT_PARAMETERS, "act_layer", "quant_config", "prefix")
+_QKV_PARAMETERS = (
+    "self",
+    "embed_dim",
+    "num_heads",
+    "projection_size",
+    "quant_config",
+    "prefix",
+)
 _FORWARD_PARAMETERS = ("self", "x", "grid_thw", "encoder_metadata")
 _QWEN2 = "vllm.model_executor.models.qwen2_vl:"
 _QWEN2_5 = "vllm.model_executor.models.qwen2_5_vl:"
@@ -359,6 +378,8 @@ _UNFUSED_MLP = (
     "stock writes the first GEMM's output and reads it again for the activation"
 )
 _REMOVE_FUSED_MLP_WHEN = "vLLM runs an activation within the GEMM in front of it"
+_SLOW_QKV = "cuBLAS takes longer than QuACK for the QKV projection of large batches"
+_REMOVE_QUACK_QKV_WHEN = "cuBLAS is as fast for this layer on Hopper"
 
 PATCHES = (
     Patch(
@@ -450,5 +471,24 @@ PATCHES = (
         remove_when=_REMOVE_FUSED_MLP_WHEN,
         parameters=_MLP_PARAMETERS,
         replace=_fuse_tanh_gelu_mlp,
+    ),
+    Patch(
+        name="qwen2_vl-quack-qkv",
+        target=f"{_QWEN2}Qwen2VisionAttention.__init__",
+        why=_SLOW_QKV,
+        vllm_range=SUPPORTED_VLLM,
+        remove_when=_REMOVE_QUACK_QKV_WHEN,
+        parameters=_QKV_PARAMETERS,
+        replace=_speed_up_qkv,
+    ),
+    # Qwen3-VL's attention is of this class, too.
+    Patch(
+        name="qwen2_5_vl-quack-qkv",
+        target=f"{_QWEN2_5}Qwen2_5_VisionAttention.__init__",
+        why=_SLOW_QKV,
+        vllm_range=SUPPORTED_VLLM,
+        remove_when=_REMOVE_QUACK_QKV_WHEN,
+        parameters=_QKV_PARAMETERS,
+        replace=_speed_up_qkv,
     ),
 )
