@@ -35,6 +35,7 @@ from common import (
     check_error,
     device,
     is_replay,
+    order_of_turn,
     print_row,
     relative_error,
     result_row,
@@ -84,6 +85,8 @@ GATE = 0.2
 ERROR_BAR = 2.0
 # Below this a process is called once unmeasured when its turn comes.
 WARM_UP_BELOW_MS = 20.0
+# Even, so that half of them run backwards.
+TURNS = 6
 ANSWER_WITHIN_S = 300.0
 
 
@@ -493,12 +496,10 @@ class Bench:
         if not remotes:
             return samples
         slow_ms = {r: r.call("sample", mode, 1, True)[0] for r in remotes}
-        rounds = rounds_within(sum(slow_ms.values()), self.budget_s, 5, 50)
-        turns = min(5, rounds)
-        for turn in range(turns):
-            count = len(range(turn, rounds, turns))
-            first = turn % len(remotes)
-            for remote in [*remotes[first:], *remotes[:first]]:
+        rounds = rounds_within(sum(slow_ms.values()), self.budget_s, TURNS, 50)
+        for turn in range(TURNS):
+            count = len(range(turn, rounds, TURNS))
+            for remote in order_of_turn(remotes, turn):
                 warm_up = slow_ms[remote] < WARM_UP_BELOW_MS
                 samples[remote] += remote.call("sample", mode, count, warm_up)
         return samples

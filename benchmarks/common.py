@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ FLUSH_BYTES = 256 * 2**20
 ROOT = Path(__file__).resolve().parent.parent
 
 Run = Callable[[], torch.Tensor]
+Provider = TypeVar("Provider")
 
 
 class WrongResultError(RuntimeError):
@@ -403,6 +405,18 @@ def rounds_within(
     return max(least, min(most, int(budget_s * 1e3 / max(one_round_ms, 1e-3))))
 
 
+def order_of_turn(providers: Sequence[Provider], turn: int) -> list[Provider]:
+    """Return the order in which providers run in a turn, the first of which is turn 0.
+
+    A provider inherits power draw and clocks from the one before it. So every second
+    turn is the one before it backwards, and every two turns begin with another one:
+    within `2 * len(providers)` turns each runs as often behind either neighbour.
+    """
+    first = turn // 2 % len(providers)
+    order = [*providers[first:], *providers[:first]]
+    return order[::-1] if turn % 2 else order
+
+
 def take_turns(
     clock: Clock,
     runs: Mapping[str, Run],
@@ -411,7 +425,9 @@ def take_turns(
     least: int = 7,
     most: int = 100,
 ) -> dict[str, list[float]]:
-    """Time every provider once a round, each round beginning with another one.
+    """Time every provider once a round, in the order of `order_of_turn`.
+
+    The number of rounds is even, so that half of them run backwards.
 
     Args:
         clock: The clock.
@@ -431,8 +447,8 @@ def take_turns(
     for name in names:
         clock.sample_ms(runs[name], mode)
     one_round_ms = (time.perf_counter() - begin) * 1e3
-    for turn in range(rounds_within(one_round_ms, budget_s, least, most)):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+    rounds = rounds_within(one_round_ms, budget_s, least, most)
+    for turn in range(rounds + rounds % 2):
+        for name in order_of_turn(names, turn):
             samples[name].append(clock.sample_ms(runs[name], mode))
     return samples

@@ -8,7 +8,9 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -257,12 +259,44 @@ class FakeClock:
 def test_providers_take_turns():
     clock = FakeClock()
     runs = {name: (lambda name=name: name) for name in "abc"}
-    samples = common.take_turns(clock, runs, "graph", budget_s=0.0, least=3, most=9)
-    assert samples == {"a": [1.0] * 3, "b": [2.0] * 3, "c": [4.0] * 3}
+    samples = common.take_turns(clock, runs, "graph", budget_s=0.0, least=5, most=9)
+    # An even number of rounds.
+    assert samples == {"a": [1.0] * 6, "b": [2.0] * 6, "c": [4.0] * 6}
     order = "".join(name for name, _ in clock.asked)
-    # One warm-up round, then each provider once a round and first once.
-    assert order == "abc" + "abc" + "bca" + "cab"
+    # One warm-up round, then each provider once a round, and first and last twice.
+    assert order == "abc" + "abc" + "cba" + "bca" + "acb" + "cab" + "bac"
     assert {mode for _, mode in clock.asked} == {"graph"}
+
+
+@pytest.mark.parametrize("count", range(3, 8))
+def test_nobody_runs_behind_the_same_one_only(count):
+    providers = range(count)
+    turns = [common.order_of_turn(providers, turn) for turn in range(2 * count)]
+    assert all(sorted(turn) == list(providers) for turn in turns)
+    for end in (0, -1):
+        assert Counter(turn[end] for turn in turns) == dict.fromkeys(providers, 2)
+    behind = Counter(pair for turn in turns for pair in pairwise(turn))
+    for provider in providers:
+        before, after = (provider - 1) % count, (provider + 1) % count
+        assert behind[before, provider] == behind[after, provider] > 0
+
+
+def test_processes_take_turns():
+    asked = []
+
+    class Remote:
+        def __init__(self, name):
+            self.name = name
+
+        def call(self, method, mode, count, warm_up):
+            asked.append(self.name)
+            return [1.0] * count
+
+    bench = bench_encoder.Bench(None, None, None, ["graph"], [], "bf16", 0.0)
+    remotes = [Remote(name) for name in "abc"]
+    samples = bench._take_turns(remotes, "graph")
+    assert [len(samples[remote]) for remote in remotes] == [6, 6, 6]
+    assert "".join(asked) == "abc" + "abc" + "cba" + "bca" + "acb" + "cab" + "bac"
 
 
 def test_rounds_follow_the_budget_within_bounds():
