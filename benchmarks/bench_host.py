@@ -27,6 +27,7 @@ from common import (
     Run,
     check_error,
     device,
+    order_of_turn,
     print_row,
     relative_error,
     result_row,
@@ -138,12 +139,10 @@ def sample_ms(run: Run, calls: int) -> float:
 def take_turns(
     runs: Mapping[str, Run], batches: int, calls: int
 ) -> dict[str, list[float]]:
-    """Time a batch of every provider a round, each beginning with another one."""
+    """Time a batch of every provider a round, in the order of `order_of_turn`."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
     for turn in range(batches):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in order_of_turn(list(runs), turn):
             samples[name].append(sample_ms(runs[name], calls))
     return samples
 

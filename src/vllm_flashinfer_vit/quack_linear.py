@@ -18,6 +18,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod
 from vllm_flashinfer_vit.gelu_linear import GeluLinearMethod
+from vllm_flashinfer_vit.kernels._alignment import UNIT, is_aligned
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -30,8 +31,6 @@ TANH_GELU = "gelu_tanh_approx"
 # QuACK finds kernels on disk by this name, so it says what is computed.
 QUICK_GELU = "vllm_flashinfer_vit.swiglu_oai(x, 0.0)"
 
-# The kernel loads and stores 16 bytes at a time, 8 values of 16 bits.
-_VECTOR = 8
 # Gate and up are stacked; QuACK's own layout has them in turns.
 _STACKED = ("B", "bias")
 # One kernel serves all numbers of rows.
@@ -168,12 +167,7 @@ def _gemm_interface() -> Any:
 
 def can_read(x: torch.Tensor) -> bool:
     """Whether the kernel can load `[T, inputs]`: on a GPU, 16 bytes at a time."""
-    return (
-        x.is_cuda
-        and x.stride(1) == 1
-        and x.stride(0) % _VECTOR == 0
-        and x.data_ptr() % (_VECTOR * x.element_size()) == 0
-    )
+    return x.is_cuda and x.stride(1) == 1 and is_aligned(x)
 
 
 def fits(layer: Any, activation: str | None) -> bool:
@@ -184,8 +178,8 @@ def fits(layer: Any, activation: str | None) -> bool:
     width = outputs // 2 if activation == SWIGLU else outputs
     return (
         weight.dtype in (torch.float16, torch.bfloat16)
-        and width % _VECTOR == 0
-        and inputs % _VECTOR == 0
+        and width % UNIT == 0
+        and inputs % UNIT == 0
     )
 
 

@@ -77,8 +77,16 @@ HEAD_DIMS: Mapping[KernelName, tuple[int, int]] = MappingProxyType(
     }
 )
 _ON_CUDNN = frozenset({"cudnn", "cudnn_fp8"})
+_HOPPER_ONLY = frozenset({"flash_attn_4", "hopper_fp8"})
+# Kernels that run once before a layer is promised to them.
+_TRIED = FP8_KERNELS | {"flash_attn_4"}
 _IN_PLACE_OF: Mapping[KernelName, KernelName] = MappingProxyType(
-    {"flash_attn_4": "flash_attn"}
+    {
+        "cudnn_fp8": "triton_fp8",
+        "flash_attn_4": "flash_attn",
+        "hopper_fp8": "triton_fp8",
+        "reference_fp8": "triton_fp8",
+    }
 )
 HALF_DTYPES = ("float16", "bfloat16")
 
@@ -277,14 +285,21 @@ def kernel_verdict(
         )
     if is_fp8 and (refusal := _fp8_refusal(kernel, stack, stack.capability)):
         return refusal
+    if kernel in _HOPPER_ONLY and stack.capability[0] != 9:
+        return Verdict(
+            False,
+            f"it is for Hopper (9.0) only; {stack.gpus[0].name} has "
+            f"{_dotted(stack.capability)}",
+        )
     if kernel in ("hopper_fp8", "triton", "triton_fp8", "triton_window"):
         if stack.triton is None:
             return _missing(stack, "triton")
         return Verdict(True, f"Triton {stack.triton}")
     if kernel == "flash_attn":
-        return _flash_attn_verdict(stack, stack.capability)
+        best = {9: 3, 10: 4}.get(stack.capability[0], 2)
+        return _flash_attn_verdict(stack, best if best in stack.flash_attn else 2)
     if kernel == "flash_attn_4":
-        return _flash_attn_4_verdict(stack, stack.capability)
+        return _flash_attn_verdict(stack, 4)
     return _cudnn_verdict(stack, stack.capability)
 
 
@@ -335,17 +350,15 @@ def usable_choices(
         verdict = kernel_verdict(
             kernel, stack, head_dim, FP8_DTYPE if is_fp8 else dtype
         )
-        is_tried = is_fp8 or kernel == "flash_attn_4"
-        if verdict.ok and is_tried and (error := attempt(kernel)):
+        if verdict.ok and kernel in _TRIED and (error := attempt(kernel)):
             verdict = Verdict(False, error)
         if verdict.ok or kernel not in (choice.kernel for choice in choices):
             continue
         remedy = f" ({verdict.remedy})" if verdict.remedy else ""
         refusals.append(f"{kernel}: {verdict.reason}{remedy}")
-        other = "triton_fp8" if is_fp8 else _IN_PLACE_OF.get(kernel)
         if kernel == forced:
             choices = ()
-        elif other is not None and kernel != other:
+        elif other := _IN_PLACE_OF.get(kernel):
             choices = replaced(choices, kernel, other)
             kernels.append(other)
         else:
@@ -722,22 +735,9 @@ def _import_remedy(stack: Stack, module: str, error: str) -> str:
     return f'pip install --force-reinstall "{_MODULES[name]}=={getattr(stack, name)}"'
 
 
-def _flash_attn_verdict(stack: Stack, capability: tuple[int, int]) -> Verdict:
+def _flash_attn_verdict(stack: Stack, version: int) -> Verdict:
     if stack.vllm is None:
         return _missing(stack, "vllm")
-    best = {9: 3, 10: 4}.get(capability[0], 2)
-    return _bundled_verdict(stack, best if best in stack.flash_attn else 2)
-
-
-def _flash_attn_4_verdict(stack: Stack, capability: tuple[int, int]) -> Verdict:
-    if stack.vllm is None:
-        return _missing(stack, "vllm")
-    if capability[0] != 9:
-        return _hopper_only(stack, capability)
-    return _bundled_verdict(stack, 4)
-
-
-def _bundled_verdict(stack: Stack, version: int) -> Verdict:
     if version not in stack.flash_attn:
         return Verdict(
             False,
@@ -745,11 +745,6 @@ def _bundled_verdict(stack: Stack, version: int) -> Verdict:
             _reinstall_vllm(stack),
         )
     return Verdict(True, f"FlashAttention {version} from vLLM {stack.vllm}")
-
-
-def _hopper_only(stack: Stack, capability: tuple[int, int]) -> Verdict:
-    name, found = stack.gpus[0].name, _dotted(capability)
-    return Verdict(False, f"it is for Hopper (9.0) only; {name} has {found}")
 
 
 def _fp8_refusal(
@@ -762,8 +757,6 @@ def _fp8_refusal(
             f"FP8 needs compute capability 8.9 (Ada) or newer; {name} has {found}",
             "leave --mm-encoder-attn-dtype out",
         )
-    if kernel == "hopper_fp8" and capability[0] != 9:
-        return _hopper_only(stack, capability)
     if kernel != "cudnn_fp8":
         return None
     if capability < (9, 0):

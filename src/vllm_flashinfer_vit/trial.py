@@ -41,7 +41,7 @@ _PROBE_LENGTHS = (4224, 100)
 def attempt(
     kernel: KernelName, head_dim: int, dtype: torch.dtype, device: str = "cuda"
 ) -> str | None:
-    """Run a kernel once and compare it with plain PyTorch; the latter is not run.
+    """Run a kernel once and compare it with plain PyTorch, which passes unrun.
 
     Args:
         kernel: The kernel's name.

@@ -19,6 +19,7 @@ import torch
 from _models import noise
 from test_patches import (
     GRIDS,
+    QUACK_QKV,
     QUANTIZED,
     SIZE,
     SPECS,
@@ -45,13 +46,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 NAMES = {patch.name for patch in qwen_ops.PATCHES}
-# Qwen3-VL's attention is of Qwen2.5-VL's class.
-QKV = {
-    "qwen2_vl": "qwen2_vl-quack-qkv",
-    "qwen2_5_vl": "qwen2_5_vl-quack-qkv",
-    "qwen3_vl": "qwen2_5_vl-quack-qkv",
-}
-without = functools.partial(test_patches.without, *QKV.values())
+without = functools.partial(test_patches.without, *QUACK_QKV.values())
 LINEAR_ACT = quack_linear.linear_act
 ROWS = sum(t * h * w for t, h, w in GRIDS)
 ACTIVATIONS = {"qwen2_vl": QUICK_GELU, "qwen2_5_vl": SWIGLU, "qwen3_vl": TANH_GELU}
@@ -117,6 +112,17 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiled_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that vLLM's compiled ops are there; no test with it runs one."""
     monkeypatch.setattr(qwen_ops, "_has_compiled", lambda *names: True)
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged of kernels that cannot be built."""
+    lines: list[str] = []
+    logger = SimpleNamespace(
+        warning_once=lambda message, *values: lines.append(message % values)
+    )
+    monkeypatch.setattr(quack_linear, "logger", logger)
+    return lines
 
 
 def first_of(family: str, built: Any) -> Any:
@@ -381,13 +387,9 @@ def test_a_kernel_that_cannot_be_built(
     reason: str,
     calls: list[Call],
     large: None,
+    warned: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    warned: list[str] = []
-    logger = SimpleNamespace(
-        warning_once=lambda message, *values: warned.append(message % values)
-    )
-    monkeypatch.setattr(quack_linear, "logger", logger)
     if reason == "compiler":
 
         def linear_act(*args: Any) -> torch.Tensor:
@@ -635,13 +637,9 @@ class TestQkv:
         family: str,
         calls: list[Call],
         large: None,
+        warned: list[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        warned: list[str] = []
-        logger = SimpleNamespace(
-            warning_once=lambda message, *values: warned.append(message % values)
-        )
-        monkeypatch.setattr(quack_linear, "logger", logger)
         right = quack_linear.linear_act
         monkeypatch.setattr(quack_linear, "linear_act", lambda *args: -right(*args))
         served = build(family)

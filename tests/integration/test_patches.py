@@ -34,6 +34,12 @@ SIZE, ALIGNED = 44, 64
 PATCHES = (*qwen_ops.PATCHES, *qwen_metadata.PATCHES)
 NAMES = tuple(patch.name for patch in PATCHES)
 GRIDS = [[1, 12, 20], [1, 6, 4]]
+# Qwen3-VL's attention is of Qwen2.5-VL's class.
+QUACK_QKV = {
+    "qwen2_vl": "qwen2_vl-quack-qkv",
+    "qwen2_5_vl": "qwen2_5_vl-quack-qkv",
+    "qwen3_vl": "qwen2_5_vl-quack-qkv",
+}
 SPECS = {
     "qwen2_vl": {
         "depth": 2,
@@ -681,12 +687,6 @@ class TestOnAGpu:
         "qwen3_vl": {"aten::_addmm_activation", "_add_layer_norm_kernel"},
     }
 
-    QUACK_QKV = {
-        "qwen2_vl": "qwen2_vl-quack-qkv",
-        "qwen2_5_vl": "qwen2_5_vl-quack-qkv",
-        "qwen3_vl": "qwen2_5_vl-quack-qkv",
-    }
-
     # The fewest patches that QuACK runs.
     LARGE = [[1, 64, 64]]
 
@@ -745,7 +745,7 @@ class TestOnAGpu:
         patched, has_quack = run(fused, self.LARGE)
         assert has_quack
         assert not run(fused, GRIDS)[1]
-        qkv = self.QUACK_QKV[family]
+        qkv = QUACK_QKV[family]
         for one, other in ((f"{family}-fused-mlp", qkv), (qkv, f"{family}-fused-mlp")):
             with without(one):
                 alone = self.build(family, "FLASHINFER", torch.bfloat16)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_flashinfer_vit.buckets import bucket_max_len, bucket_num_seqs
+from vllm_flashinfer_vit.kernels._alignment import is_aligned
 from vllm_flashinfer_vit.kernels._cudnn import (
     PLANS,
     Plan,
@@ -32,9 +33,6 @@ from vllm_flashinfer_vit.kernels._cudnn import (
     PlanStats,
     backend_version,
 )
-
-# cuDNN moves 16-byte vectors and does not check that it may.
-_ALIGN_BYTES = 16
 
 
 class _Backend(NamedTuple):
@@ -214,13 +212,11 @@ def probe(head_dim: int, dtype: torch.dtype) -> str | None:
 def _loadable(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a contiguous copy if cuDNN or the plan cache could not cope.
 
-    Heads outside of rows are copied too: their stride grows with T, and each T would
-    need a plan of its own.
+    cuDNN moves 16-byte vectors and does not check that it may. Heads outside of rows
+    are copied too: their stride grows with T, and each T would need a plan of its own.
     """
     row, head, last = x.stride()
-    unit = _ALIGN_BYTES // x.element_size()
-    is_aligned = row % unit == head % unit == x.data_ptr() % _ALIGN_BYTES == 0
-    if last == 1 and is_aligned and head <= row:
+    if last == 1 and head <= row and is_aligned(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -11,13 +11,13 @@ the sum over v. A row's bits do not depend on which block of queries it lies in,
 neither on the batch nor on `max_seqlen`.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from vllm_flashinfer_vit.kernels._alignment import UNIT, aligned
 from vllm_flashinfer_vit.kernels._triton import (
     Launch,
     cached_by_layout,
@@ -35,8 +35,6 @@ _BLOCK_N = 64
 # Two blocks of 8 warps, or four of 4, share an SM, so that the softmax of one hides
 # behind the products of another; with 182 registers 8 x 1024 takes 154 us, not 121.
 _MAXNREG = 128
-# Strides count 16-bit elements in eights: every load is one of 16 bytes, asynchronous.
-_UNIT = 8
 # Offsets within a block of 128 rows are int32.
 _MAX_STRIDE = 1 << 24
 # Rows that one program checks and clears behind the last sequence.
@@ -227,7 +225,7 @@ def attention(
     Raises:
         ValueError: A tensor or `scale` breaks a demand above.
     """
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    q, k, v = aligned(q), aligned(k), aligned(v)
     config = _config(max_seqlen, q.shape[-1])
     launch = _launch(q, k, v, cu_seqlens, config, scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -257,8 +255,9 @@ def _launch(
         num_tokens,
         num_seqs,
         scale * _LOG2_E,
-        *(stride // _UNIT for stride in strides),
-        UNIT=_UNIT,
+        # In units: every load is one of 16 bytes, asynchronous.
+        *(stride // UNIT for stride in strides),
+        UNIT=UNIT,
         H=heads,
         H_KV=k.shape[1],
         D=head_dim,
@@ -271,14 +270,6 @@ def _launch(
         num_warps=config.num_warps,
         maxnreg=_MAXNREG,
     )
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a copy of it if it cannot be read in units of 16 bytes."""
-    if x.data_ptr() % 16 == 0 and math.gcd(_UNIT, *x.stride()[:-1]) == _UNIT:
-        return x
-    # contiguous() would keep the odd stride of a dimension of size 1.
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _check_inputs(

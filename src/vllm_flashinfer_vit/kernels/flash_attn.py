@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from vllm_flashinfer_vit.kernels._alignment import aligned
 from vllm_flashinfer_vit.kernels.padding import mask_padding
 
 Run = Callable[..., None]
@@ -26,8 +27,6 @@ Run = Callable[..., None]
 _TILES_4: Mapping[int, Mapping[str, Any]] = MappingProxyType(
     {80: {"tile_mn": (192, 112), "mma_pv_is_rs": True, "intra_wg_overlap": True}}
 )
-# It loads 16 bytes at a time.
-_ALIGNMENT = 16
 
 
 @functools.cache
@@ -171,14 +170,6 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> No
 
 
 def _run_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> None:
-    q, k, v = (_aligned(x) for x in (q, k, v))
+    q, k, v = aligned(q), aligned(k), aligned(v)
     computed = -(-q.shape[2] // 16) * 16
     _forward_4()(q, k, v, **kwargs, **_TILES_4.get(computed, {}))
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    vector = _ALIGNMENT // x.element_size()
-    token, head, _ = x.stride()
-    if x.data_ptr() % _ALIGNMENT or token % vector or head % vector:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
