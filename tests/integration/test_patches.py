@@ -501,8 +501,8 @@ class TestChainedBlocks:
             calls.append(args)
             return kernel(*args)
 
-        kernel = add_norm.add_layer_norm
-        monkeypatch.setattr(add_norm, "add_layer_norm", counted)
+        kernel = add_norm.sum_norm
+        monkeypatch.setattr(add_norm, "sum_norm", counted)
         fused = build(family)
         with without(*NAMES):
             plain = build(family)
@@ -516,7 +516,7 @@ class TestChainedBlocks:
     def test_rms_norm(self) -> None:
         served = build()
         expected = outputs(served)
-        with _blocks.chained(blocks(served), qwen_ops._add_rms_norm):
+        with _blocks.chained(blocks(served), qwen_ops._sum_norm):
             chained = outputs(served)
         assert relative_error(chained, expected) < TOLERANCE
 
@@ -682,9 +682,9 @@ class TestOnAGpu:
         "qwen3_vl": "Qwen/Qwen3-VL-8B-Instruct",
     }
     OPS = {
-        "qwen2_vl": {"_C::gelu_quick", "_add_layer_norm_kernel"},
-        "qwen2_5_vl": {"_C::rms_norm", "_C::fused_add_rms_norm", "_C::silu_and_mul"},
-        "qwen3_vl": {"aten::_addmm_activation", "_add_layer_norm_kernel"},
+        "qwen2_vl": {"_C::gelu_quick", "_sum_norm_kernel"},
+        "qwen2_5_vl": {"_C::rms_norm", "_sum_norm_kernel", "_C::silu_and_mul"},
+        "qwen3_vl": {"aten::_addmm_activation", "_sum_norm_kernel"},
     }
 
     # The fewest patches that QuACK runs.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One kernel adds and normalizes as an addition and a LayerNorm do."""
+"""One kernel adds two or three terms and normalizes their sum."""
 
 import pytest
 import torch
 from torch.nn.functional import layer_norm
 
 from cases import relative_error
-from vllm_flashinfer_vit.kernels.add_norm import MAX_WIDTH, add_layer_norm
-from vllm_flashinfer_vit.reference.add_norm import add_layer_norm_ref
+from vllm_flashinfer_vit.kernels.add_norm import MAX_WIDTH, sum_norm
+from vllm_flashinfer_vit.reference.add_norm import sum_norm_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 
@@ -19,114 +19,162 @@ WIDTHS = [1024, 1152, 1280, 64, 100, 1]
 EPS = 1e-6
 
 
-def make_inputs(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0):
-    """x with a massive activation and an offset, as residual streams have them, a
-    branch, and a LayerNorm's weight and bias."""
+@pytest.fixture(params=[2, 3], ids="{} terms".format)
+def num_terms(request):
+    return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["LayerNorm", "RMSNorm"])
+def has_bias(request):
+    return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["kept", "norm only"])
+def keep_sum(request):
+    return request.param
+
+
+def make_inputs(
+    *shape: int, num_terms=3, has_bias=True, dtype=torch.float16, seed: int = 0
+):
+    """A stream with a massive activation and an offset, as towers have them, branches,
+    and a norm's weight and bias."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) + 3
-    x[..., 0] *= 100
-    branch = torch.randn(shape, generator=generator)
+    terms = [torch.randn(shape, generator=generator) for _ in range(num_terms)]
+    terms[0] += 3
+    terms[0][..., 0] *= 100
     weight = 1 + 0.1 * torch.randn(shape[-1], generator=generator)
     bias = 0.1 * torch.randn(shape[-1], generator=generator)
-    return [tensor.to(DEVICE, dtype) for tensor in (x, branch, weight, bias)]
+    terms = [term.to(DEVICE, dtype) for term in terms]
+    weight, bias = weight.to(DEVICE, dtype), bias.to(DEVICE, dtype)
+    return terms, weight, bias if has_bias else None
 
 
-def assert_exact(inputs: list[torch.Tensor]) -> None:
-    x, branch, weight, bias = inputs
-    total, normed = add_layer_norm(*inputs, EPS)
-    assert torch.equal(total, x + branch)
-    assert (normed.dtype, normed.shape) == (x.dtype, x.shape)
-    exact = layer_norm(
-        total.double(), weight.shape, weight.double(), bias.double(), EPS
-    )
-    # Half a unit for the one rounding, of the norm itself in fp32.
-    unit = torch.finfo(x.dtype).eps
-    slack = 8 * torch.finfo(torch.float32).eps * exact.abs().max()
-    assert ((normed.double() - exact).abs() <= unit / 2 * exact.abs() + slack).all()
+def assert_exact(terms, weight, bias, keep_sum: bool) -> None:
+    """At most half a unit off for the one rounding, and what fp32 itself is off."""
+    total, normed = sum_norm(terms, weight, bias, EPS, keep_sum)
+    exact = sum(term.double() for term in terms)
+    eps = torch.finfo(torch.float32).eps
+    if keep_sum:
+        assert_rounded(total, exact, 2 * eps * exact.abs().max())
+    else:
+        assert total is None
+    if bias is None:
+        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + EPS)
+        exact = exact * weight.double()
+    else:
+        exact = layer_norm(exact, weight.shape, weight.double(), bias.double(), EPS)
+    assert_rounded(normed, exact, 16 * eps * exact.abs().max())
+    assert (normed.dtype, normed.shape) == (terms[0].dtype, terms[0].shape)
+
+
+def assert_rounded(found: torch.Tensor, exact: torch.Tensor, slack) -> None:
+    unit = torch.finfo(found.dtype).eps
+    assert ((found.double() - exact).abs() <= unit / 2 * exact.abs() + slack).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_add_layer_norm(width, dtype):
-    assert_exact(make_inputs(7, 1, width, dtype=dtype))
+def test_sum_norm(width, dtype, num_terms, has_bias, keep_sum):
+    assert_exact(
+        *make_inputs(7, 1, width, num_terms=num_terms, has_bias=has_bias, dtype=dtype),
+        keep_sum,
+    )
 
 
-def test_add_layer_norm_ref():
-    inputs = make_inputs(5, 1152)
-    for out, expected in zip(
-        add_layer_norm(*inputs, EPS), add_layer_norm_ref(*inputs, EPS), strict=True
-    ):
-        assert relative_error(out, expected) < 1e-5
+def test_sum_norm_ref(num_terms, has_bias, keep_sum):
+    inputs = make_inputs(5, 1152, num_terms=num_terms, has_bias=has_bias)
+    found = sum_norm(*inputs, EPS, keep_sum)
+    expected = sum_norm_ref(*inputs, EPS, keep_sum)
+    assert relative_error(found[1], expected[1]) < 1e-5
+    if keep_sum:
+        assert torch.equal(found[0], expected[0])
+    else:
+        assert found[0] is expected[0] is None
 
 
-def test_add_layer_norm_of_fp32_parameters():
-    x, branch, weight, bias = make_inputs(3, 1280)
-    assert_exact([x, branch, weight.float(), bias.float()])
+def test_a_sum_of_three_is_rounded_once():
+    x = torch.full((1, 64), 1024.0, dtype=torch.float16, device=DEVICE)
+    # Half a unit of 1024: two roundings to even would lose both.
+    branch = torch.full_like(x, 0.5)
+    weight = torch.ones(64, dtype=torch.float16, device=DEVICE)
+    total, _ = sum_norm((x, branch, branch), weight, None, EPS, True)
+    assert torch.equal(total, x + 1)
+    assert torch.equal(x + branch + branch, x)
 
 
-def test_add_layer_norm_of_equal_values():
+def test_parameters_in_fp32():
+    terms, weight, bias = make_inputs(3, 1280)
+    assert_exact(terms, weight.float(), bias.float(), True)
+
+
+def test_equal_values():
     x = torch.full((2, 1152), 5.0, dtype=torch.float16, device=DEVICE)
-    weight, bias = make_inputs(2, 1152)[2:]
-    total, normed = add_layer_norm(x, x, weight, bias, EPS)
+    _, weight, bias = make_inputs(2, 1152)
+    total, normed = sum_norm((x, x), weight, bias, EPS, True)
     assert torch.equal(total, 2 * x)
     assert torch.equal(normed, bias.expand(2, -1))
 
 
-def test_add_layer_norm_keeps_rows_apart():
-    inputs = make_inputs(4, 1152)
-    before = add_layer_norm(*inputs, EPS)
-    inputs[0][1] = float("nan")
-    inputs[1][2] = float("inf")
-    for new, old in zip(add_layer_norm(*inputs, EPS), before, strict=True):
+def test_rows_stay_apart(num_terms, has_bias):
+    terms, weight, bias = make_inputs(4, 1152, num_terms=num_terms, has_bias=has_bias)
+    before = sum_norm(terms, weight, bias, EPS, True)
+    terms[0][1] = float("nan")
+    terms[-1][2] = float("inf")
+    after = sum_norm(terms, weight, bias, EPS, True)
+    for new, old in zip(after, before, strict=True):
         assert torch.equal(new[::3], old[::3])
-    assert add_layer_norm(*inputs, EPS)[1][1].isnan().all()
+    assert after[1][1].isnan().all()
 
 
-def test_add_layer_norm_of_nothing():
-    total, normed = add_layer_norm(*make_inputs(0, 1, 1152), EPS)
+def test_nothing():
+    total, normed = sum_norm(*make_inputs(0, 1, 1152), EPS, True)
     assert total.shape == normed.shape == (0, 1, 1152)
 
 
-def test_add_layer_norm_rejects_what_it_cannot_read():
-    x, branch, weight, bias = make_inputs(4, 64)
-    for bad, message in [
-        ((x, branch[:3], weight, bias), "one shape and dtype"),
-        ((x, branch.double(), weight, bias), "one shape and dtype"),
-        ((x, branch, weight[:63], bias), r"must be \[64\]"),
-        ((x, branch, weight, bias[:63]), r"must be \[64\]"),
-        ((x.T.contiguous().T, branch, weight, bias), "contiguous"),
+def test_what_it_cannot_read():
+    (x, first, second), weight, bias = make_inputs(4, 64)
+    for terms, w, b, message in [
+        ((x, first[:3]), weight, bias, "one shape and dtype"),
+        ((x, first, second.double()), weight, bias, "one shape and dtype"),
+        ((x, first, second, x), weight, bias, "two or three"),
+        ((x, first), weight[:63], bias, r"must be \[64\]"),
+        ((x, first), weight, bias[:63], r"must be \[64\]"),
+        ((x.T.contiguous().T, first), weight, None, "contiguous"),
     ]:
         with pytest.raises(ValueError, match=message):
-            add_layer_norm(*bad, EPS)
+            sum_norm(terms, w, b, EPS, True)
     with pytest.raises(ValueError, match=f"1 to {MAX_WIDTH} values"):
-        add_layer_norm(*make_inputs(1, MAX_WIDTH + 1), EPS)
+        sum_norm(*make_inputs(1, MAX_WIDTH + 1), EPS, True)
 
 
 @pytest.mark.gpu
-def test_add_layer_norm_in_a_graph():
-    inputs = make_inputs(300, 1, 1152, dtype=torch.bfloat16)
-    add_layer_norm(*inputs, EPS)  # compiles outside the capture
+def test_in_a_graph(num_terms, has_bias, keep_sum):
+    kinds = {"num_terms": num_terms, "has_bias": has_bias, "dtype": torch.bfloat16}
+    inputs = make_inputs(300, 1, 1152, **kinds)
+    sum_norm(*inputs, EPS, keep_sum)  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs = add_layer_norm(*inputs, EPS)
-    new = make_inputs(300, 1, 1152, dtype=torch.bfloat16, seed=1)
-    for held, values in zip(inputs, new, strict=True):
+        outs = sum_norm(*inputs, EPS, keep_sum)
+    new = make_inputs(300, 1, 1152, **kinds, seed=1)
+    for held, values in zip(inputs[0], new[0], strict=True):
         held.copy_(values)
+    expected = sum_norm(new[0], *inputs[1:], EPS, keep_sum)
     graph.replay()
-    for out, expected in zip(outs, add_layer_norm(*new, EPS), strict=True):
-        assert torch.equal(out, expected)
+    assert torch.equal(outs[1], expected[1])
+    assert not keep_sum or torch.equal(outs[0], expected[0])
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_add_layer_norm_of_more_than_int32_elements():
+def test_more_than_int32_elements():
     rows = 2**31 // 1152 + 64
     x = torch.ones(rows, 1152, dtype=torch.bfloat16, device="cuda")
     assert x.numel() > 2**31
     x[-1] = torch.arange(1152)
-    weight, bias = make_inputs(1, 1152, dtype=torch.bfloat16)[2:]
-    total, normed = add_layer_norm(x, x, weight, bias, EPS)
-    expected = add_layer_norm_ref(x[-64:], x[-64:], weight, bias, EPS)
+    _, weight, bias = make_inputs(1, 1152, dtype=torch.bfloat16)
+    total, normed = sum_norm((x, x, x), weight, bias, EPS, True)
+    expected = sum_norm_ref((x[-64:],) * 3, weight, bias, EPS, True)
     assert torch.equal(total[-64:], expected[0])
     assert relative_error(normed[-64:], expected[1]) < 4e-3
     assert torch.equal(normed[:64], bias.expand(64, -1))

@@ -395,7 +395,7 @@ def test_best_of_all_modes():
         ("_window_kernel", "attention"),
         ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_bias_TNT", "GEMM"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "GEMM"),
-        ("_add_layer_norm_kernel", "norm"),
+        ("_sum_norm_kernel", "norm"),
         ("void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>", "norm"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2", "norm"),
         ("void at::native::reduce_kernel<512, 1, MeanOps<float>>", "norm"),

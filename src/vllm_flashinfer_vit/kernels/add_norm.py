@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A residual addition and the LayerNorm behind it, in one pass over the rows.
+"""Residual sums and the norm behind them, in one pass over the rows.
 
-It replaces an addition and a LayerNorm of their own: of five reads and writes of a
-hidden state four are left, and of two launches one.
+It replaces additions and a norm of their own. The sum behind a block's attention is not
+written, only its norm; behind the MLP all three terms are added at once, so that the
+residual stream is rounded once in a block, not twice, for the same reads and writes.
 
-Numerics: fp32 throughout; the sum is rounded once, and its norm is of the rounded sum,
-as by the two ops. The sum has their bits, the norm may differ in the last one, since
-mean and variance add up in another order.
+Numerics: fp32 throughout. A sum that is kept is rounded once; its norm is of the sum
+before it is rounded.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout
-from vllm_flashinfer_vit.reference.add_norm import check_add_norm_inputs
+from vllm_flashinfer_vit.reference.add_norm import (
+    check_number_of_terms,
+    check_sum_norm_inputs,
+)
 
 # A program holds one row in registers.
 MAX_WIDTH = 16384
@@ -24,9 +29,10 @@ _MAX_WARPS = 16
 
 
 @triton.jit
-def _add_layer_norm_kernel(
+def _sum_norm_kernel(
     x_ptr,
-    branch_ptr,
+    first_ptr,
+    second_ptr,
     weight_ptr,
     bias_ptr,
     sum_ptr,
@@ -34,77 +40,102 @@ def _add_layer_norm_kernel(
     eps,
     C: tl.constexpr,
     C_PAD: tl.constexpr,
+    HAS_SECOND: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    KEEP_SUM: tl.constexpr,
 ):
     """Add and normalize one row of C values. Grid: (rows,)"""
     row = tl.program_id(0).to(tl.int64) * C
     offs_c = tl.arange(0, C_PAD)
     mask_c = offs_c < C
-    x = tl.load(x_ptr + row + offs_c, mask=mask_c, other=0.0)
-    branch = tl.load(branch_ptr + row + offs_c, mask=mask_c, other=0.0)
+    total = tl.load(x_ptr + row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    total += tl.load(first_ptr + row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    if HAS_SECOND:
+        second = tl.load(second_ptr + row + offs_c, mask=mask_c, other=0.0)
+        total += second.to(tl.float32)
     weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    if KEEP_SUM:
+        tl.store(sum_ptr + row + offs_c, total.to(x_ptr.dtype.element_ty), mask=mask_c)
+    centred = total
+    if HAS_BIAS:
+        centred = tl.where(mask_c, total - tl.sum(total, axis=0) / C, 0.0)
+    normed = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / C + eps) * weight
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
+        normed += bias.to(tl.float32)
+    tl.store(norm_ptr + row + offs_c, normed.to(x_ptr.dtype.element_ty), mask=mask_c)
 
-    total = (x.to(tl.float32) + branch.to(tl.float32)).to(x.dtype)
-    tl.store(sum_ptr + row + offs_c, total, mask=mask_c)
 
-    total = total.to(tl.float32)
-    mean = tl.sum(total, axis=0) / C
-    centred = tl.where(mask_c, total - mean, 0.0)
-    variance = tl.sum(centred * centred, axis=0) / C
-    normed = centred * tl.rsqrt(variance + eps) * weight + bias
-    tl.store(norm_ptr + row + offs_c, normed.to(x.dtype), mask=mask_c)
-
-
-def add_layer_norm(
-    x: torch.Tensor,
-    branch: torch.Tensor,
+def sum_norm(
+    terms: Sequence[torch.Tensor],
     weight: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add a branch to the residual stream, and normalize the sum.
+    keep_sum: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Add branches to the residual stream, and normalize the sum.
 
     Args:
-        x: `[..., C]` fp32, fp16 or bf16, contiguous, C up to `MAX_WIDTH`.
-        branch: Like x.
+        terms: The stream and one or two branches, `[..., C]` fp32, fp16 or bf16 of one
+            shape and dtype, contiguous, C up to `MAX_WIDTH`.
         weight: `[C]`, any floating dtype, contiguous.
-        bias: Like weight.
-        eps: Added to the variance.
+        bias: Like weight for a LayerNorm, None for an RMSNorm.
+        eps: Added to the variance, or to the mean square.
+        keep_sum: Whether the sum is wanted.
 
     Returns:
-        `x + branch` and its LayerNorm, both like x; every row is written.
+        The sum or None, and its norm, like the terms; every row is written.
 
     Raises:
         ValueError: A tensor breaks a demand above.
     """
-    launch = _launch(x, branch, weight, bias, eps)
-    total = torch.empty_like(x)
+    check_number_of_terms(terms)
+    x, first, second = (*terms, terms[1])[:3]
+    launch = _launch(x, first, second, len(terms), weight, bias, eps, keep_sum)
     normed = torch.empty_like(x)
+    total = torch.empty_like(x) if keep_sum else None
     if x.numel() > 0:
-        launch(x, branch, weight, bias, total, normed)
+        unused = normed
+        launch(
+            x,
+            first,
+            second,
+            weight,
+            weight if bias is None else bias,
+            unused if total is None else total,
+            normed,
+        )
     return total, normed
 
 
 @cached_by_layout
 def _launch(
     x: torch.Tensor,
-    branch: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    num_terms: int,
     weight: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     eps: float,
+    keep_sum: bool,
 ) -> Launch:
-    check_add_norm_inputs(x, branch, weight, bias)
+    terms = (x, first, second)[:num_terms]
+    check_sum_norm_inputs(terms, weight, bias)
+    given = (*terms, weight) if bias is None else (*terms, weight, bias)
+    if not all(tensor.is_contiguous() for tensor in given):
+        raise ValueError("terms, weight and bias must be contiguous")
     width = x.shape[-1]
-    if not all(tensor.is_contiguous() for tensor in (x, branch, weight, bias)):
-        raise ValueError("x, branch, weight and bias must be contiguous")
     if not 0 < width <= MAX_WIDTH:
         raise ValueError(f"rows must have 1 to {MAX_WIDTH} values, got {width}")
     width_pad = triton.next_power_of_2(width)
     return Launch(
-        _add_layer_norm_kernel,
+        _sum_norm_kernel,
         x.numel() // width,
         eps,
         C=width,
         C_PAD=width_pad,
+        HAS_SECOND=num_terms == 3,
+        HAS_BIAS=bias is not None,
+        KEEP_SUM=keep_sum,
         num_warps=max(1, min(_MAX_WARPS, width_pad // _VALUES_PER_WARP)),
     )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tower's blocks with each residual sum and the norm behind it as one op.
+"""A tower's blocks with residual sums and the norm behind them as one op.
+
+A block adds both of its branches to the stream at once, which is rounded once.
 
 The sum that a block ends with is normalized by the block behind it. So a block returns
 its sum with the norm attached to it, and the next one takes that instead of its own.
@@ -15,8 +17,10 @@ from typing import Any
 
 import torch
 
-# Takes a norm, the residual stream and a branch; returns their sum and its norm.
-AddNorm = Callable[[Any, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Takes a norm, what to add and whether the sum is wanted; returns it and its norm.
+SumNorm = Callable[
+    [Any, tuple[torch.Tensor, ...], bool], tuple[torch.Tensor | None, torch.Tensor]
+]
 
 # Attribute of a tensor: its values, normalized for the next block.
 _NORMED = "vllm_flashinfer_vit_normed"
@@ -44,19 +48,19 @@ def _is_known(forward: Callable[..., Any]) -> bool:
 
 
 @contextmanager
-def chained(blocks: Iterable[torch.nn.Module], add_norm: AddNorm) -> Iterator[None]:
+def chained(blocks: Iterable[torch.nn.Module], sum_norm: SumNorm) -> Iterator[None]:
     """Run a tower's blocks by chained forwards while the context lasts.
 
     Args:
         blocks: In order; with `norm1`, `attn`, `norm2` and `mlp`, as the Qwen-VL
             towers have them.
-        add_norm: The fused op.
+        sum_norm: The fused op.
     """
     blocks = list(blocks)
     norms: list[Any] = [block.norm1 for block in blocks[1:]]
     for block, norm in zip_longest(blocks, norms):
         # Not by setattr, which would look through the module's parameters first.
-        vars(block)["forward"] = functools.partial(_forward, block, norm, add_norm)
+        vars(block)["forward"] = functools.partial(_forward, block, norm, sum_norm)
     try:
         yield
     finally:
@@ -67,17 +71,19 @@ def chained(blocks: Iterable[torch.nn.Module], add_norm: AddNorm) -> Iterator[No
 def _forward(
     block: Any,
     next_norm: torch.nn.Module | None,
-    add_norm: AddNorm,
+    sum_norm: SumNorm,
     x: torch.Tensor,
     **attention: Any,
 ) -> torch.Tensor:
     normed = vars(x).pop(_NORMED, None)
     if normed is None:
         normed = block.norm1(x)
-    x, normed = add_norm(block.norm2, x, block.attn(normed, **attention))
-    branch = block.mlp(normed)
+    attended = block.attn(normed, **attention)
+    _, normed = sum_norm(block.norm2, (x, attended), False)
+    terms = x, attended, block.mlp(normed)
     if next_norm is None:
-        return x + branch
-    x, normed = add_norm(next_norm, x, branch)
-    vars(x)[_NORMED] = normed
-    return x
+        return x + attended + terms[2]
+    total, normed = sum_norm(next_norm, terms, True)
+    assert total is not None
+    vars(total)[_NORMED] = normed
+    return total

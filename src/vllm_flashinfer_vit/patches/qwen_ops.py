@@ -284,7 +284,7 @@ def _compiled_ops(tower: Any) -> Iterator[None]:
     act = method.act if isinstance(method, QuackLinearMethod) else block.mlp.act_fn
     with ExitStack() as stack:
         if has_known_forward(block):
-            stack.enter_context(chained(tower.blocks, _add_rms_norm))
+            stack.enter_context(chained(tower.blocks, _sum_norm))
         for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
             # Anything but `native` is a choice that the user or the platform made.
             if op.get_priority() in ([], ["native"]):
@@ -294,13 +294,6 @@ def _compiled_ops(tower: Any) -> Iterator[None]:
             stack.callback(setattr, act, "_forward_method", act._forward_method)
             act._forward_method = act.forward_cuda
         yield
-
-
-def _add_rms_norm(
-    norm: Any, x: torch.Tensor, branch: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    normed, total = norm(branch, residual=x)
-    return total, normed
 
 
 def _fuse_adds_and_norms(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -314,7 +307,7 @@ def _fuse_adds_and_norms(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> torch.Tensor:
         if not _can_chain(self.blocks[0]):
             return original(self, x, grid_thw, encoder_metadata=encoder_metadata)
-        with chained(self.blocks, _add_layer_norm):
+        with chained(self.blocks, _sum_norm):
             return original(self, x, grid_thw, encoder_metadata=encoder_metadata)
 
     return forward
@@ -342,12 +335,14 @@ def _runs_triton() -> bool:
     return current_platform.is_cuda()
 
 
-def _add_layer_norm(
-    norm: Any, x: torch.Tensor, branch: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from vllm_flashinfer_vit.kernels.add_norm import add_layer_norm
+def _sum_norm(
+    norm: Any, terms: tuple[torch.Tensor, ...], keep_sum: bool
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    from vllm_flashinfer_vit.kernels.add_norm import sum_norm
 
-    return add_layer_norm(x, branch, norm.weight, norm.bias, norm.eps)
+    if isinstance(norm, torch.nn.LayerNorm):
+        return sum_norm(terms, norm.weight, norm.bias, norm.eps, keep_sum)
+    return sum_norm(terms, norm.weight, None, norm.variance_epsilon, keep_sum)
 
 
 _INIT_PARAMETERS = ("self", "in_features", "hidden_features")

@@ -1,53 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A residual sum and its LayerNorm in plain PyTorch: what `kernels/add_norm.py` is."""
+"""Residual sums and their norm in plain PyTorch: what `kernels/add_norm.py` is."""
+
+from collections.abc import Sequence
 
 import torch
 
 
-def add_layer_norm_ref(
-    x: torch.Tensor,
-    branch: torch.Tensor,
+def sum_norm_ref(
+    terms: Sequence[torch.Tensor],
     weight: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add a branch to the residual stream, and normalize the sum.
+    keep_sum: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Add branches to the residual stream, and normalize the sum.
 
-    The arithmetic is fp32. The sum is rounded to the input's dtype, and what is
-    normalized is the rounded sum.
+    The arithmetic is fp32. The sum is rounded to the input's dtype; what is normalized
+    is the sum before that.
 
     Args:
-        x: `[..., C]` floating point, any strides.
-        branch: Like x.
+        terms: The stream and one or two branches, `[..., C]` floating point, any
+            strides.
         weight: `[C]`, any floating dtype.
-        bias: Like weight.
-        eps: Added to the variance.
+        bias: Like weight for a LayerNorm, None for an RMSNorm.
+        eps: Added to the variance, or to the mean square.
+        keep_sum: Whether the sum is wanted.
 
     Returns:
-        `x + branch` and its LayerNorm, both like x.
+        The sum or None, and its norm, like the terms.
 
     Raises:
         ValueError: The shapes or dtypes do not fit together.
     """
-    check_add_norm_inputs(x, branch, weight, bias)
-    total = (x.float() + branch.float()).to(x.dtype)
-    normed = torch.nn.functional.layer_norm(
-        total.float(), weight.shape, weight.float(), bias.float(), eps
-    )
-    return total, normed.to(x.dtype)
-
-
-def check_add_norm_inputs(
-    x: torch.Tensor, branch: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-) -> None:
-    """Raise ValueError unless the four fit together as `add_layer_norm_ref` says."""
-    if x.dim() == 0 or branch.shape != x.shape or branch.dtype != x.dtype:
-        raise ValueError(
-            "x and branch must be [..., C] of one shape and dtype, got "
-            f"{tuple(x.shape)} {x.dtype} and {tuple(branch.shape)} {branch.dtype}"
+    check_number_of_terms(terms)
+    check_sum_norm_inputs(terms, weight, bias)
+    x, *branches = terms
+    total = sum((branch.float() for branch in branches), x.float())
+    if bias is None:
+        mean_square = total.pow(2).mean(-1, keepdim=True)
+        normed = total * torch.rsqrt(mean_square + eps) * weight.float()
+    else:
+        normed = torch.nn.functional.layer_norm(
+            total, weight.shape, weight.float(), bias.float(), eps
         )
-    if weight.shape != x.shape[-1:] or bias.shape != weight.shape:
+    return total.to(x.dtype) if keep_sum else None, normed.to(x.dtype)
+
+
+def check_number_of_terms(terms: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError unless there are two or three."""
+    if not 2 <= len(terms) <= 3:
+        raise ValueError(f"terms must be two or three, got {len(terms)}")
+
+
+def check_sum_norm_inputs(
+    terms: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Raise ValueError unless they fit together as `sum_norm_ref` says."""
+    x = terms[0]
+    found = [(tuple(term.shape), term.dtype) for term in terms]
+    if x.dim() == 0 or len(set(found)) > 1:
+        raise ValueError(f"terms must be [..., C] of one shape and dtype, got {found}")
+    if weight.shape != x.shape[-1:] or (
+        bias is not None and bias.shape != weight.shape
+    ):
         raise ValueError(
             f"weight and bias must be [{x.shape[-1]}], got {tuple(weight.shape)} and "
-            f"{tuple(bias.shape)}"
+            f"{None if bias is None else tuple(bias.shape)}"
         )
