@@ -35,14 +35,13 @@ from common import (
     check_error,
     device,
     is_replay,
-    order_of_turn,
     print_row,
     relative_error,
     result_row,
     results_path,
     rounds_within,
 )
-from vllm_flashinfer_vit.tuning import capture
+from vllm_flashinfer_vit.tuning import capture, order_of_turn
 
 Grids = tuple[tuple[int, int, int], ...]
 

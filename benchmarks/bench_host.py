@@ -27,7 +27,6 @@ from common import (
     Run,
     check_error,
     device,
-    order_of_turn,
     print_row,
     relative_error,
     result_row,
@@ -40,6 +39,7 @@ from vllm_flashinfer_vit.config import (
     SERVES_UP_TO,
 )
 from vllm_flashinfer_vit.tower import build_tower, resolve_spec
+from vllm_flashinfer_vit.tuning import order_of_turn
 
 # Lengths of the sequences. None keeps a GPU busy for longer than the host needs.
 CASES = {

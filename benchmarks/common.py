@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TypeVar
 
 import torch
+
+from vllm_flashinfer_vit.tuning import order_of_turn
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # An attention kernel with fp32 accumulation stays an order of magnitude below these.
@@ -32,7 +33,6 @@ FLUSH_BYTES = 256 * 2**20
 ROOT = Path(__file__).resolve().parent.parent
 
 Run = Callable[[], torch.Tensor]
-Provider = TypeVar("Provider")
 
 
 class WrongResultError(RuntimeError):
@@ -403,18 +403,6 @@ def rounds_within(
 ) -> int:
     """Return how many rounds fit a time budget, within bounds."""
     return max(least, min(most, int(budget_s * 1e3 / max(one_round_ms, 1e-3))))
-
-
-def order_of_turn(providers: Sequence[Provider], turn: int) -> list[Provider]:
-    """Return the order in which providers run in a turn, the first of which is turn 0.
-
-    A provider inherits power draw and clocks from the one before it. So every second
-    turn is the one before it backwards, and every two turns begin with another one:
-    within `2 * len(providers)` turns each runs as often behind either neighbour.
-    """
-    first = turn // 2 % len(providers)
-    order = [*providers[first:], *providers[:first]]
-    return order[::-1] if turn % 2 else order
 
 
 def take_turns(

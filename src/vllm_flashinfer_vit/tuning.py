@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -75,10 +75,11 @@ _HANDICAPS: Mapping[str, float] = {"cudnn": 1.05, "cudnn_fp8": 1.05}
 # Above twice the L2 cache of any GPU.
 _FLUSH_BYTES = 256 * 2**20
 _BUDGET_MS = 20.0
-_LEAST_ROUNDS = 3
-_MOST_ROUNDS = 25
+_LEAST_ROUNDS = 4
+_MOST_ROUNDS = 24
 
 Run = Callable[[], torch.Tensor]
+_T = TypeVar("_T")
 
 
 class TuneError(ValueError):
@@ -639,7 +640,9 @@ class GraphClock:
         self._rounds(runs, 1)
         one_round_ms = (time.perf_counter() - begin) * 1e3
         wanted = int(_BUDGET_MS / one_round_ms)
-        samples = self._rounds(runs, max(_LEAST_ROUNDS, min(_MOST_ROUNDS, wanted)))
+        rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, wanted))
+        # An even number, so that half of them run backwards.
+        samples = self._rounds(runs, rounds + rounds % 2)
         return {kernel: statistics.median(us) for kernel, us in samples.items()}
 
     def _rounds(
@@ -649,8 +652,7 @@ class GraphClock:
         events: dict[KernelName, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
         events = {kernel: [] for kernel in kernels}
         for turn in range(rounds):
-            first = turn % len(kernels)
-            for kernel in kernels[first:] + kernels[:first]:
+            for kernel in order_of_turn(kernels, turn):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 # The replay is launched while the flush still runs.
                 self._flush.zero_()
@@ -663,6 +665,18 @@ class GraphClock:
             kernel: [start.elapsed_time(end) * 1e3 for start, end in pairs]
             for kernel, pairs in events.items()
         }
+
+
+def order_of_turn(contenders: Sequence[_T], turn: int) -> list[_T]:
+    """Return the order in which contenders run in a turn, the first of which is turn 0.
+
+    A contender inherits power draw and clocks from the one before it. So every second
+    turn is the one before it backwards, and every two turns begin with another one:
+    within `2 * len(contenders)` turns each runs as often behind either neighbour.
+    """
+    first = turn // 2 % len(contenders)
+    order = [*contenders[first:], *contenders[:first]]
+    return order[::-1] if turn % 2 else order
 
 
 def to_json(report: Report) -> dict[str, Any]:

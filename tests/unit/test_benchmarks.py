@@ -8,9 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -266,19 +264,6 @@ def test_providers_take_turns():
     # One warm-up round, then each provider once a round, and first and last twice.
     assert order == "abc" + "abc" + "cba" + "bca" + "acb" + "cab" + "bac"
     assert {mode for _, mode in clock.asked} == {"graph"}
-
-
-@pytest.mark.parametrize("count", range(3, 8))
-def test_nobody_runs_behind_the_same_one_only(count):
-    providers = range(count)
-    turns = [common.order_of_turn(providers, turn) for turn in range(2 * count)]
-    assert all(sorted(turn) == list(providers) for turn in turns)
-    for end in (0, -1):
-        assert Counter(turn[end] for turn in turns) == dict.fromkeys(providers, 2)
-    behind = Counter(pair for turn in turns for pair in pairwise(turn))
-    for provider in providers:
-        before, after = (provider - 1) % count, (provider + 1) % count
-        assert behind[before, provider] == behind[after, provider] > 0
 
 
 def test_processes_take_turns():

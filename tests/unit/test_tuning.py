@@ -3,8 +3,10 @@
 
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from vllm_flashinfer_vit.tuning import (
     derive_classes,
     grid,
     measure,
+    order_of_turn,
     render,
     to_json,
 )
@@ -493,6 +496,49 @@ def test_what_was_left_out_is_printed(two_kernels: None) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "left out: [cudnn]: no plan" in text
     assert "choices for NVIDIA H200 are in x.json" in text
+
+
+@pytest.mark.parametrize("count", range(3, 8))
+def test_nobody_runs_behind_the_same_one_only(count: int) -> None:
+    contenders = range(count)
+    turns = [order_of_turn(contenders, turn) for turn in range(2 * count)]
+    assert all(sorted(turn) == list(contenders) for turn in turns)
+    for end in (0, -1):
+        assert Counter(turn[end] for turn in turns) == dict.fromkeys(contenders, 2)
+    behind = Counter(pair for turn in turns for pair in pairwise(turn))
+    for contender in contenders:
+        before, after = (contender - 1) % count, (contender + 1) % count
+        assert behind[before, contender] == behind[after, contender] > 0
+
+
+@pytest.mark.parametrize("budget_ms", [0.0, 1e6])
+def test_kernels_take_turns_both_ways(
+    budget_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None: ...
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 0.001
+
+    ran: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(tuning, "_BUDGET_MS", budget_ms)
+    clock = GraphClock(torch.device("cpu"))
+
+    def run(name: str) -> Callable[[], torch.Tensor]:
+        return lambda: ran.append(name) or torch.empty(0)
+
+    kernels = ("cudnn", "triton", "flash_attn")
+    found = clock.median_us({name: run(name) for name in kernels})
+    assert found == dict.fromkeys(kernels, 1.0)
+    turns = [tuple(ran[i : i + 3]) for i in range(3, len(ran), 3)]
+    assert len(turns) == (24 if budget_ms else 4)
+    assert turns[1::2] == [turn[::-1] for turn in turns[::2]]
 
 
 @pytest.mark.gpu
