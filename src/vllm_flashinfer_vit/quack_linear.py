@@ -8,6 +8,7 @@ before. QuACK (quack-kernels) comes with vLLM; it is imported where its kernel i
 built, not with this module.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +24,16 @@ from vllm_flashinfer_vit.kernels._alignment import UNIT, is_aligned
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
 # A call takes the host up to twice as long as cuBLAS and an activation: with fewer rows
-# an eager tower would wait for it, and with 256 the GPU is slower too.
+# an eager tower would wait for it.
 MIN_ROWS = 4096
+# A CUDA graph's replay does not wait for the host; with 256 rows the GPU is slower too.
+MIN_GRAPH_ROWS = 1024
+# Without an activation there is less to save: with 1024 rows cuBLAS is faster.
+MIN_PLAIN_GRAPH_ROWS = 2048
+
+# QuACK's default on Hopper, and one whose last wave is fuller for some sizes.
+TILE_WIDTHS = (192, 160)
+_TILE_ROWS = 128
 
 SWIGLU = "swiglu"
 TANH_GELU = "gelu_tanh_approx"
@@ -60,14 +69,18 @@ class QuackLinearMethod(UnquantizedLinearMethod):
         self.inner = inner
         self.act = act
         self.activation = activation
+        self.min_graph_rows = MIN_GRAPH_ROWS if activation else MIN_PLAIN_GRAPH_ROWS
         # None until the weights are loaded.
         self.is_built: bool | None = None
+        # The GPU's, once the kernels are built.
+        self.multiprocessors = 0
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Do what the replaced method does, then build the kernel, once.
+        """Do what the replaced method does, then build the kernels, once.
 
-        It is compiled or loaded here since neither a request nor the capture of a CUDA
-        graph should do so. Without it every batch runs as small ones do.
+        There is one for each width of tiles. They are compiled or loaded here since
+        neither a request nor the capture of a CUDA graph should do so. Unless all are
+        right, every batch runs as small ones do.
         """
         self.inner.process_weights_after_loading(layer)
         if self.is_built is None:
@@ -80,12 +93,15 @@ class QuackLinearMethod(UnquantizedLinearMethod):
         if not can_read(x):
             return False
         try:
-            out = linear_act(x, layer.weight, layer.bias, self.activation)
-            # vLLM takes any release of QuACK from 0.3.3 on.
+            gpu = torch.cuda.get_device_properties(x.device)
+            self.multiprocessors = gpu.multi_processor_count
             expected = self.act(self.inner.apply(layer, x, layer.bias))
             atol = _TOLERANCE * expected.abs().max().item()
-            if not torch.allclose(out, expected, rtol=_TOLERANCE, atol=atol):
-                raise RuntimeError("its results differ from small batches'")
+            for width in TILE_WIDTHS:
+                out = linear_act(x, layer.weight, layer.bias, self.activation, width)
+                # vLLM takes any release of QuACK from 0.3.3 on.
+                if not torch.allclose(out, expected, rtol=_TOLERANCE, atol=atol):
+                    raise RuntimeError("its results differ from small batches'")
         except Exception as error:
             logger.warning_once(
                 "QuACK cannot run a layer of the vision tower, so batches of every "
@@ -104,10 +120,41 @@ class QuackLinearMethod(UnquantizedLinearMethod):
         # A compiler fuses activations by itself.
         if not torch.compiler.is_compiling() and self.is_built:
             rows = x.reshape(-1, x.shape[-1])
-            if rows.shape[0] >= MIN_ROWS and can_read(rows):
-                out = linear_act(rows, layer.weight, bias, self.activation)
+            if self._takes(rows):
+                width = tile_width(len(rows), len(layer.weight), self.multiprocessors)
+                out = linear_act(rows, layer.weight, bias, self.activation, width)
                 return out.view(*x.shape[:-1], -1)
         return self.act(self.inner.apply(layer, x, bias))
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        rows = x.shape[0]
+        if rows >= MIN_ROWS:
+            return can_read(x)
+        # In this order: without CUDA the last one raises.
+        return (
+            rows >= self.min_graph_rows
+            and can_read(x)
+            and torch.cuda.is_current_stream_capturing()
+        )
+
+
+def tile_width(rows: int, outputs: int, multiprocessors: int) -> int:
+    """Choose the width of tiles with which the GPU's waves take the least time.
+
+    Args:
+        rows: The batch's.
+        outputs: The weight's rows.
+        multiprocessors: How many tiles make a wave.
+
+    Returns:
+        One of `TILE_WIDTHS`, on a tie the first.
+    """
+
+    def columns(width: int) -> int:
+        tiles = -(-rows // _TILE_ROWS) * -(-outputs // width)
+        return -(-tiles // multiprocessors) * width
+
+    return min(TILE_WIDTHS, key=columns)
 
 
 def linear_act(
@@ -115,6 +162,7 @@ def linear_act(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str | None,
+    width: int,
 ) -> torch.Tensor:
     """Run QuACK's GEMM on a Hopper GPU.
 
@@ -124,6 +172,7 @@ def linear_act(
             of 8, and for `SWIGLU` outputs of 16.
         bias: `[outputs]` of the same dtype, or None.
         activation: `SWIGLU`, `TANH_GELU`, `QUICK_GELU`, or None for none.
+        width: Columns of a tile, one of `TILE_WIDTHS`.
 
     Returns:
         `[T, outputs]`, for `SWIGLU` `[T, outputs / 2]`, contiguous.
@@ -131,11 +180,13 @@ def linear_act(
     is_gated = activation == SWIGLU
     out = x.new_empty(x.shape[0], weight.shape[0] // (2 if is_gated else 1))
     layout = {"concat_layout": _STACKED} if is_gated else {}
-    quack = _gemm_interface()
+    quack, config = _gemm_interface(), _config(x.device, width)
     if hasattr(quack, "gemm_act_tuned"):
         # QuACK 0.5 calls it through PyTorch's dispatcher, for half of the host's time.
         kernel = quack.gemm_gated_tuned if is_gated else quack.gemm_act_tuned
-        kernel.fn(x, weight.t(), None, out, None, bias, activation, **layout)
+        kernel.fn(
+            x, weight.t(), None, out, None, bias, activation, config=config, **layout
+        )
     else:
         quack.gemm_act(
             x,
@@ -144,8 +195,8 @@ def linear_act(
             activation=activation,
             postact_out=out,
             store_preact=False,
-            # The default tile is what was measured; tuning would take minutes.
-            tuned=False,
+            # Without one it would tune, for minutes.
+            config=config,
             **layout,
         )
     return out
@@ -163,6 +214,16 @@ def _gemm_interface() -> Any:
 
     act_fn_map[QUICK_GELU] = quick_gelu
     return gemm_interface
+
+
+@functools.cache
+def _config(device: torch.device, width: int) -> Any:
+    """Return QuACK's default for a device with tiles of another width.
+
+    It is kept since QuACK 0.6 finds what it launched before by the object's id.
+    """
+    default = _gemm_interface().default_config(device)
+    return dataclasses.replace(default, tile_n=width)
 
 
 def can_read(x: torch.Tensor) -> bool:

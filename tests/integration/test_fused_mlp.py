@@ -70,7 +70,12 @@ FUNCTIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     None: lambda x: x,
 }
 
-Call = tuple[int, str | None]
+Call = tuple[int, str | None, int]
+
+
+def kernel_builds(activation: str | None) -> list[Call]:
+    """Return the calls that build a layer's kernels."""
+    return [(16, activation, 192), (16, activation, 160)]
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +87,7 @@ def mlps_alone() -> Iterator[None]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Pretend that this is a Hopper GPU; collect rows and activation of each call."""
+    """Pretend that this is an H200; collect each call's rows, activation and width."""
     seen: list[Call] = []
 
     def linear_act(
@@ -90,8 +95,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         activation: str | None,
+        width: int,
     ) -> torch.Tensor:
-        seen.append((len(x), activation))
+        seen.append((len(x), activation, width))
         bias = None if bias is None else bias.float()
         sums = linear(x.float(), weight.float(), bias)
         return FUNCTIONS[activation](sums).to(x.dtype)
@@ -99,7 +105,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     monkeypatch.setattr(qwen_ops, "_has_quack", lambda: True)
     monkeypatch.setattr(quack_linear, "can_read", lambda x: True)
     monkeypatch.setattr(quack_linear, "linear_act", linear_act)
+    set_capturing(monkeypatch, False)
+    set_multiprocessors(monkeypatch, 132)
     return seen
+
+
+def set_capturing(monkeypatch: pytest.MonkeyPatch, value: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: value)
+
+
+def set_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    properties = SimpleNamespace(multi_processor_count=count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 @pytest.fixture
@@ -190,11 +207,11 @@ def test_large_batches(
         fused = build(family, **vision)
         assert all(is_fused(family, block.mlp) for block in blocks(fused))
         depth = len(blocks(fused))
-        # The kernel is built while weights are loaded, before any batch.
-        assert calls == depth * [(16, ACTIVATIONS[family])]
+        # The kernels are built while weights are loaded, before any batch.
+        assert calls == depth * kernel_builds(ACTIVATIONS[family])
         calls.clear()
         found = outputs(fused)
-        assert calls == depth * [(ROWS, ACTIVATIONS[family])]
+        assert calls == depth * [(ROWS, ACTIVATIONS[family], 160)]
     calls.clear()
     with without(*names, f"{family}-fused-mlp"):
         plain = build(family, **vision)
@@ -216,17 +233,70 @@ def test_small_batches_keep_their_bits(family: str, calls: list[Call]) -> None:
 
 
 @pytest.mark.parametrize("family", SPECS)
-def test_rows_decide(family: str, calls: list[Call]) -> None:
+def test_rows_decide(
+    family: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
     context = build(family)
-    built = build_mlp(family, context)
-    fill_and_finish(built, context)
+    block = build_mlp(family, context)
+    fill_and_finish(block, context)
     calls.clear()
     x = noise(4096, 1, 64).bfloat16()
+
+    def check(least: int) -> None:
+        some = x[:least]
+        with context.running():
+            small, many = block(some[:-1]), block(some)
+        assert calls == [(least, ACTIVATIONS[family], 160)]
+        assert (many.shape, many.dtype) == (some.shape, torch.bfloat16)
+        assert relative_error(many[:-1], small) < TOLERANCE
+        calls.clear()
+
+    check(4096)
+    set_capturing(monkeypatch, True)
+    check(1024)
+
+
+def test_a_capture_is_looked_for_where_it_decides(
+    calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = build("qwen2_vl")
+    block = build_mlp("qwen2_vl", context)
+    fill_and_finish(block, context)
+    asked: list[int] = []
+
+    def is_capturing() -> bool:
+        asked.append(rows)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
     with context.running():
-        small, many = built(x[:-1]), built(x)
-    assert calls == [(4096, ACTIVATIONS[family])]
-    assert (many.shape, many.dtype) == ((4096, 1, 64), torch.bfloat16)
-    assert relative_error(many[:-1], small) < TOLERANCE
+        for rows in (1023, 1024, 4095, 4096):
+            block(noise(rows, 64).bfloat16())
+        assert asked == [1024, 4095]
+        # Without CUDA there is nothing to ask.
+        monkeypatch.setattr(quack_linear, "can_read", lambda x: False)
+        block(noise(1024, 64).bfloat16())
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_rows_choose_the_tile(
+    family: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_multiprocessors(monkeypatch, 32)
+    context = build(family)
+    # One tile of 192 columns, [gate; up] together, or two of 160.
+    block = build_mlp(family, context, size=96 if family == "qwen2_5_vl" else 192)
+    fill_and_finish(block, context)
+    # It is read once.
+    set_multiprocessors(monkeypatch, 1)
+    set_capturing(monkeypatch, True)
+    calls.clear()
+    with context.running():
+        for rows in (2048, 4096):
+            block(noise(rows, 64).bfloat16())
+    activation = ACTIVATIONS[family]
+    assert calls == [(2048, activation, 160), (4096, activation, 192)]
 
 
 @pytest.mark.parametrize("family", SPECS)
@@ -257,7 +327,7 @@ def test_without_bias(family: str, calls: list[Call]) -> None:
     x = noise(4096, 64).bfloat16()
     with context.running():
         assert relative_error(built(x)[:-1], built(x[:-1])) < TOLERANCE
-    assert calls[-1] == (4096, ACTIVATIONS[family])
+    assert calls[-1] == (4096, ACTIVATIONS[family], 160)
 
 
 @pytest.mark.parametrize("family", SPECS)
@@ -375,7 +445,7 @@ def test_it_is_said_once(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> 
     )
     build("qwen2_vl")
     lines = [line for line in said if "QuACK" in line]
-    assert "from 4096 rows on" in lines[0]
+    assert lines[0].endswith("from 4096 rows on, in CUDA graphs from 1024.")
     # The log drops what was said before.
     assert len(lines) == 2 and len(set(lines)) == 1
 
@@ -399,7 +469,12 @@ def test_a_kernel_that_cannot_be_built(
         message = "RuntimeError: no ptxas here"
     elif reason == "results":
         right = quack_linear.linear_act
-        monkeypatch.setattr(quack_linear, "linear_act", lambda *args: -right(*args))
+
+        # Each kernel is checked.
+        def wrong(*args: Any) -> torch.Tensor:
+            return right(*args) if args[-1] == 192 else -right(*args)
+
+        monkeypatch.setattr(quack_linear, "linear_act", wrong)
         message = "its results differ"
     else:
         monkeypatch.setattr(quack_linear, "linear_act", LINEAR_ACT)
@@ -455,7 +530,7 @@ class TestReload:
         # The kernel is kept.
         assert len(calls) == built
         assert torch.equal(outputs(changed), outputs(build("qwen2_5_vl", seed=1)))
-        assert calls[-1] == (ROWS, SWIGLU)
+        assert calls[-1] == (ROWS, SWIGLU, 160)
 
     def test_padding_is_found(self, calls: list[Call]) -> None:
         layer = mlp(build("qwen2_5_vl")).gate_up_proj
@@ -555,16 +630,31 @@ class TestQkv:
         fused = build(family)
         assert all(quack_qkvs(fused))
         depth = len(blocks(fused))
-        assert calls == depth * [(16, None)]
+        assert calls == depth * kernel_builds(None)
         calls.clear()
         found = outputs(fused)
-        assert calls == depth * [(ROWS, None)]
+        assert calls == depth * [(ROWS, None, 160)]
         calls.clear()
         with without():
             plain = build(family)
             assert not any(quack_qkvs(plain))
         assert relative_error(found, outputs(plain)) < TOLERANCE
-        assert all(activation for _, activation in calls)
+        assert all(activation for _, activation, _ in calls)
+
+    def test_rows_decide(
+        self, family: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        context = build(family)
+        qkv = build_attention(family, context).qkv
+        fill_and_finish(nn.ModuleList([qkv]), context)
+        calls.clear()
+        x = noise(4096, 64).bfloat16()
+        with context.running():
+            for is_capturing, least in ((False, 4096), (True, 2048)):
+                set_capturing(monkeypatch, is_capturing)
+                qkv(x[: least - 1])
+                qkv(x[:least])
+        assert calls == [(4096, None, 160), (2048, None, 160)]
 
     def test_beside_the_mlps(self, family: str, calls: list[Call], large: None) -> None:
         with test_patches.without():
@@ -572,7 +662,7 @@ class TestQkv:
             fused = build(family)
             calls.clear()
             outputs(fused)
-        each = [(ROWS, None), (ROWS, ACTIVATIONS[family])]
+        each = [(ROWS, None, 160), (ROWS, ACTIVATIONS[family], 160)]
         assert calls == len(blocks(fused)) * each
 
     def test_small_batches_keep_their_bits(
@@ -630,7 +720,9 @@ class TestQkv:
         build(family)
         lines = {line for line in said if "QuACK" in line}
         assert len(lines) == 1
-        assert "the QKV projection" in lines.pop()
+        line = lines.pop()
+        assert "the QKV projection" in line
+        assert line.endswith("from 4096 rows on, in CUDA graphs from 2048.")
 
     def test_a_kernel_that_cannot_be_built(
         self,

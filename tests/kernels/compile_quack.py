@@ -4,6 +4,7 @@
 A process of its own: QuACK reads its settings when it is imported.
 """
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -22,7 +23,13 @@ import quack.cache
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_flashinfer_vit.quack_linear import QUICK_GELU, SWIGLU, TANH_GELU, linear_act
+from vllm_flashinfer_vit.quack_linear import (
+    QUICK_GELU,
+    SWIGLU,
+    TANH_GELU,
+    TILE_WIDTHS,
+    linear_act,
+)
 
 # QuACK 0.5 compiles for fake tensors in a mode of its own only.
 MODE = getattr(quack.cache, "compile_only_mode", FakeTensorMode)
@@ -34,7 +41,12 @@ def kernels() -> int:
 
 
 def compile_for(
-    activation: str | None, inputs: int, outputs: int, has_bias: bool, rows: int
+    activation: str | None,
+    inputs: int,
+    outputs: int,
+    has_bias: bool,
+    width: int,
+    rows: int,
 ) -> Exception | None:
     """Run a layer on fake tensors, and return why that ended early, if it did."""
     with MODE():
@@ -43,7 +55,7 @@ def compile_for(
         weight = torch.empty(outputs, inputs, **bf16)
         bias = torch.empty(outputs, **bf16) if has_bias else None
         try:
-            out = linear_act(x, weight, bias, activation)
+            out = linear_act(x, weight, bias, activation, width)
         except Exception as error:
             # QuACK 0.6 compiles, then asks the driver for a GPU's size.
             return error
@@ -54,18 +66,19 @@ def compile_for(
 
 def main() -> None:
     done = 0
-    for activation, inputs, outputs, has_bias in (
+    layers = (
         (QUICK_GELU, 1280, 5120, True),
         (SWIGLU, 1280, 6912, True),
         (SWIGLU, 1280, 6912, False),
         (TANH_GELU, 1152, 4304, True),
         (None, 1280, 3840, True),
-    ):
+    )
+    for layer, width in itertools.product(layers, TILE_WIDTHS):
         # What is built for a few rows serves all others.
-        for rows in (16, 4096, 5001):
-            error = compile_for(activation, inputs, outputs, has_bias, rows)
+        for rows in (16, 1024, 5001):
+            error = compile_for(*layer, width, rows)
             if kernels() != done + 1:
-                raise SystemExit(f"{activation}, {rows} rows: {error!r}")
+                raise SystemExit(f"{layer[0]}, {width}, {rows} rows: {error!r}")
         done += 1
     print(done)
 

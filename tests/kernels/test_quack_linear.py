@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """QuACK's GEMM with bias and activation or none, as the vision towers call it."""
 
+import dataclasses
+import functools
 import importlib.util
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +22,15 @@ from cases import relative_error
 if importlib.util.find_spec("quack") is None:
     pytest.skip("QuACK is not installed", allow_module_level=True)
 
+from vllm_flashinfer_vit import quack_linear
 from vllm_flashinfer_vit.quack_linear import (
     QUICK_GELU,
     SWIGLU,
     TANH_GELU,
+    TILE_WIDTHS,
     can_read,
     linear_act,
+    tile_width,
 )
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
@@ -80,6 +89,18 @@ def make_inputs(
     return x, weight, bias
 
 
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+) -> torch.Tensor:
+    """`linear_act` with the tile that a layer takes."""
+    gpu = torch.cuda.get_device_properties(x.device)
+    width = tile_width(len(x), len(weight), gpu.multi_processor_count)
+    return linear_act(x, weight, bias, activation, width)
+
+
 def exact(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -95,8 +116,9 @@ def assert_as_exact_as_cublas(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str | None,
+    act: Callable[..., torch.Tensor] = run,
 ) -> None:
-    out = linear_act(x, weight, bias, activation)
+    out = act(x, weight, bias, activation)
     expected = exact(x, weight, bias, activation)
     assert (out.dtype, out.shape) == (x.dtype, expected.shape)
     assert out.is_contiguous()
@@ -111,19 +133,81 @@ def test_quack_compiles_for_hopper(tmp_path):
     command = [sys.executable, str(script), str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == "5"
+    assert done.stdout.splitlines()[-1] == "10"
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "width"),
+    [
+        (1024, 5120, 160),
+        (8192, 3456, 192),
+        (8192, 1280, 160),
+        # 40 waves of five tiles, and 48 of six.
+        (128 * 132 * 8, 960, 192),
+    ],
+)
+def test_tile_width(rows, outputs, width):
+    assert tile_width(rows, outputs, 132) == width
+
+
+@pytest.mark.parametrize("multiprocessors", [78, 114, 132])
+def test_no_other_tile_takes_less(multiprocessors):
+    def columns(rows: int, outputs: int, width: int) -> int:
+        tiles = math.ceil(rows / 128) * math.ceil(outputs / width)
+        return math.ceil(tiles / multiprocessors) * width
+
+    for rows in (1024, 1025, 2048, 4096, 8000, 65536):
+        for outputs in (*range(8, 4000, 104), 5120, 6912):
+            width = tile_width(rows, outputs, multiprocessors)
+            work = {w: columns(rows, outputs, w) for w in (192, 160)}
+            assert work[width] == min(work.values())
+            assert width == 192 or work[160] < work[192]
+
+
+@pytest.mark.parametrize("activation", SIZES)
+@pytest.mark.parametrize("release", ["0.5", "0.6"])
+def test_quack_gets_the_tile(activation, release, monkeypatch):
+    """QuACK 0.6 finds what it launched before by the configuration's identity."""
+    configs: list[Any] = []
+
+    def gemm(*args: Any, config: Any, **kwargs: Any) -> None:
+        configs.append(config)
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        tile_n: int = 192
+        pingpong: bool = False
+
+    default = Config(pingpong=True)
+    quack = SimpleNamespace(default_config=lambda device: default)
+    if release == "0.5":
+        quack.gemm_act_tuned = quack.gemm_gated_tuned = SimpleNamespace(fn=gemm)
+    else:
+        quack.gemm_act = gemm
+    monkeypatch.setattr(quack_linear, "_gemm_interface", lambda: quack)
+    config = functools.cache(quack_linear._config.__wrapped__)
+    monkeypatch.setattr(quack_linear, "_config", config)
+    x, weight = torch.zeros(16, 64), torch.zeros(32, 64)
+    for width in (*TILE_WIDTHS, *TILE_WIDTHS):
+        linear_act(x, weight, None, activation, width)
+    assert [config.tile_n for config in configs] == 2 * [192, 160]
+    assert all(dataclasses.replace(c, tile_n=192) == default for c in configs)
+    assert configs[0] is configs[2] and configs[1] is configs[3]
 
 
 @hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [4096, 4097, 5000])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(1024, 160), (4096, 192), (4097, 160), (5000, 192)]
+)
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "none"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", SIZES)
-def test_quack_linear(activation, dtype, has_bias, rows):
+def test_quack_linear(activation, dtype, has_bias, rows, width):
     sizes = SIZES[activation]
     inputs = make_inputs(rows, *sizes, dtype=dtype, has_bias=has_bias)
-    assert_as_exact_as_cublas(*inputs, activation)
+    act = functools.partial(linear_act, width=width)
+    assert_as_exact_as_cublas(*inputs, activation, act)
 
 
 @hopper
@@ -151,8 +235,8 @@ def test_quack_linear_of_a_strided_view(activation):
     _, weight, bias = make_inputs(1, inputs, outputs)
     view = wide[:, 8 : 8 + inputs]
     assert can_read(view) and not view.is_contiguous()
-    out = linear_act(view, weight, bias, activation)
-    assert torch.equal(out, linear_act(view.contiguous(), weight, bias, activation))
+    out = run(view, weight, bias, activation)
+    assert torch.equal(out, run(view.contiguous(), weight, bias, activation))
     assert not can_read(wide[:, 4 : 4 + inputs])
     assert not can_read(wide[:, ::2])
     assert not can_read(wide.cpu())
@@ -164,25 +248,28 @@ def test_quack_linear_of_a_strided_view(activation):
 @pytest.mark.parametrize("activation", SIZES)
 def test_quack_linear_gives_the_same_bits_twice(activation):
     inputs = make_inputs(5000, *SIZES[activation])
-    first = linear_act(*inputs, activation)
-    assert torch.equal(linear_act(*inputs, activation), first)
+    first = run(*inputs, activation)
+    assert torch.equal(run(*inputs, activation), first)
 
 
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", SIZES)
 def test_quack_linear_in_a_graph(activation):
-    inputs = make_inputs(5000, *SIZES[activation])
-    linear_act(*inputs, activation)  # compiles outside the capture
+    inputs = make_inputs(1024, *SIZES[activation])
+    x, weight, bias = inputs
+    for width in TILE_WIDTHS:
+        # As at load: compiles outside the capture, whose own rows have not run yet.
+        linear_act(x[:16], weight, bias, activation, width)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = linear_act(*inputs, activation)
-    new = make_inputs(5000, *SIZES[activation], seed=1)
+        out = run(*inputs, activation)
+    new = make_inputs(1024, *SIZES[activation], seed=1)
     for held, values in zip(inputs, new, strict=True):
         held.copy_(values)
     for _ in range(2):
         graph.replay()
-        assert torch.equal(out, linear_act(*new, activation))
+        assert torch.equal(out, run(*new, activation))
 
 
 @hopper
@@ -190,9 +277,9 @@ def test_quack_linear_in_a_graph(activation):
 @pytest.mark.parametrize("activation", SIZES)
 def test_quack_linear_keeps_rows_apart(activation):
     x, weight, bias = make_inputs(4097, *SIZES[activation])
-    before = linear_act(x, weight, bias, activation)
+    before = run(x, weight, bias, activation)
     x[1000] = float("nan")
-    after = linear_act(x, weight, bias, activation)
+    after = run(x, weight, bias, activation)
     assert after[1000].isnan().all()
     assert torch.equal(after[:1000], before[:1000])
     assert torch.equal(after[1001:], before[1001:])
@@ -207,7 +294,7 @@ def test_quack_linear_of_more_than_int32_elements(activation):
     width = outputs // 2 if activation == SWIGLU else outputs
     rows = 2**31 // width + 64
     x, weight, bias = make_inputs(rows, inputs, outputs)
-    out = linear_act(x, weight, bias, activation)
+    out = run(x, weight, bias, activation)
     assert out.numel() > 2**31
     for some in (slice(0, 64), slice(-64, None)):
         expected = exact(x[some], weight, bias, activation)

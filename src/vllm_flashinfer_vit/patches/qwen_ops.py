@@ -215,13 +215,16 @@ def _fuse(linear: Any, act: torch.nn.Module, activation: str | None) -> bool:
         or not fits(linear, activation)
     ):
         return False
-    linear.quant_method = QuackLinearMethod(linear.quant_method, act, activation)
+    method = QuackLinearMethod(linear.quant_method, act, activation)
+    linear.quant_method = method
     _say_once(
-        "The vision tower runs %s as one kernel of QuACK, from %d rows on.",
+        "The vision tower runs %s as one kernel of QuACK, from %d rows on, in CUDA "
+        "graphs from %d.",
         "an MLP's first GEMM, its bias and the activation"
         if activation
         else "the QKV projection and its bias",
         MIN_ROWS,
+        method.min_graph_rows,
     )
     return True
 
