@@ -31,7 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -278,19 +278,21 @@ class Encoder:
         For a batch that a graph served, eager mode takes the graph's kernels. Attention
         layers choose one by the bound of the sequence lengths, which also sets the
         blocks of `triton_window`, whether FA3 splits the keys, and cuDNN's bucket.
-        cuBLAS chooses by the number of rows, which is a bound of the lengths too. So
-        eager mode gets the bounds that the graph was captured with, and frames of one
-        token where the graph has padding. What stays different is the number of
-        sequences, which is a part of cuDNN's bucket.
+        cuBLAS chooses by the number of rows, which is a bound of the lengths too, and
+        QuACK runs smaller batches in a graph. So eager mode gets the bounds that the
+        graph was captured with, frames of one token where the graph has padding, and
+        QuACK from as few rows on. What stays different is the number of sequences,
+        which is a part of cuDNN's bucket.
         """
         items: dict[int, torch.Tensor] = {}
         for batch in batches:
-            bounds, inputs = {}, batch.inputs
-            if batch.graph is not None:
-                bounds = batch.graph.bounds
-                inputs = _filled(inputs, batch.graph.patches)
-            with self._bounded(bounds):
-                output = self.eager(inputs)[: sum(batch.tokens)]
+            if batch.graph is None:
+                output = self.eager(batch.inputs)
+            else:
+                inputs = _filled(batch.inputs, batch.graph.patches)
+                with self._bounded(batch.graph.bounds), self._quack_as_in_graphs():
+                    output = self.eager(inputs)
+            output = output[: sum(batch.tokens)]
             items |= zip(batch.items, output.split(batch.tokens), strict=True)
         return torch.cat([items[i] for i in range(len(items))])
 
@@ -306,6 +308,19 @@ class Encoder:
             return prepare(*args, **kw) | tensors
 
         with mock.patch.object(visual, "prepare_encoder_metadata", bounded):
+            yield
+
+    @contextmanager
+    def _quack_as_in_graphs(self) -> Iterator[None]:
+        """Let QuACK run a layer from as few rows on as in a graph."""
+        from vllm_flashinfer_vit.quack_linear import QuackLinearMethod
+
+        with ExitStack() as stack:
+            for module in self._model.visual.modules():
+                method = getattr(module, "quant_method", None)
+                if isinstance(method, QuackLinearMethod):
+                    rows = method.min_graph_rows
+                    stack.enter_context(mock.patch.object(method, "min_rows", rows))
             yield
 
 

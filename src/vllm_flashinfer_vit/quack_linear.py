@@ -69,6 +69,8 @@ class QuackLinearMethod(UnquantizedLinearMethod):
         self.inner = inner
         self.act = act
         self.activation = activation
+        # From how many rows on QuACK runs the layer, in eager mode and in CUDA graphs.
+        self.min_rows = MIN_ROWS
         self.min_graph_rows = MIN_GRAPH_ROWS if activation else MIN_PLAIN_GRAPH_ROWS
         # None until the weights are loaded.
         self.is_built: bool | None = None
@@ -128,7 +130,7 @@ class QuackLinearMethod(UnquantizedLinearMethod):
 
     def _takes(self, x: torch.Tensor) -> bool:
         rows = x.shape[0]
-        if rows >= MIN_ROWS:
+        if rows >= self.min_rows:
             return can_read(x)
         # In this order: without CUDA the last one raises.
         return (

@@ -204,7 +204,7 @@ def _fuse(linear: Any, act: torch.nn.Module, activation: str | None) -> bool:
     """Have QuACK run large batches of a layer and its activation, if it can here."""
     from vllm import envs
 
-    from vllm_flashinfer_vit.quack_linear import MIN_ROWS, QuackLinearMethod, fits
+    from vllm_flashinfer_vit.quack_linear import QuackLinearMethod, fits
     from vllm_flashinfer_vit.selection import flashinfer_requested
 
     if (
@@ -223,7 +223,7 @@ def _fuse(linear: Any, act: torch.nn.Module, activation: str | None) -> bool:
         "an MLP's first GEMM, its bias and the activation"
         if activation
         else "the QKV projection and its bias",
-        MIN_ROWS,
+        method.min_rows,
         method.min_graph_rows,
     )
     return True
