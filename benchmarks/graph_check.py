@@ -147,10 +147,12 @@ class Captured(NamedTuple):
     Attributes:
         patches: Patches that it computes, padding included.
         bounds: Bounds of the sequence lengths, in patches, by vLLM's names for them.
+        sequences: How many sequences it takes, empty ones included.
     """
 
     patches: int
     bounds: dict[str, int]
+    sequences: int
 
 
 class Batch(NamedTuple):
@@ -196,7 +198,11 @@ def captured(manager: Any) -> dict[tuple[str, int], Captured]:
                 if key.startswith("max_seqlen") and buffer is not None
             }
             # Stock's graphs compute more than their budget.
-            found[path, budget] = Captured(buffers["pixel_values"].shape[0], bounds)
+            found[path, budget] = Captured(
+                buffers["pixel_values"].shape[0],
+                bounds,
+                buffers["cu_seqlens"].numel() - 1,
+            )
     return found
 
 
@@ -279,10 +285,10 @@ class Encoder:
         layers choose one by the bound of the sequence lengths, which also sets the
         blocks of `triton_window`, whether FA3 splits the keys, and cuDNN's bucket.
         cuBLAS chooses by the number of rows, which is a bound of the lengths too, and
-        QuACK runs smaller batches in a graph. So eager mode gets the bounds that the
-        graph was captured with, frames of one token where the graph has padding, and
-        QuACK from as few rows on. What stays different is the number of sequences,
-        which is a part of cuDNN's bucket.
+        QuACK runs smaller batches in a graph. So eager mode gets the bounds and the
+        mean length that the graph was captured with, frames of one token where the
+        graph has padding, and QuACK from as few rows on. What stays different is the
+        number of sequences, which is a part of cuDNN's bucket.
         """
         items: dict[int, torch.Tensor] = {}
         for batch in batches:
@@ -290,24 +296,32 @@ class Encoder:
                 output = self.eager(batch.inputs)
             else:
                 inputs = _filled(batch.inputs, batch.graph.patches)
-                with self._bounded(batch.graph.bounds), self._quack_as_in_graphs():
+                with self._bounded(batch.graph), self._quack_as_in_graphs():
                     output = self.eager(inputs)
             output = output[: sum(batch.tokens)]
             items |= zip(batch.items, output.split(batch.tokens), strict=True)
         return torch.cat([items[i] for i in range(len(items))])
 
     @contextmanager
-    def _bounded(self, bounds: Mapping[str, int]) -> Iterator[None]:
-        """Tell the layers other bounds of the lengths than the batch's own."""
+    def _bounded(self, graph: Captured) -> Iterator[None]:
+        """Tell the layers a graph's bounds and mean of the lengths, not the batch's."""
+        from vllm_flashinfer_vit import ops
+
         visual = self._model.visual
         prepare = visual.prepare_encoder_metadata
         # On the CPU, as vLLM's models hand them over.
-        tensors = {k: torch.tensor(v, dtype=torch.int32) for k, v in bounds.items()}
+        bounds = graph.bounds.items()
+        tensors = {k: torch.tensor(v, dtype=torch.int32) for k, v in bounds}
 
         def bounded(*args: Any, **kw: Any) -> dict[str, Any]:
             return prepare(*args, **kw) | tensors
 
-        with mock.patch.object(visual, "prepare_encoder_metadata", bounded):
+        with (
+            mock.patch.object(visual, "prepare_encoder_metadata", bounded),
+            mock.patch.object(
+                ops, "_mean_len", lambda *_: graph.patches / graph.sequences
+            ),
+        ):
             yield
 
     @contextmanager

@@ -126,9 +126,9 @@ class FlashInferViTAttention(MMEncoderAttention):
         """The lengths, in tokens, up to which other kernels serve; ascending."""
         return bounds(self._plan)
 
-    def kernel_for(self, max_seqlen: int) -> str:
-        """Return the kernel's name for sequences of up to `max_seqlen` tokens."""
-        return select(self._plan, max_seqlen)
+    def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str:
+        """Return the name of a batch's kernel; see `choices.select`."""
+        return select(self._plan, max_seqlen, mean_len)
 
     def forward_cuda(
         self,

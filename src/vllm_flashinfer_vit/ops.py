@@ -93,7 +93,7 @@ def _attention(
         return torch.empty_like(q, memory_format=torch.contiguous_format)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     cu_seqlens, longest = _lengths(q, cu_seqlens, max_seqlen, seq_len)
-    name = select(plan, longest)
+    name = select(plan, longest, _mean_len(q, cu_seqlens))
     return _attend(name, q, k, v, cos, sin, cu_seqlens, longest, scale)
 
 
@@ -115,6 +115,11 @@ def _lengths(
         # Some models hand over 0 where vLLM's default backend needs no length.
         longest = min(int(max_seqlen), num_tokens) or num_tokens
     return cu_seqlens, longest
+
+
+def _mean_len(q: torch.Tensor, cu_seqlens: torch.Tensor) -> float:
+    """Return how many rows there are for each sequence, also for empty ones."""
+    return q.shape[0] / max(1, cu_seqlens.numel() - 1)
 
 
 def _attend(
@@ -220,7 +225,7 @@ def _fp8_attention(
         return torch.empty_like(q, memory_format=torch.contiguous_format)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     cu_seqlens, longest = _lengths(q, cu_seqlens, max_seqlen, seq_len)
-    name = select(plan, longest)
+    name = select(plan, longest, _mean_len(q, cu_seqlens))
     is_fp8 = name in FP8_KERNELS
     if save or (is_fp8 and method == "dynamic"):
         from vllm_flashinfer_vit.kernels.absmax import DynamicScales

@@ -7,6 +7,7 @@ language model, the scheduler and the workers around them are left out.
 
 import importlib
 import json
+import math
 import re
 import tempfile
 import zlib
@@ -313,6 +314,8 @@ class Tower:
             backend's name behind `in-tree`.
         """
         longest = max(rows * columns for _, rows, columns in grid_thw)
+        patches = sum(math.prod(grid) for grid in grid_thw)
+        mean = patches / sum(frames for frames, _, _ in grid_thw)
         side = self.spec.vision_config.get("window_size", 0) // self.spec.patch_size
         window = max(
             min(rows, side) * min(columns, side) for _, rows, columns in grid_thw
@@ -320,16 +323,17 @@ class Tower:
         full_blocks = self.spec.vision_config.get("fullatt_block_indexes")
         kernels = {}
         for block, layer in enumerate(self.attention_layers().values()):
+            lengths: tuple[float | None, ...]
             if full_blocks is None:
-                label, max_seqlen = "all", longest
+                label, lengths = "all", (longest, mean)
             elif block in full_blocks:
-                label, max_seqlen = "full", longest
+                label, lengths = "full", (longest, mean)
             else:
-                label, max_seqlen = "windows", window
+                label, lengths = "windows", (window, None)
             kernel_for: Any = getattr(layer, "kernel_for", None)
             backend: Any = layer.attn_backend
             kernels[label] = (
-                kernel_for(max_seqlen)
+                kernel_for(*lengths)
                 if kernel_for
                 else f"in-tree {backend.name.lower()}"
             )

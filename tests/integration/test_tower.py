@@ -444,10 +444,14 @@ class TestKernels:
     def test_longest_sequences(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tower = small_tower("qwen2_5_vl")
         layer_cls = type(next(iter(tower.attention_layers().values())))
-        monkeypatch.setattr(layer_cls, "kernel_for", lambda self, n: str(n))
+        monkeypatch.setattr(
+            layer_cls, "kernel_for", lambda self, *lengths: str(lengths)
+        )
         grids = [[1, 12, 20], [3, 4, 30]]
-        assert tower.kernels(grids) == {"windows": "64", "full": "240"}
-        assert tower.kernels([[1, 4, 6]]) == {"windows": "24", "full": "24"}
+        kernels = tower.kernels(grids)
+        assert kernels == {"windows": "(64, None)", "full": "(240, 150.0)"}
+        kernels = tower.kernels([[1, 4, 6]])
+        assert kernels == {"windows": "(24, None)", "full": "(24, 24.0)"}
 
 
 class _OtherPlatform:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from vllm_flashinfer_vit import tuned
+from vllm_flashinfer_vit import ops, tuned
 from vllm_flashinfer_vit.choices import (
     Choice,
     choices_for,
@@ -315,6 +316,42 @@ def test_select_takes_the_first_class_that_holds_the_length(
     length: int, kernel: str
 ) -> None:
     assert select(encode(CHOICES), length) == kernel
+
+
+@pytest.mark.parametrize(
+    ("mean", "kernel"),
+    [(None, "flash_attn_4"), (512, "flash_attn_4"), (511.9, "flash_attn")],
+)
+def test_many_short_sequences_leave_flash_attention_4(
+    mean: float | None, kernel: str
+) -> None:
+    assert select("1024:triton,*:flash_attn_4", 4096, mean) == kernel
+    assert select("1024:triton,*:flash_attn_4", 1024, mean) == "triton"
+    # Forced, measured or tried, it is what runs.
+    assert select("*:flash_attn_4", 4096, mean) == "flash_attn_4"
+
+
+@pytest.mark.parametrize(
+    ("empty", "kernel"), [(0, "flash_attn_4"), (7, "flash_attn_4"), (8, "flash_attn")]
+)
+def test_empty_sequences_count(
+    empty: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def find(name: str) -> Any:
+        ran.append(name)
+        return lambda q, *args: q
+
+    monkeypatch.setattr(ops, "_kernel", find)
+    qkv = [torch.zeros(4096, 1, 8)] * 3
+    cu_seqlens = torch.tensor([0, 4096] + [4096] * empty, dtype=torch.int32)
+    longest = torch.tensor(4096)
+    plan = "1024:triton,*:flash_attn_4"
+    ops._attention(*qkv, None, None, cu_seqlens, longest, 0, 1.0, plan)
+    fp8 = ("block", False, None, None, None, None)
+    ops._fp8_attention(*qkv, None, None, cu_seqlens, longest, 0, 1.0, plan, *fp8)
+    assert ran == [kernel, kernel]
 
 
 def test_encode_is_readable() -> None:
