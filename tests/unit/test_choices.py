@@ -4,6 +4,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from vllm_flashinfer_vit.choices import (
     select,
     without,
 )
-from vllm_flashinfer_vit.config import KERNEL_NAMES
+from vllm_flashinfer_vit.config import FP8_KERNELS, KERNEL_NAMES
 from vllm_flashinfer_vit.tuned import Class, Measurement, Table, TableError
 
 CHOICES = (
@@ -318,40 +319,50 @@ def test_select_takes_the_first_class_that_holds_the_length(
     assert select(encode(CHOICES), length) == kernel
 
 
-@pytest.mark.parametrize(
-    ("mean", "kernel"),
-    [(None, "flash_attn_4"), (512, "flash_attn_4"), (511.9, "flash_attn")],
-)
-def test_many_short_sequences_leave_flash_attention_4(
-    mean: float | None, kernel: str
-) -> None:
-    assert select("1024:triton,*:flash_attn_4", 4096, mean) == kernel
-    assert select("1024:triton,*:flash_attn_4", 1024, mean) == "triton"
+@pytest.mark.parametrize("kernel", ["flash_attn_4", "hopper_fp8"])
+def test_many_short_sequences_have_another_kernel(kernel: str) -> None:
+    plan = f"1024:triton,*:{kernel}"
+    assert select(plan, 4096) == select(plan, 4096, 512) == kernel
+    assert select(plan, 4096, 511.9) == "flash_attn"
+    assert select(plan, 1024, 16) == "triton"
     # Forced, measured or tried, it is what runs.
-    assert select("*:flash_attn_4", 4096, mean) == "flash_attn_4"
+    assert select(f"*:{kernel}", 4096, 16) == kernel
 
 
-@pytest.mark.parametrize(
-    ("empty", "kernel"), [(0, "flash_attn_4"), (7, "flash_attn_4"), (8, "flash_attn")]
-)
-def test_empty_sequences_count(
-    empty: int, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kernel", ["flash_attn_4", "hopper_fp8"])
+def test_empty_sequences_count(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
+    said: list[str] = []
+    logger = SimpleNamespace(info_once=lambda text, *args: said.append(text % args))
 
     def find(name: str) -> Any:
         ran.append(name)
-        return lambda q, *args: q
+        return lambda *args: args[0]
 
     monkeypatch.setattr(ops, "_kernel", find)
-    qkv = [torch.zeros(4096, 1, 8)] * 3
-    cu_seqlens = torch.tensor([0, 4096] + [4096] * empty, dtype=torch.int32)
+    monkeypatch.setattr(ops, "logger", logger)
+    qkv = [torch.zeros(4096, 1, 32)] * 3
     longest = torch.tensor(4096)
-    plan = "1024:triton,*:flash_attn_4"
-    ops._attention(*qkv, None, None, cu_seqlens, longest, 0, 1.0, plan)
+    plan = f"1024:triton,*:{kernel}"
     fp8 = ("block", False, None, None, None, None)
-    ops._fp8_attention(*qkv, None, None, cu_seqlens, longest, 0, 1.0, plan, *fp8)
-    assert ran == [kernel, kernel]
+
+    def run(empty: int) -> None:
+        cu_seqlens = torch.tensor([0, 4096] + [4096] * empty, dtype=torch.int32)
+        args = (*qkv, None, None, cu_seqlens, longest, 0, 1.0, plan)
+        ops._fp8_attention(*args, *fp8)
+        if kernel not in FP8_KERNELS:
+            ops._attention(*args)
+
+    run(empty=7)
+    assert set(ran) == {kernel} and not said
+    ran.clear()
+    run(empty=8)
+    assert set(ran) == {"flash_attn"}
+    if kernel in FP8_KERNELS:
+        assert "attend in torch.float32, not in FP8" in said[0]
+        assert f"{kernel} is slower" in said[0]
+    else:
+        assert not said
 
 
 def test_encode_is_readable() -> None:
