@@ -12,6 +12,11 @@ import torch
 # powers of two pad by 2 and 1.44.
 _STEPS = 4
 
+# Frames that a graph has room for, if the user has not said how many: one for each
+# 16 tokens (8 x 8 patches), and some more for small budgets.
+_TOKENS_PER_FRAME = 16
+_MORE_FRAMES = 128
+
 
 class ReplaySizeError(ValueError):
     """A batch needs a larger buffer than the graph has."""
@@ -32,6 +37,16 @@ def fine_budgets(smallest: int, largest: int) -> list[int]:
             budgets.add(min(largest, power + step * power // _STEPS))
         power *= 2
     return sorted(budgets)
+
+
+def usual_frames(budget: int) -> int:
+    """Return how many video frames an automatic graph of `budget` tokens has room for.
+
+    Room costs time: in every layer, attention kernels start blocks for sequences that
+    may be there, and vLLM's own limit, the longest video for each item, would be as
+    many sequences as the budget has tokens.
+    """
+    return _MORE_FRAMES + budget // _TOKENS_PER_FRAME
 
 
 def max_sequences(budget: int, max_items: int, max_frames: int) -> int:

@@ -26,6 +26,7 @@ from vllm_flashinfer_vit.encoder_graphs import (
     is_cu_seqlens,
     max_sequences,
     max_windows,
+    usual_frames,
 )
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -121,7 +122,8 @@ class ExactManager(PaddedManager):
             self.token_budgets = budgets
             if hasattr(self, "path_token_budgets"):
                 self.path_token_budgets = {"default": list(budgets)}
-        self.model = _ExactModel(self.model, self.token_budgets[-1])
+        has_frames = compilation.encoder_cudagraph_max_frames_per_batch is not None
+        self.model = _ExactModel(self.model, self.token_budgets[-1], has_frames)
         logger.info(
             "vllm-flashinfer-vit captures %d encoder CUDA graphs: budgets %s, and of "
             "these %s again for sequences of up to %s patches",
@@ -218,12 +220,20 @@ class _ExactModel:
     smaller budgets use the first rows of the largest one's inputs and output.
     """
 
-    def __init__(self, model: Any, max_budget: int) -> None:
+    def __init__(self, model: Any, max_budget: int, has_frames: bool) -> None:
+        """Wrap a model.
+
+        Args:
+            model: What the manager was built with.
+            max_budget: Tokens of the largest graph.
+            has_frames: Whether the user has said how many frames a graph should hold.
+        """
         self.wrapped = model
         self.unit = model.visual.spatial_merge_size**2
         self.short_bound = _short_bound(model)
         self.output: torch.Tensor | None = None
         self._max_budget = max_budget
+        self._has_frames = has_frames
         self._inputs: dict[str, torch.Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -259,6 +269,9 @@ class _ExactModel:
         capture = self.wrapped.prepare_encoder_cudagraph_capture_inputs(
             1, 1, 0, device, dtype, *args
         )
+        if not self._has_frames:
+            frames = usual_frames(token_budget)
+            max_frames_per_batch = min(max_frames_per_batch, frames)
         frames = max_sequences(token_budget, max_batch_size, max_frames_per_batch)
         patches = token_budget * self.unit
         bound = patches

@@ -23,7 +23,7 @@ from vllm_flashinfer_vit.config import (  # noqa: E402
     ENV_FIX_GRAPH_PADDING,
     ENV_STRICT,
 )
-from vllm_flashinfer_vit.encoder_graphs import ReplaySizeError  # noqa: E402
+from vllm_flashinfer_vit.encoder_graphs import ReplaySizeError, usual_frames  # noqa: E402
 from vllm_flashinfer_vit.reference import attention as reference  # noqa: E402
 from vllm_flashinfer_vit.tower import Tower  # noqa: E402
 
@@ -210,6 +210,30 @@ class TestReplay:
             "encoder_cudagraph_max_frames_per_batch",
         ):
             assert part in str(error.value)
+
+    @pytest.mark.parametrize("max_frames", [None, 150])
+    def test_automatic_graphs_hold_no_video_of_tiny_frames(
+        self, family: str, max_frames: int | None
+    ) -> None:
+        tower = small_tower(family)
+        grids = [[145, 2, 2]]
+        with simulated_graphs():
+            manager = build_manager(
+                tower,
+                max_tokens=160,
+                budgets=(160,),
+                max_items=8,
+                max_frames=max_frames,
+                frames_per_video=500,
+            )
+            capture(manager, tower)
+            (meta,) = metas(manager)
+            room = buffers(meta)["cu_seqlens"].numel() - 1
+            assert room == (max_frames or usual_frames(160))
+            got = run(manager, tower, "video", grids)
+        assert (manager.graph_misses == 1) == (room < 145)
+        expected = tower.encode(pixels(tower.spec, grids), grids)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
     def test_short_sequences_have_graphs_of_their_own(self, family: str) -> None:
         from vllm_flashinfer_vit.graph_manager import _HAS_PATHS

@@ -17,6 +17,7 @@ from vllm_flashinfer_vit.encoder_graphs import (
     is_cu_seqlens,
     max_sequences,
     max_windows,
+    usual_frames,
 )
 
 
@@ -61,6 +62,13 @@ def test_max_windows_bounds_any_batch(
 )
 def test_max_sequences(budget: int, items: int, frames: int, expected: int) -> None:
     assert max_sequences(budget, items, frames) == expected
+
+
+def test_automatic_graphs_have_room_for_usual_frames() -> None:
+    # Frames of one token fit into small budgets, those of 16 tokens into any.
+    assert usual_frames(128) >= 128
+    assert all(usual_frames(budget) >= budget // 16 for budget in (640, 16384))
+    assert usual_frames(16384) < 16384 // 14
 
 
 def test_fine_budgets() -> None:
