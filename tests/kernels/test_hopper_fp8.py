@@ -68,6 +68,22 @@ def test_hopper_fp8_loses_no_small_terms_of_a_long_sum():
     assert relative_error(attention(*args, torch.bfloat16), expected) < 5e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tail", ["zeros", "repeats"])
+@pytest.mark.parametrize("lengths", [(4096,), (300, 0, 2500, 17)], ids=str)
+def test_hopper_fp8_passes_over_empty_sequences(lengths, tail):
+    outs = []
+    for count in (0, 1500):
+        case = Case("tail", lengths, pad_rows=200, **{tail: count})
+        qkv = make_qkv(case, 16, 80, torch.bfloat16, device="cuda")
+        cu_seqlens = case.cu_seqlens("cuda")
+        quantized = quantize_blocks(*qkv, cu_seqlens)
+        args = quantized, cu_seqlens, case.rows, case.max_seqlen, 80**-0.5, 80
+        outs.append(attention(*args, torch.bfloat16))
+    assert torch.equal(*outs)
+    assert not outs[0][sum(lengths) :].any()
+
+
 def test_hopper_fp8_ends_at_head_dim_80():
     case = Case("8", (8,))
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -111,6 +111,27 @@ _WEIGH_REGISTERS = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 32))
 
 
 @gluon.jit
+def _used(cu_ptr, num_seqs, BLOCK_M: gl.constexpr):
+    """Return how many sequences, and how many of a head's tiles, there are to look at.
+
+    A graph has room for many more: behind the last sequence with rows all are empty.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    offs = gl.arange(0, 512, layout=layout)
+    seqs = 0
+    tiles = 0
+    for first in range(0, num_seqs, 512):
+        offs_n = first + offs
+        mask = offs_n < num_seqs
+        start = gl.load(cu_ptr + offs_n, mask=mask, other=0)
+        end = gl.load(cu_ptr + offs_n + 1, mask=mask, other=0)
+        tile = start // BLOCK_M + offs_n + gl.cdiv(end - start, BLOCK_M)
+        seqs = gl.maximum(seqs, gl.max(gl.where(end > start, offs_n + 1, 0), axis=0))
+        tiles = gl.maximum(tiles, gl.max(gl.where(end > start, tile, 0), axis=0))
+    return seqs, tiles
+
+
+@gluon.jit
 def _find_tile(
     cu_ptr, num_seqs, num_tokens, tile, tiles_per_head, BLOCK_M: gl.constexpr
 ):
@@ -162,7 +183,7 @@ def _load(
     q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc = descs
     q_lo, q_hi, k_lo, k_hi, v_lo, v_hi = tiles
     q_full, q_empty, full, empty = barriers
-    num_seqs, num_tokens, num_tiles, tiles_per_head = sizes
+    num_seqs, num_tokens, num_tiles, tiles_per_head, _ = sizes
     GROUPS: gl.constexpr = q_lo.shape[0]
     QK_LO: gl.constexpr = q_lo.shape[2]
     STAGES: gl.constexpr = v_lo.shape[0]
@@ -370,7 +391,7 @@ def _attend(
     q_lo_tiles, q_hi_tiles, k_lo, k_hi, v_lo, v_hi = tiles
     q_full, q_empty, full, empty = barriers
     q_scale_ptr, k_scale_ptr, v_scale_ptr = scale_ptrs
-    num_seqs, num_tokens, num_tiles, tiles_per_head = sizes
+    num_seqs, num_tokens, num_tiles, tiles_per_head, num_blocks = sizes
     GROUPS: gl.constexpr = q_lo_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_lo.shape[1]
     V_LO: gl.constexpr = v_lo.shape[1]
@@ -386,7 +407,6 @@ def _attend(
     q_lo = q_lo_tiles.index(GROUP)
     q_hi = q_hi_tiles.index(GROUP)
     rings = (k_lo, k_hi, v_lo, v_hi, full, empty)
-    num_blocks = num_tokens // BLOCK_N + num_seqs
     done = 0
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -470,7 +490,7 @@ def _make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 # No scalar selects a variant: a capture compiles nothing that a call before it has not.
 @gluon.jit(
-    do_not_specialize=["num_seqs", "num_tokens", "num_tiles", "tiles_per_head"],
+    do_not_specialize=["num_seqs", "num_tokens"],
     do_not_specialize_on_alignment=["cu_ptr"],
 )
 def _hopper_fp8_kernel(
@@ -487,8 +507,6 @@ def _hopper_fp8_kernel(
     out_ptr,
     num_seqs,
     num_tokens,
-    num_tiles,
-    tiles_per_head,
     scale_log2e,
     H: gl.constexpr,
     H_RATIO: gl.constexpr,
@@ -503,7 +521,7 @@ def _hopper_fp8_kernel(
     """Attend for one tile after another: 64 * GROUPS queries of a head of a sequence.
 
     The tiles of a head run together, so that k and v come from the L2.
-    Grid: (min(num_tiles, multiprocessors),)
+    Grid: (min(tiles that there may be, multiprocessors),)
     """
     QK_LO: gl.constexpr = k_lo_desc.block_shape[2]
     V_LO: gl.constexpr = v_lo_desc.block_shape[1]
@@ -534,7 +552,9 @@ def _hopper_fp8_kernel(
     tiles = (q_lo, q_hi, k_lo, k_hi, v_lo, v_hi)
     descs = (q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc)
     scale_ptrs = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
-    sizes = (num_seqs, num_tokens, num_tiles, tiles_per_head)
+    num_blocks = num_tokens // BLOCK_N + num_seqs
+    seqs, tiles_per_head = _used(cu_ptr, num_seqs, 64 * GROUPS)
+    sizes = (seqs, num_tokens, H * tiles_per_head, tiles_per_head, num_blocks)
     tensors = (tiles, barriers, scale_ptrs, cu_ptr, out_ptr, sizes, scale_log2e)
     gl.warp_specialize(
         [
@@ -615,15 +635,12 @@ def _plan(
         )
     qk_lo, qk_hi = _split(q.shape[2], 32)
     v_lo, v_hi = _split(v.shape[1], 16)
-    tiles_per_head = num_tokens // _BLOCK_M + num_seqs
-    num_tiles = heads * tiles_per_head
+    most_tiles = heads * (num_tokens // _BLOCK_M + num_seqs)
     launch = Launch(
         _hopper_fp8_kernel,
-        min(num_tiles, torch.cuda.get_device_properties(device).multi_processor_count),
+        min(most_tiles, torch.cuda.get_device_properties(device).multi_processor_count),
         num_seqs,
         num_tokens,
-        num_tiles,
-        tiles_per_head,
         scale * _LOG2_E,
         H=heads,
         H_RATIO=heads // k.shape[0],
