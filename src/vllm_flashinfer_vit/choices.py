@@ -25,18 +25,37 @@ if TYPE_CHECKING:
     import torch
 
 
+# Batches with fewer rows to a sequence, empty ones included, are of many sequences.
+_LEAST_MEAN = 512
+
+
 class Choice(NamedTuple):
-    """One class of calls and the kernel that serves it.
+    """One class of calls and the kernels that serve it.
 
     Attributes:
         kernel: The kernel's name.
         max_len: Longest sequence of the class, in tokens; None for any length.
         reason: Why this kernel, with the measurement's origin.
+        many: The kernel for batches of many sequences, see `_LEAST_MEAN`; None if
+            `kernel` serves them too.
     """
 
     kernel: KernelName
     max_len: int | None
     reason: str
+    many: KernelName | None = None
+
+    @property
+    def kernels(self) -> tuple[KernelName, ...]:
+        """The kernels of the class, the one for many sequences last."""
+        return (self.kernel,) if self.many is None else (self.kernel, self.many)
+
+    @property
+    def served_by(self) -> str:
+        """The same for people to read."""
+        if self.many is None:
+            return self.kernel
+        return f"{self.kernel}, {self.many} below {_LEAST_MEAN} rows to a sequence"
 
 
 _UNMEASURED = "unmeasured by this project on this GPU"
@@ -70,12 +89,11 @@ _NO_GPU_FP8 = (
     Choice("reference_fp8", None, "no GPU: plain PyTorch quantises and attends"),
 )
 
-# The least mean length that a kernel is fast for, and what serves below. Both look for
-# the tiles of sequences that may be empty, each time through all of them: a 64x64 image
-# takes Qwen2-VL's graph 23.0 and 19.7 ms, Qwen3-VL's in FP8 30.4, and with
-# FlashAttention 3 16.9 and 13.4.
-_FOR_LONG_MEANS: Mapping[str, tuple[int, KernelName]] = MappingProxyType(
-    {"flash_attn_4": (512, "flash_attn"), "hopper_fp8": (512, "flash_attn")}
+# Kernels that are slow for many sequences, and what serves those. FlashAttention 4
+# launches blocks for sequences that may be empty, and each looks through all of them:
+# in Qwen2-VL's graph a 64x64 image takes 23.0 ms, with FlashAttention 3 16.9.
+_FOR_MANY: Mapping[KernelName, KernelName] = MappingProxyType(
+    {"flash_attn_4": "flash_attn"}
 )
 
 # The measured GPU that stands for others of its major compute capability.
@@ -186,7 +204,10 @@ def _look_up(
                 reason = origin
                 if measured != head_dim:
                     reason += f", at head dim {measured}, the next that was measured"
-                choices = tuple(Choice(c.kernel, c.max_len, reason) for c in classes)
+                choices = tuple(
+                    Choice(c.kernel, c.max_len, reason, _FOR_MANY.get(c.kernel))
+                    for c in classes
+                )
                 found = measured, choices
     return None if found is None else found[1]
 
@@ -222,9 +243,14 @@ def forced(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:
 def without(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:
     """Drop a kernel that cannot run; its classes go to the class above or below.
 
+    Where it is the one for many sequences, the class's other kernel serves them too.
     Nothing is left if no other kernel takes the longest class.
     """
-    kept = [choice for choice in choices if choice.kernel != kernel]
+    kept = [
+        choice._replace(many=None) if choice.many == kernel else choice
+        for choice in choices
+        if choice.kernel != kernel
+    ]
     if not kept or kept[-1].kernel in SERVES_UP_TO:
         return ()
     kept[-1] = kept[-1]._replace(max_len=None)
@@ -234,9 +260,9 @@ def without(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]
 def replaced(
     choices: Iterable[Choice], kernel: KernelName, by: KernelName
 ) -> tuple[Choice, ...]:
-    """Give the classes of a kernel that cannot run to another one."""
+    """Give the classes of a kernel that cannot run to another one, as a whole."""
     return tuple(
-        choice._replace(kernel=by, reason=f"in place of {kernel}; {_UNMEASURED}")
+        Choice(by, choice.max_len, f"in place of {kernel}; {_UNMEASURED}")
         if choice.kernel == kernel
         else choice
         for choice in choices
@@ -244,41 +270,47 @@ def replaced(
 
 
 def encode(choices: Iterable[Choice]) -> str:
-    """Write choices as the op's `plan` argument, e.g. `128:cudnn,*:flash_attn`."""
+    """Write choices as the op's `plan` argument, e.g. `128:cudnn,*:flash_attn`.
+
+    The kernel for many sequences stands behind a slash: `*:flash_attn_4/flash_attn`.
+    """
     return ",".join(
-        f"{'*' if choice.max_len is None else choice.max_len}:{choice.kernel}"
+        f"{'*' if choice.max_len is None else choice.max_len}:"
+        + "/".join(choice.kernels)
         for choice in choices
     )
 
 
 @functools.cache
-def _decode(plan: str) -> tuple[tuple[int | None, str], ...]:
-    entries = (entry.split(":") for entry in plan.split(","))
-    return tuple((None if n == "*" else int(n), kernel) for n, kernel in entries)
+def _decode(plan: str) -> tuple[tuple[int | None, str, str], ...]:
+    entries = []
+    for entry in plan.split(","):
+        bound, _, kernels = entry.partition(":")
+        kernel, _, many = kernels.partition("/")
+        entries.append((None if bound == "*" else int(bound), kernel, many or kernel))
+    return tuple(entries)
 
 
 def bounds(plan: str) -> tuple[int, ...]:
     """Return the longest lengths of a plan's bounded classes, ascending."""
-    return tuple(bound for bound, _ in _decode(plan) if bound is not None)
+    return tuple(bound for bound, _, _ in _decode(plan) if bound is not None)
 
 
 def select(plan: str, max_len: int, mean_len: float | None = None) -> str:
     """Return the kernel's name for a batch.
 
     Args:
-        plan: What `encode` wrote. One that names a single kernel always means that.
+        plan: What `encode` wrote.
         max_len: An upper bound of the sequence lengths, in tokens.
         mean_len: Rows of the batch for each of its sequences, in a CUDA graph of those
-            that it was captured for. None for sequences of one length.
+            that it was captured for. None for sequences that all have the length.
 
     Raises:
         ValueError: The plan has no class for the length.
     """
-    entries = _decode(plan)
-    for bound, kernel in entries:
+    if mean_len is None:
+        mean_len = max_len
+    for bound, kernel, many in _decode(plan):
         if bound is None or max_len <= bound:
-            if mean_len is not None and len(entries) > 1:
-                least, other = _FOR_LONG_MEANS.get(kernel, (0, kernel))
-                return kernel if mean_len >= least else other
-            return kernel
+            return kernel if mean_len >= _LEAST_MEAN else many
     raise ValueError(f"plan {plan!r} has no class for {max_len} tokens")

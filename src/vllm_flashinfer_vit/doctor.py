@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_flashinfer_vit import __version__
-from vllm_flashinfer_vit.choices import FP8_DTYPE, fp8_ranges
+from vllm_flashinfer_vit.choices import FP8_DTYPE, Choice, fp8_ranges
 from vllm_flashinfer_vit.config import (
     ENV_DISABLE_PATCHES,
     ENV_FIX_GRAPH_PADDING,
@@ -88,8 +88,9 @@ class Report:
     def summary(self) -> str:
         """The verdict in one sentence."""
         if self.ok:
-            kernels = (r["kernel"] for r in self.choices if r["dtype"] != FP8_DTYPE)
-            names = " and ".join(dict.fromkeys(kernels))
+            rows = [row for row in self.choices if row["dtype"] != FP8_DTYPE]
+            kernels = (row[name] for row in rows for name in ("kernel", "many"))
+            names = " and ".join(dict.fromkeys(filter(None, kernels)))
             return f"FLASHINFER can serve on this machine, by {names}."
         count = sum(problem.fatal for problem in self.problems)
         return f"FLASHINFER cannot serve on this machine: {count} problem(s) above."
@@ -494,18 +495,18 @@ def _kernel_table(report: Report) -> RenderableType:
 
 
 def _choice_table(report: Report) -> RenderableType:
-    classes: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+    classes: dict[Choice, list[tuple[int, str]]] = {}
     for row in report.choices:
-        key = (row["kernel"], row["max_len"], row["reason"])
-        classes.setdefault(key, []).append((row["head_dim"], row["dtype"]))
+        choice = Choice(*(row[name] for name in Choice._fields))
+        classes.setdefault(choice, []).append((row["head_dim"], row["dtype"]))
     if not classes:
         return Text("none")
     table = _table("head dims", "dtypes", "longest sequence", "kernel", "why")
-    for (kernel, max_len, reason), served in classes.items():
+    for choice, served in classes.items():
         head_dims = ", ".join(str(d) for d in dict.fromkeys(d for d, _ in served))
         dtypes = ", ".join(dict.fromkeys(dtype for _, dtype in served))
-        length = "any" if max_len is None else f"up to {max_len}"
-        table.add_row(head_dims, dtypes, length, kernel, reason)
+        length = "any" if choice.max_len is None else f"up to {choice.max_len}"
+        table.add_row(head_dims, dtypes, length, choice.served_by, choice.reason)
     return table
 
 

@@ -213,7 +213,9 @@ def resolve_fp8(
         fp8=True,
         attempt=functools.partial(attempt, head_dim=head_dim, dtype=dtype),
     )
-    if not fp8_ranges(choices) and refusals:
+    # Where FP8 pays nowhere, other kernels may be refused without harm.
+    refused = any(text.partition(":")[0] in FP8_KERNELS for text in refusals)
+    if not fp8_ranges(choices) and (refused or not choices):
         raise NotServedError(
             "mm_encoder_attn_dtype=fp8 was asked for, and no FP8 kernel serves head "
             f"dim {head_dim} in {dtype}: {'; '.join(refusals)}. Leave "

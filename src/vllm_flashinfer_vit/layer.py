@@ -73,7 +73,7 @@ class FlashInferViTAttention(MMEncoderAttention):
         method = f" {policy.method} {policy.save}" if policy else ""
         patches.apply_model_patches(settings, self._plan + method)
         _warn_of_ignored_graphs()
-        if any(choice.kernel == "flash_attn" for choice in choices):
+        if any("flash_attn" in choice.kernels for choice in choices):
             # Decided here, where the engine's configuration is in force.
             fa_version(head_size)
         for choice in choices:
@@ -83,7 +83,7 @@ class FlashInferViTAttention(MMEncoderAttention):
                 f"of up to {choice.max_len}" if choice.max_len else "of any other",
                 head_size,
                 self.dtype,
-                choice.kernel,
+                choice.served_by,
                 choice.reason,
             )
         self._fp8_state = None

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.library import Library
-from vllm.logger import init_logger
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_flashinfer_vit.choices import select
@@ -21,8 +20,6 @@ from vllm_flashinfer_vit.config import FP8_KERNELS
 
 if TYPE_CHECKING:
     from vllm_flashinfer_vit.kernels.absmax import DynamicScales
-
-logger = init_logger("vllm.plugins.flashinfer_vit")
 
 _LIBRARY = Library("vllm_flashinfer_vit", "DEF")
 
@@ -230,14 +227,6 @@ def _fp8_attention(
     cu_seqlens, longest = _lengths(q, cu_seqlens, max_seqlen, seq_len)
     name = select(plan, longest, _mean_len(q, cu_seqlens))
     is_fp8 = name in FP8_KERNELS
-    if not is_fp8 and (faster := select(plan, longest)) in FP8_KERNELS:
-        logger.info_once(
-            "Batches with few rows to a sequence attend in %s, not in FP8, since %s is "
-            "slower for them. Encoder CUDA graphs are such batches: they have room for "
-            "many sequences.",
-            q.dtype,
-            faster,
-        )
     if save or (is_fp8 and method == "dynamic"):
         from vllm_flashinfer_vit.kernels.absmax import DynamicScales
 

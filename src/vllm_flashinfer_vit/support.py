@@ -316,7 +316,8 @@ def usable_choices(
     """Drop from a GPU's table of choices what this machine cannot run.
 
     `triton_fp8` takes the place of another FP8 kernel that cannot run, and `flash_attn`
-    that of `flash_attn_4`.
+    that of `flash_attn_4`. Where a class's kernel for many sequences cannot, its other
+    one serves them too.
 
     Args:
         stack: What the machine has. If its libraries were left out, they are inspected
@@ -342,7 +343,7 @@ def usable_choices(
     if forced is not None:
         choices = choices_module.forced(choices, forced)
     refusals = []
-    kernels = [choice.kernel for choice in choices]
+    kernels = [kernel for choice in choices for kernel in choice.kernels]
     if stack.inspected is None and not _ON_CUDNN.isdisjoint(kernels):
         stack = probe()
     for kernel in kernels:
@@ -352,7 +353,7 @@ def usable_choices(
         )
         if verdict.ok and kernel in _TRIED and (error := attempt(kernel)):
             verdict = Verdict(False, error)
-        if verdict.ok or kernel not in (choice.kernel for choice in choices):
+        if verdict.ok or not any(kernel in c.kernels for c in choices):
             continue
         remedy = f" ({verdict.remedy})" if verdict.remedy else ""
         refusals.append(f"{kernel}: {verdict.reason}{remedy}")

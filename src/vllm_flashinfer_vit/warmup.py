@@ -147,6 +147,12 @@ def warm_up(layer: "FlashInferViTAttention") -> None:
     _warm.add(key)
     before, start = counters(), time.perf_counter()
     shapes = [(1, length) for length in lengths(layer.bounds)]
+    # Batches of many sequences may have a kernel of their own, as graphs do.
+    shapes += [
+        (length, length)
+        for _, length in shapes
+        if layer.kernel_for(length, 1) != layer.kernel_for(length)
+    ]
     longest = _max_patches()
     if layer.kernel_for(longest).startswith("cudnn"):
         last = layer.bounds[-1] if layer.bounds else 0

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from shutil import which
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from _models import engine, noise, offsets
 
 from cases import Case, attention_eager, make_cos_sin, make_qkv, relative_error
 from vllm_flashinfer_vit import patches
+from vllm_flashinfer_vit.choices import Choice
 from vllm_flashinfer_vit.config import (
     ENV_DISABLE_PATCHES,
     ENV_KERNEL,
@@ -119,6 +121,24 @@ def test_another_backend_gets_the_class_in_the_tree(sdpa: Tower) -> None:
     layer = build(sdpa)
     assert type(layer) is MMEncoderAttention
     assert layer._forward_method.__func__ is MMEncoderAttention.forward_cpu
+
+
+def test_the_kernel_for_many_sequences_is_prepared_and_said(
+    flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_flashinfer_vit import layer as module
+
+    decided: list[int] = []
+    said: list[str] = []
+    choices = (Choice("flash_attn_4", None, "fast", "flash_attn"),)
+    logger = SimpleNamespace(info_once=lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(module, "served", lambda *_: choices)
+    monkeypatch.setattr(module, "fa_version", decided.append)
+    monkeypatch.setattr(module, "logger", logger)
+    layer = build(flashinfer)
+    assert layer.kernel_for(4096, 16) == "flash_attn"
+    assert decided == [HEAD_DIM]
+    assert any("flash_attn_4, flash_attn below 512 rows" in line for line in said)
 
 
 @pytest.fixture

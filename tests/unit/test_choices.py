@@ -4,7 +4,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from vllm_flashinfer_vit import ops, tuned
 from vllm_flashinfer_vit.choices import (
     Choice,
+    bounds,
     choices_for,
     encode,
     forced,
@@ -22,12 +22,17 @@ from vllm_flashinfer_vit.choices import (
     select,
     without,
 )
-from vllm_flashinfer_vit.config import FP8_KERNELS, KERNEL_NAMES
+from vllm_flashinfer_vit.config import KERNEL_NAMES
 from vllm_flashinfer_vit.tuned import Class, Measurement, Table, TableError
 
 CHOICES = (
     Choice("cudnn", 128, "short"),
     Choice("flash_attn", 1024, "middle"),
+    Choice("cudnn", None, "long"),
+)
+MANY = (
+    Choice("triton", 512, "short"),
+    Choice("flash_attn_4", 768, "few", "flash_attn"),
     Choice("cudnn", None, "long"),
 )
 GPU = "NVIDIA H200"
@@ -319,54 +324,82 @@ def test_select_takes_the_first_class_that_holds_the_length(
     assert select(encode(CHOICES), length) == kernel
 
 
-@pytest.mark.parametrize("kernel", ["flash_attn_4", "hopper_fp8"])
-def test_many_short_sequences_have_another_kernel(kernel: str) -> None:
-    plan = f"1024:triton,*:{kernel}"
-    assert select(plan, 4096) == select(plan, 4096, 512) == kernel
+def test_many_short_sequences_have_another_kernel() -> None:
+    plan = "512:triton,*:flash_attn_4/flash_attn"
+    assert select(plan, 4096) == select(plan, 4096, 512) == "flash_attn_4"
     assert select(plan, 4096, 511.9) == "flash_attn"
-    assert select(plan, 1024, 16) == "triton"
-    # Forced, measured or tried, it is what runs.
-    assert select(f"*:{kernel}", 4096, 16) == kernel
+    assert select(plan, 512, 16) == "triton"
+    # Without a mean, all have the length.
+    assert select("*:flash_attn_4/flash_attn", 511) == "flash_attn"
 
 
-@pytest.mark.parametrize("kernel", ["flash_attn_4", "hopper_fp8"])
-def test_empty_sequences_count(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+def test_a_kernel_that_stands_alone_serves_many_sequences_too(kernel: Any) -> None:
+    for plan in (f"*:{kernel}", f"1024:triton,*:{kernel}"):
+        assert select(plan, 4096, 16) == select(plan, 4096) == kernel
+
+
+def test_a_measured_kernel_for_few_sequences_has_another_for_many(
+    bundled: Path,
+) -> None:
+    rows = (Class(2048, "flash_attn_4"), Class(None, "hopper_fp8"))
+    names = ("bfloat16/80", "float8_e4m3fn/80")
+    put(bundled, replace(TABLE, classes=dict.fromkeys(names, rows)))
+    text = "2048:flash_attn_4/flash_attn,*:hopper_fp8"
+    assert plan(GPU, (9, 0), "bfloat16", 80) == text
+    choices = fp8_choices_for(GPU, (9, 0), "bfloat16", 80)
+    assert encode(choices) == text
+    assert [choice.served_by for choice in choices] == [
+        "flash_attn_4, flash_attn below 512 rows to a sequence",
+        "hopper_fp8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("last", "few", "many"),
+    [
+        ("flash_attn_4/flash_attn", "flash_attn_4", "flash_attn"),
+        ("flash_attn_4", "flash_attn_4", "flash_attn_4"),
+        ("hopper_fp8", "hopper_fp8", "hopper_fp8"),
+    ],
+)
+def test_empty_sequences_count(
+    last: str, few: str, many: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[str] = []
-    said: list[str] = []
-    logger = SimpleNamespace(info_once=lambda text, *args: said.append(text % args))
 
     def find(name: str) -> Any:
         ran.append(name)
         return lambda *args: args[0]
 
     monkeypatch.setattr(ops, "_kernel", find)
-    monkeypatch.setattr(ops, "logger", logger)
     qkv = [torch.zeros(4096, 1, 32)] * 3
     longest = torch.tensor(4096)
-    plan = f"1024:triton,*:{kernel}"
+    plan = f"1024:triton,*:{last}"
     fp8 = ("block", False, None, None, None, None)
 
     def run(empty: int) -> None:
         cu_seqlens = torch.tensor([0, 4096] + [4096] * empty, dtype=torch.int32)
         args = (*qkv, None, None, cu_seqlens, longest, 0, 1.0, plan)
         ops._fp8_attention(*args, *fp8)
-        if kernel not in FP8_KERNELS:
+        if last != "hopper_fp8":
             ops._attention(*args)
 
     run(empty=7)
-    assert set(ran) == {kernel} and not said
+    assert set(ran) == {few}
     ran.clear()
     run(empty=8)
-    assert set(ran) == {"flash_attn"}
-    if kernel in FP8_KERNELS:
-        assert "attend in torch.float32, not in FP8" in said[0]
-        assert f"{kernel} is slower" in said[0]
-    else:
-        assert not said
+    assert set(ran) == {many}
 
 
 def test_encode_is_readable() -> None:
     assert encode(CHOICES) == "128:cudnn,1024:flash_attn,*:cudnn"
+    assert encode(MANY) == "512:triton,768:flash_attn_4/flash_attn,*:cudnn"
+
+
+def test_bounds_of_a_plan() -> None:
+    assert bounds(encode(CHOICES)) == (128, 1024)
+    assert bounds(encode(MANY)) == (512, 768)
 
 
 def test_without_hands_the_classes_to_the_kernels_that_are_left() -> None:
@@ -374,6 +407,13 @@ def test_without_hands_the_classes_to_the_kernels_that_are_left() -> None:
     assert encode(left) == "*:flash_attn"
     assert without(left, "flash_attn") == ()
     assert encode(without(CHOICES, "flash_attn")) == "128:cudnn,*:cudnn"
+
+
+def test_without_the_kernel_for_many_sequences_the_other_serves_them() -> None:
+    after = without(MANY, "flash_attn")
+    assert encode(after) == "512:triton,768:flash_attn_4,*:cudnn"
+    assert after[1].reason == "few"
+    assert encode(without(MANY, "flash_attn_4")) == "512:triton,*:cudnn"
 
 
 def test_without_gives_no_kernel_what_it_does_not_take() -> None:
@@ -390,6 +430,19 @@ def test_a_forced_kernel_gets_every_class_that_it_takes(kernel: Any) -> None:
         assert encode(choices) == "128:triton_window,1024:flash_attn,*:cudnn"
     else:
         assert encode(choices) == f"*:{kernel}"
+
+
+def test_a_forced_kernel_serves_many_sequences_too() -> None:
+    assert encode(forced(MANY, "flash_attn_4")) == "*:flash_attn_4"
+    # Classes that are left as they were keep theirs.
+    longer = "512:triton,768:flash_attn_4/flash_attn,*:cudnn"
+    assert encode(forced(MANY, "triton_window")) == f"128:triton_window,{longer}"
+
+
+def test_another_kernel_takes_over_a_class_as_a_whole() -> None:
+    after = replaced(MANY, "flash_attn_4", "flash_attn")
+    assert encode(after) == "512:triton,768:flash_attn,*:cudnn"
+    assert after[1].many is None
 
 
 class TestFp8:

@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 from test_support import HOPPER, STACK, TURING
 
-from vllm_flashinfer_vit import doctor, tuned
-from vllm_flashinfer_vit.choices import FP8_DTYPE
+from vllm_flashinfer_vit import doctor, support, tuned
+from vllm_flashinfer_vit.choices import FP8_DTYPE, Choice
 from vllm_flashinfer_vit.config import (
     ENV_DISABLE_PATCHES,
     ENV_FP8_SCALES,
@@ -117,9 +117,6 @@ def test_a_forced_kernel_that_cannot_run_is_fatal() -> None:
 def test_a_kernel_that_is_dropped_from_the_table_is_noted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vllm_flashinfer_vit import support
-    from vllm_flashinfer_vit.choices import Choice
-
     table = (Choice("cudnn", 1024, "short"), Choice("flash_attn", None, "long"))
     monkeypatch.setattr(support, "choices_for", lambda *_: table)
     report = judge(replace(STACK, cudnn_backend=90800))
@@ -307,6 +304,7 @@ def test_the_document_has_a_stable_shape() -> None:
         "kernel",
         "max_len",
         "reason",
+        "many",
     }
     assert document["patches"] == [PATCH]
     assert set(document["problems"][0]) == {"what", "remedy", "fatal"}
@@ -321,6 +319,14 @@ def test_the_users_choices_are_shown_with_their_origin(tmp_path: Path) -> None:
     text = text_of(judge(env={ENV_TUNED_DIR: str(tmp_path)}))
     assert "fastest on this machine, measured by tune with vLLM 0.25.1" in text
     assert str(tmp_path) in text
+
+
+def test_what_serves_many_sequences_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = (Choice("flash_attn_4", None, "fast", "flash_attn"),)
+    monkeypatch.setattr(support, "choices_for", lambda *_: table)
+    report = judge()
+    assert "flash_attn_4, flash_attn below 512 rows" in text_of(report)
+    assert report.summary.endswith(", by flash_attn_4 and flash_attn.")
 
 
 def test_a_file_of_choices_that_is_refused_is_one_fatal_problem(tmp_path: Path) -> None:

@@ -70,6 +70,32 @@ def put_scales(folder: Path, *names: str) -> Path:
     return path
 
 
+class TestResolve:
+    """What is an error where some kernels cannot run."""
+
+    def resolve(
+        self, monkeypatch: pytest.MonkeyPatch, refused: str, *left: Any
+    ) -> tuple[Choice, ...]:
+        choices = tuple(Choice(kernel, None, "") for kernel in left)
+        refusals = (f"{refused}: it cannot",)
+        monkeypatch.setattr(fp8, "usable_choices", lambda *_, **__: (choices, refusals))
+        return fp8.resolve_fp8.__wrapped__(96, torch.bfloat16, None)
+
+    def test_no_fp8_kernel_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(NotServedError, match="triton_fp8: it cannot"):
+            self.resolve(monkeypatch, "triton_fp8", "triton")
+
+    def test_nothing_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(NotServedError, match="flash_attn: it cannot"):
+            self.resolve(monkeypatch, "flash_attn")
+
+    def test_there_was_none_to_be_refused(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (choice,) = self.resolve(monkeypatch, "flash_attn", "flash_attn_4")
+        assert choice.kernel == "flash_attn_4"
+
+
 class TestPolicy:
     def test_nothing_was_asked_for(self, engine: SimpleNamespace) -> None:
         engine.mm_encoder_attn_dtype = None

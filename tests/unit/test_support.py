@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from vllm_flashinfer_vit import support, tuned
-from vllm_flashinfer_vit.choices import Choice, choices_for, fp8_ranges
+from vllm_flashinfer_vit.choices import Choice, choices_for, encode, fp8_ranges, select
 from vllm_flashinfer_vit.config import ENV_KERNEL, FP8_KERNELS, KernelName
 from vllm_flashinfer_vit.support import (
     Gpu,
@@ -381,7 +381,10 @@ class TestAttempts:
 
     @pytest.fixture(autouse=True)
     def table(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        table = (Choice("triton", 1024, "short"), Choice("flash_attn_4", None, "long"))
+        table = (
+            Choice("triton", 1024, "short"),
+            Choice("flash_attn_4", None, "long", "flash_attn"),
+        )
         monkeypatch.setattr(support, "choices_for", lambda *_: table)
 
     def kernels(self, error: str | None, forced: Any = None) -> list[str]:
@@ -390,13 +393,16 @@ class TestAttempts:
             stack, 80, "bfloat16", forced, attempt=lambda kernel: error
         )
         assert refusals == ((f"flash_attn_4: {error}",) if error else ())
-        return [choice.kernel for choice in choices]
+        return ["/".join(choice.kernels) for choice in choices]
 
     def test_it_runs(self) -> None:
-        assert self.kernels(None) == ["triton", "flash_attn_4"]
+        assert self.kernels(None) == ["triton", "flash_attn_4/flash_attn"]
 
     def test_it_fails(self) -> None:
         assert self.kernels("a test run fails") == ["triton", "flash_attn"]
+
+    def test_it_is_forced(self) -> None:
+        assert self.kernels(None, "flash_attn_4") == ["flash_attn_4"]
 
     def test_it_fails_and_was_forced(self) -> None:
         assert self.kernels("a test run fails", "flash_attn_4") == []
@@ -406,6 +412,57 @@ class TestAttempts:
         choices, refusals = usable_choices(stack, 80, "bfloat16")
         assert [choice.kernel for choice in choices] == ["triton"]
         assert choices[0].max_len is None
+        assert [refusal.partition(":")[0] for refusal in refusals] == [
+            "flash_attn_4",
+            "flash_attn",
+        ]
+
+
+class TestManySequences:
+    """A kernel that another one leaves many sequences to must run on the machine."""
+
+    STACK = replace(STACK, flash_attn=(4,))
+
+    @pytest.fixture
+    def tuned_dir(self, tmp_path: Path) -> Path:
+        """A table that names FlashAttention 4 alone of FlashAttention."""
+        gpu = STACK.gpus[0].name
+        rows = (Class(1024, "triton"), Class(4096, "flash_attn_4"))
+        classes = {
+            "bfloat16/80": (rows[0], Class(None, "flash_attn_4")),
+            "float8_e4m3fn/80": (*rows, Class(None, "hopper_fp8")),
+        }
+        table = Table({"gpu": gpu, "vllm": "0.25.1"}, classes)
+        tuned.write(table, tmp_path / tuned.file_name(gpu))
+        return tmp_path
+
+    @pytest.mark.parametrize("fp8", [False, True])
+    def test_it_runs(self, fp8: bool, tuned_dir: Path) -> None:
+        choices, refusals = usable_choices(
+            STACK, 80, "bfloat16", tuned_dir=tuned_dir, fp8=fp8
+        )
+        assert select(encode(choices), 4096, 16) == "flash_attn"
+        assert refusals == ()
+
+    @pytest.mark.parametrize("fp8", [False, True])
+    def test_it_cannot(self, fp8: bool, tuned_dir: Path) -> None:
+        choices, refusals = usable_choices(
+            self.STACK, 80, "bfloat16", tuned_dir=tuned_dir, fp8=fp8
+        )
+        plan = encode(choices)
+        assert select(plan, 4096) == select(plan, 4096, 16) == "flash_attn_4"
+        (refusal,) = refusals
+        assert "flash_attn: vLLM 0.25.1 was built without FlashAttention" in refusal
+
+    def test_nor_can_the_other(self, tuned_dir: Path) -> None:
+        choices, refusals = usable_choices(
+            self.STACK,
+            80,
+            "bfloat16",
+            tuned_dir=tuned_dir,
+            attempt=lambda kernel: "a test run fails",
+        )
+        assert encode(choices) == "*:triton"
         assert [refusal.partition(":")[0] for refusal in refusals] == [
             "flash_attn_4",
             "flash_attn",

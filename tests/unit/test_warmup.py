@@ -4,6 +4,7 @@
 import json
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_flashinfer_vit import warmup
 from vllm_flashinfer_vit.buckets import bucket_max_len, bucket_num_seqs
+from vllm_flashinfer_vit.choices import bounds, encode, select
 
 
 def test_lengths_meet_every_class() -> None:
@@ -77,7 +79,7 @@ def test_equal_layers_warm_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "_max_patches", lambda: 8192)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     layer = SimpleNamespace(
-        signature=("a",), bounds=(128,), kernel_for=lambda _: "flash_attn"
+        signature=("a",), bounds=(128,), kernel_for=lambda *_: "flash_attn"
     )
     with warmup.without_warm_up():
         warmup.warm_up(layer)
@@ -86,9 +88,34 @@ def test_equal_layers_warm_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs == [(1, length) for length in warmup.lengths((128,))]
     warmup.warm_up(layer)
     assert len(runs) == len(warmup.lengths((128,)))
-    layer.signature, layer.kernel_for = ("b",), lambda _: "cudnn"
+    layer.signature, layer.kernel_for = ("b",), lambda *_: "cudnn"
     warmup.warm_up(layer)
     assert runs[-1] == (bucket_num_seqs(1024), 8192)
+
+
+def test_the_kernel_for_many_sequences_warms_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = "600:triton,*:flash_attn_4/flash_attn"
+    ran = []
+
+    def run(layer: Any, num_seqs: int, length: int, rotate: bool) -> None:
+        ran.append((length, select(plan, length, length / num_seqs)))
+
+    monkeypatch.setattr(warmup, "_run", run)
+    monkeypatch.setattr(warmup, "_warm", set())
+    monkeypatch.setattr(warmup, "_max_patches", lambda: 8192)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    layer = SimpleNamespace(
+        signature=(plan,),
+        bounds=bounds(plan),
+        kernel_for=lambda *lengths: select(plan, *lengths),
+    )
+    warmup.warm_up(layer)
+    assert len(ran) == len(set(ran))
+    for kernel in ("flash_attn_4", "flash_attn"):
+        lengths = [length for length, name in ran if name == kernel]
+        assert lengths == [601, 1024, 2048, 4096]
 
 
 @pytest.mark.gpu
@@ -98,7 +125,6 @@ def test_no_call_compiles_after_it(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, rotate: bool
 ) -> None:
     from vllm_flashinfer_vit import ops
-    from vllm_flashinfer_vit.choices import bounds, encode, select
     from vllm_flashinfer_vit.selection import served
 
     choices = served(head_dim, torch.bfloat16)
@@ -112,7 +138,7 @@ def test_no_call_compiles_after_it(
     layer = SimpleNamespace(
         signature=(plan, rotate),
         bounds=bounds(plan),
-        kernel_for=lambda n: select(plan, n),
+        kernel_for=lambda *lengths: select(plan, *lengths),
         num_heads=16,
         num_kv_heads=16,
         head_size=head_dim,
