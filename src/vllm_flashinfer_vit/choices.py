@@ -89,13 +89,6 @@ _NO_GPU_FP8 = (
     Choice("reference_fp8", None, "no GPU: plain PyTorch quantises and attends"),
 )
 
-# Kernels that are slow for many sequences, and what serves those. FlashAttention 4
-# launches blocks for sequences that may be empty, and each looks through all of them:
-# in Qwen2-VL's graph a 64x64 image takes 23.0 ms, with FlashAttention 3 16.9.
-_FOR_MANY: Mapping[KernelName, KernelName] = MappingProxyType(
-    {"flash_attn_4": "flash_attn"}
-)
-
 # The measured GPU that stands for others of its major compute capability.
 _STANDS_FOR: Mapping[int, str] = MappingProxyType({9: "NVIDIA H200"})
 
@@ -205,8 +198,7 @@ def _look_up(
                 if measured != head_dim:
                     reason += f", at head dim {measured}, the next that was measured"
                 choices = tuple(
-                    Choice(c.kernel, c.max_len, reason, _FOR_MANY.get(c.kernel))
-                    for c in classes
+                    Choice(c.kernel, c.max_len, reason, c.many) for c in classes
                 )
                 found = measured, choices
     return None if found is None else found[1]

@@ -72,6 +72,11 @@ _TIE = 1.02
 # Must win by 5 %: each new shape costs a plan of tens of milliseconds on the host.
 _HANDICAPS: Mapping[str, float] = {"cudnn": 1.05, "cudnn_fp8": 1.05}
 
+# Slow where most of many sequences are empty, which no measurement here has: it starts
+# blocks for all of them, and each looks through all. In Qwen2-VL's CUDA graph a 64x64
+# image took 23.0 ms, with FlashAttention 3 16.2.
+_FOR_FEW: frozenset[KernelName] = frozenset({"flash_attn_4"})
+
 # Above twice the L2 cache of any GPU.
 _FLUSH_BYTES = 256 * 2**20
 _BUDGET_MS = 20.0
@@ -434,7 +439,8 @@ def derive_classes(measurements: Sequence[Measurement]) -> tuple[Class, ...]:
 
     Kernels are compared at each measured length by the geometric mean over the numbers
     of sequences; those of FP8, which cost precision, by the number that suits them
-    least. A length between two measured ones takes the longer one's kernel.
+    least. A length between two measured ones takes the longer one's kernel. Where a
+    class has one of `_FOR_FEW`, many sequences have the fastest of the others.
 
     Args:
         measurements: Of one dtype and head dim.
@@ -458,8 +464,10 @@ def derive_classes(measurements: Sequence[Measurement]) -> tuple[Class, ...]:
         raise TuneError("no kernel that takes sequences of any length was measured")
 
     classes: list[Class] = []
-    # Kernels that serve every length since the last class, with their slowdowns.
+    # Kernels that serve every length since the last class, with their slowdowns, and
+    # the slowdowns of all kernels at these lengths.
     shared: dict[KernelName, float] = {}
+    members: list[dict[KernelName, float]] = []
     end = 0
     for longest, by_kernel in slowdowns.items():
         near = {
@@ -469,9 +477,31 @@ def derive_classes(measurements: Sequence[Measurement]) -> tuple[Class, ...]:
         }
         both = {k: shared[k] * near[k] for k in shared if k in near}
         if shared and not both:
-            classes.append(Class(end, min(shared, key=shared.__getitem__)))
+            classes.append(_class(end, shared, members))
+            members = []
         shared, end = both or near, longest
-    return (*classes, Class(None, min(shared, key=shared.__getitem__)))
+        members.append(by_kernel)
+    return (*classes, _class(None, shared, members))
+
+
+def _class(
+    max_len: int | None,
+    shared: Mapping[KernelName, float],
+    members: Sequence[Mapping[KernelName, float]],
+) -> Class:
+    kernel = _fastest(shared)
+    if kernel not in _FOR_FEW:
+        return Class(max_len, kernel)
+    others = {
+        other: math.prod(slowdowns[other] for slowdowns in members)
+        for other in members[0].keys() - _FOR_FEW - FP8_KERNELS
+        if all(other in slowdowns for slowdowns in members)
+    }
+    return Class(max_len, kernel, _fastest(others) if others else None)
+
+
+def _fastest(slowdowns: Mapping[KernelName, float]) -> KernelName:
+    return min(slowdowns, key=slowdowns.__getitem__)
 
 
 def _means_by_length(

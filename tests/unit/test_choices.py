@@ -225,8 +225,10 @@ def _with_classes(*rows: Any) -> dict[str, Any]:
     return {"classes": {"bfloat16/80": list(rows)}}
 
 
-def _row(max_len: Any, kernel: str = "cudnn") -> dict[str, Any]:
-    return {"max_len": max_len, "kernel": kernel}
+def _row(
+    max_len: Any, kernel: str = "cudnn", many: str | None = None
+) -> dict[str, Any]:
+    return {"max_len": max_len, "kernel": kernel, "many": many}
 
 
 @pytest.mark.parametrize(
@@ -256,6 +258,17 @@ def _row(max_len: Any, kernel: str = "cudnn") -> dict[str, Any]:
         pytest.param(_with_classes(_row(True), _row(None)), "must ascend", id="bool"),
         pytest.param(_with_classes({"max_len": None}), "'kernel' is missing", id="row"),
         pytest.param(_with_classes(_row(None, "fa9")), "'fa9'", id="unknown-kernel"),
+        pytest.param(_with_classes(_row(None, many="fa9")), "'fa9'", id="unknown-many"),
+        pytest.param(
+            _with_classes({"max_len": None, "kernel": "cudnn"}),
+            "'many' is missing",
+            id="no-many",
+        ),
+        pytest.param(
+            _with_classes(_row(None, many="triton_window")),
+            "more than 128 tokens",
+            id="unbounded-for-many",
+        ),
         pytest.param(
             _with_classes(_row(256, "triton_window"), _row(None)),
             "more than 128 tokens",
@@ -342,7 +355,7 @@ def test_a_kernel_that_stands_alone_serves_many_sequences_too(kernel: Any) -> No
 def test_a_measured_kernel_for_few_sequences_has_another_for_many(
     bundled: Path,
 ) -> None:
-    rows = (Class(2048, "flash_attn_4"), Class(None, "hopper_fp8"))
+    rows = (Class(2048, "flash_attn_4", "flash_attn"), Class(None, "hopper_fp8"))
     names = ("bfloat16/80", "float8_e4m3fn/80")
     put(bundled, replace(TABLE, classes=dict.fromkeys(names, rows)))
     text = "2048:flash_attn_4/flash_attn,*:hopper_fp8"

@@ -48,7 +48,7 @@ def rows(times: Mapping[int, Mapping[str, float]], count: int = 1) -> list[Measu
 
 
 def classes(times: Mapping[int, Mapping[str, float]]) -> list[tuple[int | None, str]]:
-    return [tuple(c) for c in derive_classes(rows(times))]
+    return [(c.max_len, c.kernel) for c in derive_classes(rows(times))]
 
 
 def test_each_length_gets_its_fastest_kernel() -> None:
@@ -142,6 +142,24 @@ def test_a_kernel_must_have_run_every_batch_of_a_length() -> None:
     few = rows({64: {"reference": 1, "flash_attn": 3}}, 1)
     many = rows({64: {"flash_attn": 3}}, 4)
     assert derive_classes(few + many) == (Class(None, "flash_attn"),)
+
+
+def test_many_sequences_have_the_fastest_kernel_that_suits_them() -> None:
+    times = {
+        64: {"flash_attn_4": 9, "flash_attn": 10, "triton": 12, "triton_fp8": 9.5},
+        128: {"flash_attn_4": 9, "flash_attn": 14, "triton": 11, "cudnn": 9.5},
+        256: {"flash_attn_4": 20, "flash_attn": 10, "triton": 11},
+    }
+    # Over both lengths, and without cuDNN, which did not run at the first one.
+    assert derive_classes(rows(times)) == (
+        Class(128, "flash_attn_4", "triton"),
+        Class(None, "flash_attn"),
+    )
+    assert derive_classes(rows({64: times[64]})) == (
+        Class(None, "flash_attn_4", "flash_attn"),
+    )
+    alone = {64: {"flash_attn_4": 9, "triton_window": 10}}
+    assert derive_classes(rows(alone)) == (Class(None, "flash_attn_4"),)
 
 
 def test_the_last_class_has_a_kernel_for_any_length() -> None:

@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from vllm_flashinfer_vit.config import KERNEL_NAMES, SERVES_UP_TO, KernelName
 
-SCHEMA = "vllm-flashinfer-vit/choices/1"
+SCHEMA = "vllm-flashinfer-vit/choices/2"
 BUNDLED = Path(__file__).parent
 
 
@@ -25,15 +25,18 @@ class TableError(ValueError):
 
 
 class Class(NamedTuple):
-    """A range of longest sequences, and the kernel that serves it.
+    """A range of longest sequences, and the kernels that serve it.
 
     Attributes:
         max_len: Longest sequence of the class, in tokens; None for any length.
         kernel: The kernel's name.
+        many: The kernel for batches of many sequences, most of which may be empty; None
+            if `kernel` serves them too.
     """
 
     max_len: int | None
     kernel: KernelName
+    many: KernelName | None = None
 
 
 class Measurement(NamedTuple):
@@ -185,10 +188,12 @@ def _parse_classes(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[Class,
     classes = []
     longest: int | None = 0
     for row in rows:
-        kernel, max_len = row["kernel"], row["max_len"]
-        if kernel not in KERNEL_NAMES:
-            good = ", ".join(KERNEL_NAMES)
-            raise ValueError(f"{name} names the kernel {kernel!r}; known are {good}")
+        kernel, max_len, many = row["kernel"], row["max_len"], row["many"]
+        kernels = (kernel,) if many is None else (kernel, many)
+        for used in kernels:
+            if used not in KERNEL_NAMES:
+                good = ", ".join(KERNEL_NAMES)
+                raise ValueError(f"{name} names the kernel {used!r}; known are {good}")
         if longest is None:
             raise ValueError(f"{name} has a class behind the one for any length")
         if max_len is not None and (type(max_len) is not int or max_len <= longest):
@@ -196,13 +201,14 @@ def _parse_classes(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[Class,
                 f"{name} has a class up to {max_len!r} tokens behind {longest}: whole "
                 "numbers must ascend"
             )
-        bound = SERVES_UP_TO.get(kernel)
-        if bound is not None and (max_len is None or max_len > bound):
-            raise ValueError(
-                f"{name} gives {kernel} sequences of more than {bound} tokens"
-            )
+        for used in kernels:
+            bound = SERVES_UP_TO.get(used)
+            if bound is not None and (max_len is None or max_len > bound):
+                raise ValueError(
+                    f"{name} gives {used} sequences of more than {bound} tokens"
+                )
         longest = max_len
-        classes.append(Class(max_len, cast(KernelName, kernel)))
+        classes.append(Class(max_len, kernel, many))
     if longest is not None:
         raise ValueError(f"{name} lacks the last class, whose max_len is null")
     return tuple(classes)
