@@ -146,27 +146,20 @@ def warm_up(layer: "FlashInferViTAttention") -> None:
         return
     _warm.add(key)
     before, start = counters(), time.perf_counter()
-    shapes = []
-    for length in lengths(layer.bounds):
-        shapes.append((1, length, length))
-        kernel, many = layer.kernel_for(length), layer.kernel_for(length, 1)
-        if many != kernel:
-            # Batches of many sequences, as graphs are, have a kernel of their own.
-            shapes.append((length, length, length))
-        if kernel == "triton":
-            # It has variants for few and for many rows.
-            from vllm_flashinfer_vit.kernels.flash import FEW_ROWS
-
-            rows = max(length, FEW_ROWS // layer.num_heads + 1)
-            shapes.append((1, length, rows))
+    shapes = [(1, length) for length in lengths(layer.bounds)]
+    # Batches of many sequences may have a kernel of their own, as graphs do.
+    shapes += [
+        (length, length)
+        for _, length in shapes
+        if layer.kernel_for(length, 1) != layer.kernel_for(length)
+    ]
     longest = _max_patches()
     if layer.kernel_for(longest).startswith("cudnn"):
         last = layer.bounds[-1] if layer.bounds else 0
-        plans = plan_shapes(longest, min(last + 1, longest))
-        shapes += [(num_seqs, length, length) for num_seqs, length in plans]
+        shapes += plan_shapes(longest, min(last + 1, longest))
     with torch.inference_mode():
-        for num_seqs, length, rows in shapes:
-            _run(layer, num_seqs, length, rows, rotate)
+        for num_seqs, length in shapes:
+            _run(layer, num_seqs, length, rotate)
     torch.cuda.synchronize()
     after = counters()
     logger.info(
@@ -191,19 +184,15 @@ def _max_patches() -> int:
 
 
 def _run(
-    layer: "FlashInferViTAttention",
-    num_seqs: int,
-    length: int,
-    rows: int,
-    rotate: bool,
+    layer: "FlashInferViTAttention", num_seqs: int, length: int, rotate: bool
 ) -> None:
-    """Run a batch of one sequence of a length and empty ones, filled up to `rows`."""
     heads, kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_size
     on = {"dtype": layer.dtype, "device": "cuda"}
     # The layout of most models: q, k and v are views of one projection.
-    qkv = torch.zeros(rows, heads + 2 * kv_heads, head_dim, **on)
+    qkv = torch.zeros(length, heads + 2 * kv_heads, head_dim, **on)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    cos = sin = torch.ones(rows, head_dim // 2, **on) if rotate else None
+    cos = sin = torch.ones(length, head_dim // 2, **on) if rotate else None
+    # One real sequence; the rest of a plan's batch is empty.
     cu_seqlens = torch.full((num_seqs + 1,), length, dtype=torch.int32, device="cuda")
     cu_seqlens[0] = 0
     max_seqlen = torch.tensor(length, dtype=torch.int32)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cases import CASES, TOLERANCES, Case, make_qkv, params, relative_error
-from vllm_flashinfer_vit.kernels.flash import FEW_ROWS, attention
+from vllm_flashinfer_vit.kernels.flash import attention
 from vllm_flashinfer_vit.reference.attention import attention_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
@@ -80,18 +80,6 @@ def test_flash_of_a_sequence_is_the_same_in_a_batch(loose):
         cu_seqlens = alone.cu_seqlens(DEVICE)
         out = attention(q[rows], k[rows], v[rows], cu_seqlens, length, 0.1)
         assert torch.equal(out, together[rows])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [72, 80])
-def test_flash_of_few_rows_is_that_of_many(head_dim):
-    batch = Case("batch", (400,) * 20)
-    assert 400 * 16 <= FEW_ROWS < batch.tokens * 16
-    q, k, v = _qkv(batch, 16, head_dim, torch.bfloat16)
-    many = attention(q, k, v, batch.cu_seqlens(DEVICE), 400, 0.1)
-    cu_seqlens = Case("alone", (400,)).cu_seqlens(DEVICE)
-    few = attention(q[:400], k[:400], v[:400], cu_seqlens, 400, 0.1)
-    assert torch.equal(few, many[:400])
 
 
 def test_flash_keeps_bad_values_in_their_sequence():

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from vllm_flashinfer_vit import warmup
 from vllm_flashinfer_vit.buckets import bucket_max_len, bucket_num_seqs
 from vllm_flashinfer_vit.choices import bounds, encode, select
-from vllm_flashinfer_vit.kernels.flash import FEW_ROWS
 
 
 def test_lengths_meet_every_class() -> None:
@@ -100,8 +99,8 @@ def test_the_kernel_for_many_sequences_warms_up(
     plan = "600:triton,*:flash_attn_4/flash_attn"
     ran = []
 
-    def run(layer: Any, num_seqs: int, length: int, rows: int, rotate: bool) -> None:
-        ran.append((length, rows, select(plan, length, rows / num_seqs)))
+    def run(layer: Any, num_seqs: int, length: int, rotate: bool) -> None:
+        ran.append((length, select(plan, length, length / num_seqs)))
 
     monkeypatch.setattr(warmup, "_run", run)
     monkeypatch.setattr(warmup, "_warm", set())
@@ -111,16 +110,12 @@ def test_the_kernel_for_many_sequences_warms_up(
         signature=(plan,),
         bounds=bounds(plan),
         kernel_for=lambda *lengths: select(plan, *lengths),
-        num_heads=16,
     )
     warmup.warm_up(layer)
     assert len(ran) == len(set(ran))
     for kernel in ("flash_attn_4", "flash_attn"):
-        lengths = [length for length, _, name in ran if name == kernel]
+        lengths = [length for length, name in ran if name == kernel]
         assert lengths == [601, 1024, 2048, 4096]
-    few = [(length, rows) for length, rows, name in ran if name == "triton"]
-    assert few[:2] == [(16, 16), (16, FEW_ROWS // 16 + 1)]
-    assert len(few) == 14
 
 
 @pytest.mark.gpu

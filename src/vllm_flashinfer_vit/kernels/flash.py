@@ -35,8 +35,6 @@ _BLOCK_N = 64
 # Two blocks of 8 warps, or four of 4, share an SM, so that the softmax of one hides
 # behind the products of another; with 182 registers 8 x 1024 takes 154 us, not 121.
 _MAXNREG = 128
-# Rows of all heads for which an H200 has no more than two blocks of 64 rows to an SM.
-FEW_ROWS = 1 << 14
 # Offsets within a block of 128 rows are int32.
 _MAX_STRIDE = 1 << 24
 # Rows that one program checks and clears behind the last sequence.
@@ -49,23 +47,21 @@ class _Config(NamedTuple):
     num_stages: int
 
 
-def _config(max_seqlen: int, head_dim: int, rows: int) -> _Config:
+def _config(max_seqlen: int, head_dim: int) -> _Config:
     """Choose by measurement on an H200, bf16, 16 heads; us at D=80 if not said."""
     if head_dim <= 64:
         # Room for a third stage: 20 x 400 takes 53, not 63 (blocks of 128 rows: 61).
         return _Config(64, 4, num_stages=3)
     if head_dim <= 80 and max_seqlen <= 512:
         # Fewer rows behind the end: 20 x 400 takes 72, not 79; 60 x 144 56, not 68.
-        # With a third stage an SM holds three blocks, not four: 20 x 400 takes 3 % more
-        # and 16 x 256 11 %, but 1 x 256 10.4, not 12.1, and 1 x 512 13.7, not 17.5.
-        return _Config(64, 4, num_stages=3 if rows <= FEW_ROWS else 2)
+        return _Config(64, 4, num_stages=2)
     # Half the reads of k and v from the L2: 8 x 1024 takes 119, not 121 (D=72: 125, not
     # 136). Two stages take 128; at D=128 only they leave room for two blocks.
     return _Config(128, 8, num_stages=3 if head_dim <= 96 else 2)
 
 
-# Nothing but the model, the class of `max_seqlen` and whether rows are few selects a
-# variant: a call in a graph's capture compiles nothing that the warm-up has not.
+# Nothing but the model and the class of `max_seqlen` selects a variant: a call in a
+# graph's capture compiles nothing that an eager call of its class has not.
 @triton.jit(
     do_not_specialize=[
         "num_tokens",
@@ -230,7 +226,7 @@ def attention(
         ValueError: A tensor or `scale` breaks a demand above.
     """
     q, k, v = aligned(q), aligned(k), aligned(v)
-    config = _config(max_seqlen, q.shape[-1], q.shape[0] * q.shape[1])
+    config = _config(max_seqlen, q.shape[-1])
     launch = _launch(q, k, v, cu_seqlens, config, scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if out.numel() > 0:
