@@ -233,16 +233,19 @@ def forced(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:
 
 
 def without(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:
-    """Drop a kernel that cannot run; its classes go to the class above or below.
+    """Drop a kernel that cannot run.
 
-    Where it is the one for many sequences, the class's other kernel serves them too.
-    Nothing is left if no other kernel takes the longest class.
+    Of a class with two kernels the other one serves all; one with no other goes to the
+    class above or below. Nothing is left if no other kernel takes the longest class.
     """
-    kept = [
-        choice._replace(many=None) if choice.many == kernel else choice
-        for choice in choices
-        if choice.kernel != kernel
-    ]
+    kept = []
+    for choice in choices:
+        if choice.kernel == kernel and choice.many is not None:
+            reason = f"in place of {kernel}, the fastest but for it"
+            kept.append(Choice(choice.many, choice.max_len, reason))
+        elif choice.kernel != kernel:
+            many = None if choice.many == kernel else choice.many
+            kept.append(choice._replace(many=many))
     if not kept or kept[-1].kernel in SERVES_UP_TO:
         return ()
     kept[-1] = kept[-1]._replace(max_len=None)
@@ -252,7 +255,7 @@ def without(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]
 def replaced(
     choices: Iterable[Choice], kernel: KernelName, by: KernelName
 ) -> tuple[Choice, ...]:
-    """Give the classes of a kernel that cannot run to another one, as a whole."""
+    """Give the classes of a kernel that cannot run to another one."""
     return tuple(
         Choice(by, choice.max_len, f"in place of {kernel}; {_UNMEASURED}")
         if choice.kernel == kernel

@@ -83,7 +83,6 @@ _TRIED = FP8_KERNELS | {"flash_attn_4"}
 _IN_PLACE_OF: Mapping[KernelName, KernelName] = MappingProxyType(
     {
         "cudnn_fp8": "triton_fp8",
-        "flash_attn_4": "flash_attn",
         "hopper_fp8": "triton_fp8",
         "reference_fp8": "triton_fp8",
     }
@@ -315,9 +314,8 @@ def usable_choices(
 ) -> tuple[tuple[Choice, ...], tuple[str, ...]]:
     """Drop from a GPU's table of choices what this machine cannot run.
 
-    `triton_fp8` takes the place of another FP8 kernel that cannot run, and `flash_attn`
-    that of `flash_attn_4`. Where a class's kernel for many sequences cannot, its other
-    one serves them too.
+    `triton_fp8` takes the place of another FP8 kernel that cannot run; where one of a
+    class's two kernels cannot, the other serves all of it.
 
     Args:
         stack: What the machine has. If its libraries were left out, they are inspected

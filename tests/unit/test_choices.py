@@ -422,11 +422,14 @@ def test_without_hands_the_classes_to_the_kernels_that_are_left() -> None:
     assert encode(without(CHOICES, "flash_attn")) == "128:cudnn,*:cudnn"
 
 
-def test_without_the_kernel_for_many_sequences_the_other_serves_them() -> None:
+def test_of_two_kernels_of_a_class_the_other_serves_it() -> None:
     after = without(MANY, "flash_attn")
     assert encode(after) == "512:triton,768:flash_attn_4,*:cudnn"
     assert after[1].reason == "few"
-    assert encode(without(MANY, "flash_attn_4")) == "512:triton,*:cudnn"
+    after = without(MANY, "flash_attn_4")
+    assert encode(after) == "512:triton,768:flash_attn,*:cudnn"
+    assert "in place of flash_attn_4" in after[1].reason
+    assert encode(without(after, "flash_attn")) == "512:triton,*:cudnn"
 
 
 def test_without_gives_no_kernel_what_it_does_not_take() -> None:
@@ -450,12 +453,6 @@ def test_a_forced_kernel_serves_many_sequences_too() -> None:
     # Classes that are left as they were keep theirs.
     longer = "512:triton,768:flash_attn_4/flash_attn,*:cudnn"
     assert encode(forced(MANY, "triton_window")) == f"128:triton_window,{longer}"
-
-
-def test_another_kernel_takes_over_a_class_as_a_whole() -> None:
-    after = replaced(MANY, "flash_attn_4", "flash_attn")
-    assert encode(after) == "512:triton,768:flash_attn,*:cudnn"
-    assert after[1].many is None
 
 
 class TestFp8:
