@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_flashinfer_vit import __version__
-from vllm_flashinfer_vit.choices import FP8_DTYPE, Choice, fp8_ranges
+from vllm_flashinfer_vit.choices import FP8_DTYPE, Choice
 from vllm_flashinfer_vit.config import (
     ENV_DISABLE_PATCHES,
     ENV_FIX_GRAPH_PADDING,
@@ -37,6 +37,7 @@ from vllm_flashinfer_vit.support import (
     kernel_verdict,
     probe,
     run_isolated,
+    serves_fp8,
     usable_choices,
 )
 from vllm_flashinfer_vit.tuned import TableError
@@ -181,14 +182,16 @@ def diagnose(
             except TableError as error:
                 problems.append(Problem(str(error), None, True))
                 continue
-            refusals.update(dict.fromkeys(refused))
+            refusals.update(dict.fromkeys(refused.values()))
             choices += [
                 {"head_dim": head_dim, "dtype": dtype, **choice._asdict()}
                 for choice in usable
             ]
             if not usable:
                 what = f"nothing serves head dim {head_dim} in {dtype}"
-                problems.append(Problem(f"{what}: {'; '.join(refused)}", None, True))
+                problems.append(
+                    Problem(f"{what}: {'; '.join(refused.values())}", None, True)
+                )
     fp8_choices, fp8_note = _fp8_choices(stack, settings)
     choices += fp8_choices
     notes += filter(None, [fp8_note])
@@ -235,12 +238,13 @@ def _fp8_choices(
         except TableError:
             # Reported for the other dtypes already.
             continue
-        refusals.update(dict.fromkeys(refused))
-        if fp8_ranges(usable) or not refusals:
-            rows += [
-                {"head_dim": head_dim, "dtype": FP8_DTYPE, **choice._asdict()}
-                for choice in usable
-            ]
+        if not serves_fp8(usable, refused):
+            refusals.update(dict.fromkeys(refused.values()))
+            continue
+        rows += [
+            {"head_dim": head_dim, "dtype": FP8_DTYPE, **choice._asdict()}
+            for choice in usable
+        ]
     if rows or not refusals:
         return rows, None
     return rows, (

@@ -32,7 +32,7 @@ from vllm_flashinfer_vit.config import (
 )
 from vllm_flashinfer_vit.scales import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.selection import NotServedError
-from vllm_flashinfer_vit.support import probe, usable_choices
+from vllm_flashinfer_vit.support import probe, serves_fp8, usable_choices
 from vllm_flashinfer_vit.trial import attempt
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -213,15 +213,13 @@ def resolve_fp8(
         fp8=True,
         attempt=functools.partial(attempt, head_dim=head_dim, dtype=dtype),
     )
-    # Where FP8 pays nowhere, other kernels may be refused without harm.
-    refused = any(text.partition(":")[0] in FP8_KERNELS for text in refusals)
-    if not fp8_ranges(choices) and (refused or not choices):
+    if not serves_fp8(choices, refusals):
         raise NotServedError(
             "mm_encoder_attn_dtype=fp8 was asked for, and no FP8 kernel serves head "
-            f"dim {head_dim} in {dtype}: {'; '.join(refusals)}. Leave "
+            f"dim {head_dim} in {dtype}: {'; '.join(refusals.values())}. Leave "
             "--mm-encoder-attn-dtype out to run in the model's dtype"
         )
-    for refusal in refusals:
+    for refusal in refusals.values():
         logger.warning_once("vllm-flashinfer-vit does without %s", refusal)
     return choices
 

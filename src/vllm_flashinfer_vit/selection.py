@@ -77,10 +77,10 @@ def resolve(
         advice = f". Unset {ENV_KERNEL}={forced}" if forced else ""
         raise NotServedError(
             f"no kernel of vllm-flashinfer-vit serves head dim {head_dim} in {dtype}: "
-            + "; ".join(refusals)
+            + "; ".join(refusals.values())
             + advice
         )
-    for refusal in refusals:
+    for refusal in refusals.values():
         logger.warning_once("vllm-flashinfer-vit does without %s", refusal)
     return choices
 

@@ -14,7 +14,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from vllm_flashinfer_vit.choices import (
     Choice,
     choices_for,
     fp8_choices_for,
+    fp8_ranges,
     replaced,
     without,
 )
@@ -311,7 +312,7 @@ def usable_choices(
     *,
     fp8: bool = False,
     attempt: Callable[[KernelName], str | None] = lambda kernel: None,
-) -> tuple[tuple[Choice, ...], tuple[str, ...]]:
+) -> tuple[tuple[Choice, ...], dict[KernelName, str]]:
     """Drop from a GPU's table of choices what this machine cannot run.
 
     `triton_fp8` takes the place of another FP8 kernel that cannot run; where one of a
@@ -329,8 +330,8 @@ def usable_choices(
             should run by all that is known, and says what went wrong, or None.
 
     Returns:
-        The choices that are left, none if nothing can serve, and for each kernel that
-        was dropped why, with its remedy.
+        The choices that are left, none if nothing can serve, and by each kernel that
+        was dropped a text that names it and says why, with its remedy.
 
     Raises:
         TableError: A file of measured choices cannot be used.
@@ -340,7 +341,7 @@ def usable_choices(
     choices = look_up(gpu_name, stack.capability, dtype, head_dim, tuned_dir)
     if forced is not None:
         choices = choices_module.forced(choices, forced)
-    refusals = []
+    refusals: dict[KernelName, str] = {}
     kernels = [kernel for choice in choices for kernel in choice.kernels]
     if stack.inspected is None and not _ON_CUDNN.isdisjoint(kernels):
         stack = probe()
@@ -354,7 +355,7 @@ def usable_choices(
         if verdict.ok or not any(kernel in c.kernels for c in choices):
             continue
         remedy = f" ({verdict.remedy})" if verdict.remedy else ""
-        refusals.append(f"{kernel}: {verdict.reason}{remedy}")
+        refusals[kernel] = f"{kernel}: {verdict.reason}{remedy}"
         if kernel == forced:
             choices = ()
         elif other := _IN_PLACE_OF.get(kernel):
@@ -362,7 +363,17 @@ def usable_choices(
             kernels.append(other)
         else:
             choices = without(choices, kernel)
-    return choices, tuple(refusals)
+    return choices, refusals
+
+
+def serves_fp8(choices: Sequence[Choice], refusals: Container[KernelName]) -> bool:
+    """Whether FP8 layers can be had by what `usable_choices` returned for them.
+
+    Choices without an FP8 kernel will do where FP8 pays nowhere, not where every FP8
+    kernel was refused.
+    """
+    refused = any(kernel in refusals for kernel in FP8_KERNELS)
+    return bool(fp8_ranges(choices) or (choices and not refused))
 
 
 def probe(*, isolated: bool = False, libraries: bool = True) -> Stack:

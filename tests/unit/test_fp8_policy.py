@@ -77,7 +77,7 @@ class TestResolve:
         self, monkeypatch: pytest.MonkeyPatch, refused: str, *left: Any
     ) -> tuple[Choice, ...]:
         choices = tuple(Choice(kernel, None, "") for kernel in left)
-        refusals = (f"{refused}: it cannot",)
+        refusals = {refused: f"{refused}: it cannot"}
         monkeypatch.setattr(fp8, "usable_choices", lambda *_, **__: (choices, refusals))
         return fp8.resolve_fp8.__wrapped__(96, torch.bfloat16, None)
 

@@ -392,7 +392,8 @@ class TestAttempts:
         choices, refusals = usable_choices(
             stack, 80, "bfloat16", forced, attempt=lambda kernel: error
         )
-        assert refusals == ((f"flash_attn_4: {error}",) if error else ())
+        text = f"flash_attn_4: {error}"
+        assert refusals == ({"flash_attn_4": text} if error else {})
         return ["/".join(choice.kernels) for choice in choices]
 
     def test_it_runs(self) -> None:
@@ -412,10 +413,7 @@ class TestAttempts:
         choices, refusals = usable_choices(stack, 80, "bfloat16")
         assert [choice.kernel for choice in choices] == ["triton"]
         assert choices[0].max_len is None
-        assert [refusal.partition(":")[0] for refusal in refusals] == [
-            "flash_attn_4",
-            "flash_attn",
-        ]
+        assert list(refusals) == ["flash_attn_4", "flash_attn"]
 
 
 class TestManySequences:
@@ -443,7 +441,7 @@ class TestManySequences:
             STACK, 80, "bfloat16", tuned_dir=tuned_dir, fp8=fp8
         )
         assert select(encode(choices), 4096, 16) == "flash_attn"
-        assert refusals == ()
+        assert refusals == {}
 
     @pytest.mark.parametrize("fp8", [False, True])
     def test_it_cannot(self, fp8: bool, tuned_dir: Path) -> None:
@@ -452,7 +450,7 @@ class TestManySequences:
         )
         plan = encode(choices)
         assert select(plan, 4096) == select(plan, 4096, 16) == "flash_attn_4"
-        (refusal,) = refusals
+        (refusal,) = refusals.values()
         assert "flash_attn: vLLM 0.25.1 was built without FlashAttention" in refusal
 
     def test_nor_can_the_other(self, tuned_dir: Path) -> None:
@@ -464,10 +462,7 @@ class TestManySequences:
             attempt=lambda kernel: "a test run fails",
         )
         assert encode(choices) == "*:triton"
-        assert [refusal.partition(":")[0] for refusal in refusals] == [
-            "flash_attn_4",
-            "flash_attn",
-        ]
+        assert list(refusals) == ["flash_attn_4", "flash_attn"]
 
 
 class TestUsableFp8Choices:
@@ -493,7 +488,7 @@ class TestUsableFp8Choices:
         assert tried == ["hopper_fp8", "triton_fp8"]
         assert choices[-1].kernel == "triton_fp8"
         assert "in place of hopper_fp8" in choices[-1].reason
-        assert refusals == ("hopper_fp8: a test run fails",)
+        assert refusals == {"hopper_fp8": "hopper_fp8: a test run fails"}
 
     def test_no_kernel_is_left(self, tuned_dir: Path) -> None:
         choices, refusals = usable_choices(
@@ -517,7 +512,7 @@ class TestUsableFp8Choices:
             ampere, 80, "bfloat16", tuned_dir=tuned_dir, fp8=True, attempt=attempt
         )
         assert not fp8_ranges(choices)
-        assert "compute capability 8.9" in refusals[-1]
+        assert "compute capability 8.9" in list(refusals.values())[-1]
 
     def test_a_kernel_that_would_end_the_context_does_not_run_if_forced(self) -> None:
         tried: list[str] = []
@@ -525,7 +520,7 @@ class TestUsableFp8Choices:
             STACK, 80, "bfloat16", "cudnn_fp8", fp8=True, attempt=tried.append
         )
         assert choices == () and tried == []
-        assert "ends the CUDA context" in refusals[0]
+        assert "ends the CUDA context" in list(refusals.values())[0]
 
     def test_a_forced_kernel_takes_every_length(self) -> None:
         choices, _ = usable_choices(STACK, 80, "bfloat16", "triton_fp8", fp8=True)
@@ -552,7 +547,7 @@ def test_unknown_kernel_raises() -> None:
 def test_choices_are_those_of_the_table_where_all_run() -> None:
     choices, refusals = usable_choices(STACK, 80, "bfloat16")
     assert choices == choices_for(HOPPER.name, (9, 0), "bfloat16", 80)
-    assert refusals == ()
+    assert refusals == {}
 
 
 def test_choices_drop_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -561,7 +556,7 @@ def test_choices_drop_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = replace(STACK, flashinfer=None)
     choices, refusals = usable_choices(stack, 80, "bfloat16")
     assert choices == table[1:]
-    (refusal,) = refusals
+    (refusal,) = refusals.values()
     assert refusal.startswith("cudnn: flashinfer-python is not installed")
     assert refusal.endswith('(pip install "flashinfer-python==0.6.13")')
 
@@ -569,7 +564,7 @@ def test_choices_drop_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_forced_kernel_replaces_the_table() -> None:
     choices, refusals = usable_choices(STACK, 80, "bfloat16", "reference")
     assert choices == (Choice("reference", None, f"forced by {ENV_KERNEL}"),)
-    assert refusals == ()
+    assert refusals == {}
 
 
 def test_a_forced_kernel_that_cannot_run_leaves_nothing() -> None:
@@ -761,7 +756,7 @@ def test_libraries_wait_for_a_kernel_that_needs_them(
     bare = replace(STACK, cudnn_backend=None, inspected=None)
     choices, refusals = usable_choices(bare, 80, "bfloat16", kernel)
     assert [choice.kernel for choice in choices] == [kernel]
-    assert refusals == ()
+    assert refusals == {}
     assert bool(read) is is_inspected
 
 
