@@ -94,10 +94,14 @@ class PaddedManager(EncoderCudaGraphManager):
                 padded[key] = buffer
         return padded
 
+    def _frames(self, token_budget: int) -> int:
+        """Return how many video frames a budget's graph was captured for."""
+        return self.max_frames_per_batch
+
     def _explain(self, error: ReplaySizeError, token_budget: int) -> str:
         return (
             f"{type(_unwrap(self.model)).__name__}: {error} (budget {token_budget} "
-            f"tokens, {self.max_batch_size} items, {self.max_frames_per_batch} video "
+            f"tokens, {self.max_batch_size} items, {self._frames(token_budget)} video "
             "frames). Raise encoder_cudagraph_max_frames_per_batch or "
             "encoder_cudagraph_max_vision_items_per_batch in the compilation config"
         )
@@ -132,6 +136,9 @@ class ExactManager(PaddedManager):
             self._short_budgets(),
             self.model.short_bound,
         )
+
+    def _frames(self, token_budget: int) -> int:
+        return self.model.frames(token_budget, self.max_frames_per_batch)
 
     def _short_budgets(self) -> list[int]:
         bound = self.model.short_bound
@@ -244,6 +251,12 @@ class _ExactModel:
         self.output = None
         self._inputs.clear()
 
+    def frames(self, token_budget: int, max_frames: int) -> int:
+        """Return how many of a manager's frames a budget's graph is captured for."""
+        if self._has_frames:
+            return max_frames
+        return min(max_frames, usual_frames(token_budget))
+
     def is_short(self, longest: int) -> bool:
         """Return whether the graphs for short sequences hold one of this length."""
         return self.short_bound is not None and longest <= self.short_bound
@@ -269,10 +282,8 @@ class _ExactModel:
         capture = self.wrapped.prepare_encoder_cudagraph_capture_inputs(
             1, 1, 0, device, dtype, *args
         )
-        if not self._has_frames:
-            frames = usual_frames(token_budget)
-            max_frames_per_batch = min(max_frames_per_batch, frames)
-        frames = max_sequences(token_budget, max_batch_size, max_frames_per_batch)
+        max_frames = self.frames(token_budget, max_frames_per_batch)
+        frames = max_sequences(token_budget, max_batch_size, max_frames)
         patches = token_budget * self.unit
         bound = patches
         if args[:1] == (_SHORT,):

@@ -213,7 +213,7 @@ class TestReplay:
 
     @pytest.mark.parametrize("max_frames", [None, 150])
     def test_automatic_graphs_hold_no_video_of_tiny_frames(
-        self, family: str, max_frames: int | None
+        self, family: str, max_frames: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         tower = small_tower(family)
         grids = [[145, 2, 2]]
@@ -231,6 +231,10 @@ class TestReplay:
             room = buffers(meta)["cu_seqlens"].numel() - 1
             assert room == (max_frames or usual_frames(160))
             got = run(manager, tower, "video", grids)
+            if room < 145:
+                monkeypatch.setenv(ENV_STRICT, "1")
+                with pytest.raises(ReplaySizeError, match=f" {room} video frames"):
+                    run(manager, tower, "video", grids)
         assert (manager.graph_misses == 1) == (room < 145)
         expected = tower.encode(pixels(tower.spec, grids), grids)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
