@@ -3,15 +3,16 @@
 PYTHON ?= python3
 VLLM ?= 0.25.1
 VENV ?= .venv
-# Versions of the whole stack; empty lets vLLM's own pins decide.
-CONSTRAINTS ?= constraints.txt
-# A file of versions that replace what a package asks for, where that is not to be had.
-OVERRIDES ?=
+# Versions of the whole stack; a vLLM without a file here takes what its own pins allow.
+CONSTRAINTS ?= $(wildcard constraints/vllm-$(VLLM).txt)
+# Versions that replace what a package asks for, where that is not to be had.
+OVERRIDES ?= $(wildcard constraints/vllm-$(VLLM)-overrides.txt)
+PYTHONS := 3.11 3.12 3.13
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(VLLM)
 
-.PHONY: help setup encode doctor test test-gpu lint types check ci clean
+.PHONY: help setup resolve encode doctor test test-gpu lint types check ci clean
 
 help:
 	@echo "make encode   install, then encode the example images"
@@ -19,15 +20,24 @@ help:
 	@echo "make doctor   install, then report what this machine can run"
 	@echo "make lint types   ruff and mypy"
 
-$(STAMP): pyproject.toml
+VERSIONS = $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(OVERRIDES),--override $(OVERRIDES))
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python \
-	  $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(OVERRIDES),--override $(OVERRIDES)) \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(VERSIONS) \
 	  "vllm==$(VLLM)" -e ".[dev]"
 	@touch $@
 
 setup: $(STAMP)
+
+# Nothing is installed: it says whether there is a set of versions for each Python.
+resolve: $(STAMP)
+	@set -e; for python in $(PYTHONS); do \
+	  echo "vllm==$(VLLM)" | $(BIN)/uv pip compile --quiet --no-header \
+	    --python-version $$python $(VERSIONS) --extra dev pyproject.toml - >/dev/null; \
+	  echo "vLLM $(VLLM) resolves on Python $$python"; \
+	done
 
 encode: $(STAMP)
 	@mkdir -p out
