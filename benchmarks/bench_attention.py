@@ -41,7 +41,7 @@ from common import (
     results_path,
     take_turns,
 )
-from vllm_flashinfer_vit.tuning import capture, fp8_call, scale_method
+from vllm_flashinfer_vit.commands.tune import capture, fp8_call, scale_method
 
 NUM_HEADS = 16
 # Six images: 256 x 256, 560 x 560, 1280 x 720, 1920 x 1080, 1024 x 1024 and 352 x 608
@@ -234,10 +234,10 @@ def plugin_run(kernel: str | None, bench: str, problem: Problem) -> Run:
         bench: One of `BENCHES`.
         problem: The case.
     """
-    from vllm_flashinfer_vit.choices import encode, select
-    from vllm_flashinfer_vit.fp8 import resolve_fp8
-    from vllm_flashinfer_vit.ops import attention
-    from vllm_flashinfer_vit.selection import resolve
+    from vllm_flashinfer_vit.choices.lookup import encode, select
+    from vllm_flashinfer_vit.engine.selection import resolve
+    from vllm_flashinfer_vit.fp8.policy import resolve_fp8
+    from vllm_flashinfer_vit.ops.attention import attention
 
     is_fp8 = is_fp8_provider(f"plugin-{kernel}")
     look_up = resolve_fp8 if is_fp8 else resolve
@@ -261,7 +261,7 @@ def is_fp8_provider(provider: str) -> bool:
 
 def provider_names() -> list[str]:
     """Return the providers that this machine offers."""
-    from vllm_flashinfer_vit.config import KERNEL_NAMES
+    from vllm_flashinfer_vit.settings import KERNEL_NAMES
 
     if device().type == "cpu":
         # By its own choice, FP8 serves longer sequences than the smoke test has.
@@ -440,7 +440,7 @@ def main() -> None:
     if not on_gpu and not args.smoke:
         raise SystemExit("no GPU here: only --smoke runs on the CPU")
     if not on_gpu:
-        from vllm_flashinfer_vit.platform_cpu import use_cpu_platform
+        from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
 
         use_cpu_platform()
     torch.set_float32_matmul_precision("highest")

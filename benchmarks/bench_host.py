@@ -32,14 +32,14 @@ from common import (
     result_row,
     results_path,
 )
-from vllm_flashinfer_vit.config import (
+from vllm_flashinfer_vit.commands.tune import order_of_turn
+from vllm_flashinfer_vit.settings import (
     ENV_KERNEL,
     FP8_KERNELS,
     KERNEL_NAMES,
     SERVES_UP_TO,
 )
-from vllm_flashinfer_vit.tower import build_tower, resolve_spec
-from vllm_flashinfer_vit.tuning import order_of_turn
+from vllm_flashinfer_vit.towers.tower import build_tower, resolve_spec
 
 # Lengths of the sequences. None keeps a GPU busy for longer than the host needs.
 CASES = {

@@ -39,8 +39,8 @@ from common import (
     results_path,
     take_turns,
 )
-from vllm_flashinfer_vit.reference.quantize import column_order
-from vllm_flashinfer_vit.tuning import capture
+from vllm_flashinfer_vit.commands.tune import capture
+from vllm_flashinfer_vit.kernels.quantize_ref import column_order
 
 BENCH_CASES = ("1x4096", "1x8160", "1x15376", "1x35344", "8x1024", "8x4096", "mixed")
 BENCH_COLUMNS = tuple("tb_per_s" if name == "tflops" else name for name in COLUMNS)
@@ -91,7 +91,7 @@ def setup(name: str, problem: Problem) -> Provider:
             lambda out: dequantize_rows(out, head_dim),
             read + written,
         )
-    from vllm_flashinfer_vit.reference.flash_fp8 import dequantize_ref
+    from vllm_flashinfer_vit.kernels.flash_fp8_ref import dequantize_ref
 
     width = 2 * _round_up(head_dim, 32) + _round_up(head_dim, 16)
     quantize_blocks = plugin_function("quantize_blocks")
@@ -106,7 +106,7 @@ def setup(name: str, problem: Problem) -> Provider:
 def plugin_function(name: str) -> Callable[..., object]:
     """Return a quantiser of this package, on the CPU its reference."""
     if device().type == "cpu":
-        from vllm_flashinfer_vit.reference import quantize as reference
+        from vllm_flashinfer_vit.kernels import quantize_ref as reference
 
         return getattr(reference, f"{name}_ref")
     from vllm_flashinfer_vit.kernels import quantize, quantize_rows

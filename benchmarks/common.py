@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_flashinfer_vit.tuning import order_of_turn
+from vllm_flashinfer_vit.commands.tune import order_of_turn
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # An attention kernel with fp32 accumulation stays an order of magnitude below these.
@@ -66,7 +66,7 @@ class Environment:
     @classmethod
     def probe(cls, argv: Sequence[str] | None = None) -> "Environment":
         """Ask this machine; `argv` stands for `sys.argv`."""
-        from vllm_flashinfer_vit.support import format_cudnn, probe
+        from vllm_flashinfer_vit.machine.support import format_cudnn, probe
 
         stack = probe()
         return cls(

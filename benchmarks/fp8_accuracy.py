@@ -181,8 +181,8 @@ def cosine(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 def fp8_kernels(head_dim: int) -> list[str]:
     """Return the FP8 kernels that run here."""
-    from vllm_flashinfer_vit.config import FP8_KERNELS
-    from vllm_flashinfer_vit.fp8 import attempt
+    from vllm_flashinfer_vit.fp8.policy import attempt
+    from vllm_flashinfer_vit.settings import FP8_KERNELS
 
     if device().type == "cpu":
         return ["reference_fp8"]
@@ -209,9 +209,9 @@ class Layer:
 
     def bf16(self, qkv: QKV) -> tuple[str, torch.Tensor]:
         """Return the package's own choice of a kernel and its output."""
-        from vllm_flashinfer_vit.choices import encode, select
-        from vllm_flashinfer_vit.ops import attention
-        from vllm_flashinfer_vit.selection import resolve
+        from vllm_flashinfer_vit.choices.lookup import encode, select
+        from vllm_flashinfer_vit.engine.selection import resolve
+        from vllm_flashinfer_vit.ops.attention import attention
 
         plan = encode(resolve(qkv.q.shape[2], qkv.q.dtype, None))
         out = attention(*qkv, None, None, *self._metadata(), plan)
@@ -229,7 +229,7 @@ class Layer:
             scales: `[3]` fp32, for `static`.
         """
         from vllm_flashinfer_vit.kernels.absmax import DynamicScales
-        from vllm_flashinfer_vit.ops import fp8_attention
+        from vllm_flashinfer_vit.ops.attention import fp8_attention
 
         state: tuple[torch.Tensor | None, ...] = (None, None, None, None)
         if method == "static":
@@ -326,7 +326,7 @@ class Images:
 
     def __init__(self, spec: Any, size: Size) -> None:
         """Load the processor."""
-        from vllm_flashinfer_vit.job import image_processor
+        from vllm_flashinfer_vit.commands.job import image_processor
 
         self._processor = image_processor(spec, None)
         self._side = spec.patch_size * size.grid
@@ -344,7 +344,7 @@ def recorded(tower: Any) -> Iterator[dict[str, list[QKV]]]:
 
     What is recorded are the largest and the smallest value, `[2]`, in place of tensors.
     """
-    from vllm_flashinfer_vit.ops import rotate
+    from vllm_flashinfer_vit.ops.attention import rotate
 
     seen: dict[str, list[QKV]] = defaultdict(list)
     layers = tower.attention_layers().values()
@@ -385,7 +385,7 @@ def scale_file(
 
 @contextmanager
 def _scales_setting(value: str | None) -> Iterator[None]:
-    from vllm_flashinfer_vit.config import ENV_FP8_SCALES
+    from vllm_flashinfer_vit.settings import ENV_FP8_SCALES
 
     before = os.environ.pop(ENV_FP8_SCALES, None)
     if value is not None:
@@ -402,7 +402,7 @@ def tower_rows(
     model: str, size: Size, failures: Failures
 ) -> Iterator[dict[str, object]]:
     """Compare a tower's embeddings of one image by every method."""
-    from vllm_flashinfer_vit.tower import build_tower, resolve_spec
+    from vllm_flashinfer_vit.towers.tower import build_tower, resolve_spec
 
     spec = resolve_spec(model, random_weights=True, depth=size.depth)
     images = Images(spec, size)
@@ -669,7 +669,7 @@ def main() -> None:
     if not on_gpu and not args.smoke:
         raise SystemExit("no GPU here: only --smoke runs on the CPU")
     if not on_gpu:
-        from vllm_flashinfer_vit.platform_cpu import use_cpu_platform
+        from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
 
         use_cpu_platform()
     torch.set_float32_matmul_precision("highest")

@@ -305,7 +305,7 @@ class Encoder:
     @contextmanager
     def _bounded(self, graph: Captured) -> Iterator[None]:
         """Tell the layers a graph's bounds and mean of the lengths, not the batch's."""
-        from vllm_flashinfer_vit import ops
+        from vllm_flashinfer_vit.ops import attention as ops
 
         visual = self._model.visual
         prepare = visual.prepare_encoder_metadata
@@ -327,7 +327,7 @@ class Encoder:
     @contextmanager
     def _quack_as_in_graphs(self) -> Iterator[None]:
         """Let QuACK run a layer from as few rows on as in a graph."""
-        from vllm_flashinfer_vit.quack_linear import QuackLinearMethod
+        from vllm_flashinfer_vit.blocks.quack_linear import QuackLinearMethod
 
         with ExitStack() as stack:
             for module in self._model.visual.modules():
@@ -457,7 +457,7 @@ def serve(
     encoder: Encoder, requests: Sequence[Request], limit_s: float
 ) -> tuple[int, dict[str, int]]:
     """Serve requests; return how many, and what was built and reserved meanwhile."""
-    from vllm_flashinfer_vit.warmup import counters
+    from vllm_flashinfer_vit.engine.warmup import counters
 
     before, reserved = counters(), _reserved(encoder.device)
     done = 0
@@ -629,7 +629,7 @@ def lock_of(options: Mapping[str, Any], folder: Path) -> Path:
 
 def small_tower(job: Job) -> Any:
     """Return a small tower of a job's model, on the CPU."""
-    from vllm_flashinfer_vit.tower import NAMED_MODELS, TowerSpec, build_tower
+    from vllm_flashinfer_vit.towers.tower import NAMED_MODELS, TowerSpec, build_tower
 
     family, config = NAMED_MODELS[job.model]
     small = {"depth": 2, "num_heads": 4, "fullatt_block_indexes": [1]}

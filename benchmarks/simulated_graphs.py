@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from vllm_flashinfer_vit.tower import Tower
+from vllm_flashinfer_vit.towers.tower import Tower
 
 ARCHITECTURES = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",

@@ -6,8 +6,8 @@ import os
 from importlib.metadata import version
 
 from vllm_flashinfer_vit import patches
-from vllm_flashinfer_vit.config import ENV_STRICT
-from vllm_flashinfer_vit.support import check_vllm
+from vllm_flashinfer_vit.machine.support import check_vllm
+from vllm_flashinfer_vit.settings import ENV_STRICT
 
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
@@ -44,7 +44,7 @@ def _register_layer() -> None:
         MMEncoderAttention,
     )
 
-    from vllm_flashinfer_vit.layer import FlashInferViTAttention
+    from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 
     taken = op_registry_oot.get(MMEncoderAttention.__name__)
     if taken is None:

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from vllm_flashinfer_vit import ops
-from vllm_flashinfer_vit.tower import Tower, TowerSpec, build_tower
+from vllm_flashinfer_vit.ops import attention as ops
+from vllm_flashinfer_vit.towers.tower import Tower, TowerSpec, build_tower
 
 Call = Callable[[], Any]
 Builder = Callable[[Any], tuple[nn.Module, Call]]

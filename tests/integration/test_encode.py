@@ -13,10 +13,11 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from vllm_flashinfer_vit import encode, job, tower
-from vllm_flashinfer_vit.encode import Options, render, run
-from vllm_flashinfer_vit.job import JobError
-from vllm_flashinfer_vit.tower import TowerError
+from vllm_flashinfer_vit.commands import encode, job
+from vllm_flashinfer_vit.commands.encode import Options, render, run
+from vllm_flashinfer_vit.commands.job import JobError
+from vllm_flashinfer_vit.towers import tower
+from vllm_flashinfer_vit.towers.tower import TowerError
 
 MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "images"

@@ -14,18 +14,16 @@ from PIL import Image
 from rich.console import Console
 
 from cases import Case, make_cos_sin, make_qkv, relative_error
-from vllm_flashinfer_vit import calibrate, scales, tower
-from vllm_flashinfer_vit.config import (
-    ENV_FP8_SCALES,
-    ENV_FP8_SKIP_LAYERS,
-    ENV_KERNEL,
-)
-from vllm_flashinfer_vit.job import JobError
+from vllm_flashinfer_vit.choices.trial import attempt
+from vllm_flashinfer_vit.commands import calibrate
+from vllm_flashinfer_vit.commands.job import JobError
+from vllm_flashinfer_vit.fp8 import scale_files as scales
+from vllm_flashinfer_vit.fp8.scale_files import QKV
 from vllm_flashinfer_vit.kernels.absmax import DynamicScales
-from vllm_flashinfer_vit.reference.attention import attention_ref
-from vllm_flashinfer_vit.scales import QKV
-from vllm_flashinfer_vit.tower import Tower, build_tower, resolve_spec
-from vllm_flashinfer_vit.trial import attempt
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.settings import ENV_FP8_SCALES, ENV_FP8_SKIP_LAYERS, ENV_KERNEL
+from vllm_flashinfer_vit.towers import tower
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower, resolve_spec
 
 HEADS, HEAD_DIM = 4, 16
 SCALE = HEAD_DIM**-0.5
@@ -50,7 +48,7 @@ def run_op(
     plan: str = PLAN,
     batch: Case = BATCH,
 ) -> torch.Tensor:
-    from vllm_flashinfer_vit import ops
+    from vllm_flashinfer_vit.ops import attention as ops
 
     longest = torch.tensor(batch.max_seqlen)
     tensors = (None,) * 4 if state is None else state
@@ -72,7 +70,7 @@ def state_tensors(state: Any) -> list[torch.Tensor]:
 @cpu_only
 class TestOp:
     def exact(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        from vllm_flashinfer_vit.ops import rotate
+        from vllm_flashinfer_vit.ops.attention import rotate
 
         q, k, v, cos, sin = inputs
         q, k = rotate(q, k, cos, sin)
@@ -140,7 +138,7 @@ class TestOp:
     @pytest.mark.parametrize("save", [False, True])
     @pytest.mark.parametrize("method", ["block", "static", "dynamic"])
     def test_is_well_behaved(self, method: str, save: bool) -> None:
-        from vllm_flashinfer_vit import ops  # noqa: F401
+        from vllm_flashinfer_vit.ops import attention as ops  # noqa: F401
 
         inputs = op_inputs()
         args = (*inputs, BATCH.cu_seqlens(), torch.tensor(BATCH.max_seqlen), 0, SCALE)
@@ -421,7 +419,7 @@ class TestOnGpu:
         graph = torch.cuda.CUDAGraph()
         longest = torch.tensor(batch.max_seqlen)
         cu_seqlens = batch.cu_seqlens("cuda")
-        from vllm_flashinfer_vit import ops
+        from vllm_flashinfer_vit.ops import attention as ops
 
         with torch.cuda.graph(graph, stream=stream):
             out = ops.fp8_attention(

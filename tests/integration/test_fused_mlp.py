@@ -34,11 +34,13 @@ from torch import nn
 from torch.nn.functional import gelu, linear, silu
 
 from cases import relative_error
-from vllm_flashinfer_vit import patches, quack_linear, tower
-from vllm_flashinfer_vit.config import Settings
-from vllm_flashinfer_vit.patches import qwen_ops
-from vllm_flashinfer_vit.quack_linear import QUICK_GELU, SWIGLU, TANH_GELU
-from vllm_flashinfer_vit.tower import Tower
+from vllm_flashinfer_vit import patches
+from vllm_flashinfer_vit.blocks import quack_linear
+from vllm_flashinfer_vit.blocks.quack_linear import QUICK_GELU, SWIGLU, TANH_GELU
+from vllm_flashinfer_vit.models import qwen_ops
+from vllm_flashinfer_vit.settings import Settings
+from vllm_flashinfer_vit.towers import tower
+from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(),

@@ -18,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from simulated_graphs import build_manager, capture, simulated_graphs  # noqa: E402
 from vllm_flashinfer_vit import patches  # noqa: E402
-from vllm_flashinfer_vit.config import (  # noqa: E402
+from vllm_flashinfer_vit.graphs.sizes import ReplaySizeError, usual_frames  # noqa: E402
+from vllm_flashinfer_vit.kernels import attention_ref as reference  # noqa: E402
+from vllm_flashinfer_vit.settings import (  # noqa: E402
     ENV_DISABLE_PATCHES,
     ENV_FIX_GRAPH_PADDING,
     ENV_STRICT,
 )
-from vllm_flashinfer_vit.encoder_graphs import ReplaySizeError, usual_frames  # noqa: E402
-from vllm_flashinfer_vit.reference import attention as reference  # noqa: E402
-from vllm_flashinfer_vit.tower import Tower  # noqa: E402
+from vllm_flashinfer_vit.towers.tower import Tower  # noqa: E402
 
 pytestmark = cpu_only
 
@@ -39,6 +39,7 @@ BATCHES: tuple[tuple[str, list[list[int]]], ...] = (
     ("image", [[1, 2, 34], [1, 34, 2], [1, 2, 2]]),
     ("image", [[1, 4, 4]]),
 )
+_KERNEL_LOOKUP = "vllm_flashinfer_vit.ops.attention._kernel"
 LIMITS = {"budgets": (16, 64, 128), "max_items": 8, "frames_per_video": 4}
 
 
@@ -90,7 +91,7 @@ def strict_attention() -> Iterator[list[torch.Tensor]]:
         seen.append(cu_seqlens.clone())
         return original(q, k, v, cu_seqlens, *args)
 
-    with mock.patch("vllm_flashinfer_vit.ops._kernel", lambda _: attend):
+    with mock.patch(_KERNEL_LOOKUP, lambda _: attend):
         yield seen
 
 
@@ -116,7 +117,7 @@ class TestReplay:
     def test_wrong_without_the_patch(
         self, family: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from vllm_flashinfer_vit.graph_manager import _HAS_PADDING_LOGICS
+        from vllm_flashinfer_vit.graphs.manager import _HAS_PADDING_LOGICS
 
         if family == "qwen2_5_vl" and _HAS_PADDING_LOGICS:
             pytest.skip("vLLM 0.23.0 and later pad this model's offsets rightly")
@@ -166,7 +167,9 @@ class TestReplay:
         with simulated_graphs():
             manager = build_manager(tower, max_tokens=160, **LIMITS)
             capture(manager, tower)
-            with mock.patch("vllm_flashinfer_vit.ops._kernel", lambda _: attend):
+            with mock.patch(
+                _KERNEL_LOOKUP, lambda _: attend
+            ):
                 run(manager, tower, *BATCHES[1])
         for end, out in seen:
             assert 0 < end < out.shape[0]
@@ -240,7 +243,7 @@ class TestReplay:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
     def test_short_sequences_have_graphs_of_their_own(self, family: str) -> None:
-        from vllm_flashinfer_vit.graph_manager import _HAS_PATHS
+        from vllm_flashinfer_vit.graphs.manager import _HAS_PATHS
 
         if not _HAS_PATHS:
             pytest.skip("vLLM 0.24.0 and later keep several sets of graphs")
@@ -307,7 +310,7 @@ class TestBudgets:
         return build_manager(small_tower("qwen3_vl"), max_tokens=256, **limits)
 
     def test_automatic_ones_are_fine(self) -> None:
-        from vllm_flashinfer_vit.graph_manager import _HAS_PADDING_LOGICS
+        from vllm_flashinfer_vit.graphs.manager import _HAS_PADDING_LOGICS
 
         manager = self.build()
         if not _HAS_PADDING_LOGICS:
@@ -369,7 +372,7 @@ class TestStockBackend:
 def test_a_runner_without_graphs_is_named(
     graphs: bool, v2: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_flashinfer_vit import layer
+    from vllm_flashinfer_vit.engine import layer
 
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_mm_encoder=graphs),

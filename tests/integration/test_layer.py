@@ -17,15 +17,15 @@ from _models import engine, noise, offsets
 
 from cases import Case, attention_eager, make_cos_sin, make_qkv, relative_error
 from vllm_flashinfer_vit import patches
-from vllm_flashinfer_vit.choices import Choice
-from vllm_flashinfer_vit.config import (
+from vllm_flashinfer_vit.choices.lookup import Choice
+from vllm_flashinfer_vit.models import qwen_vl
+from vllm_flashinfer_vit.settings import (
     ENV_DISABLE_PATCHES,
     ENV_KERNEL,
     ENV_STRICT,
     Settings,
 )
-from vllm_flashinfer_vit.patches import qwen_vl
-from vllm_flashinfer_vit.tower import Tower
+from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(),
@@ -71,8 +71,8 @@ PROCESS = """
 import hashlib, json, sys, torch
 sys.path[:0] = sys.argv[2:]
 from _models import CONTEXT, noise
-from vllm_flashinfer_vit.platform_cpu import use_cpu_platform
-from vllm_flashinfer_vit.tower import build_tower
+from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
+from vllm_flashinfer_vit.towers.tower import build_tower
 use_cpu_platform(force=True)
 with_plugin = sys.argv[1] == "with"
 tower = build_tower(CONTEXT, backend="TORCH_SDPA", dtype=torch.float32, device="cpu",
@@ -126,7 +126,7 @@ def test_another_backend_gets_the_class_in_the_tree(sdpa: Tower) -> None:
 def test_the_kernel_for_many_sequences_is_prepared_and_said(
     flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_flashinfer_vit import layer as module
+    from vllm_flashinfer_vit.engine import layer as module
 
     decided: list[int] = []
     said: list[str] = []
@@ -448,7 +448,7 @@ BATCH = Case("", (7, 12, 5), zeros=1)
 @pytest.mark.parametrize("rotary_dim", [0, HEAD_DIM // 2, HEAD_DIM])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_op_is_well_behaved(packed: bool, rotary_dim: int, flashinfer: Tower) -> None:
-    from vllm_flashinfer_vit import ops
+    from vllm_flashinfer_vit.ops import attention as ops
 
     q, k, v = make_qkv(BATCH, HEADS, HEAD_DIM, torch.float32, kv_heads=2)
     cos, sin = make_cos_sin(BATCH, rotary_dim) if rotary_dim else (None, None)
@@ -465,7 +465,7 @@ def test_op_is_well_behaved(packed: bool, rotary_dim: int, flashinfer: Tower) ->
 def test_a_fake_tensor_runs_no_kernel(flashinfer: Tower) -> None:
     from torch._subclasses import FakeTensorMode
 
-    from vllm_flashinfer_vit import ops
+    from vllm_flashinfer_vit.ops import attention as ops
 
     with FakeTensorMode():
         q, k, v = torch.empty(3, 10, HEADS, HEAD_DIM).unbind(0)

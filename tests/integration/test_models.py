@@ -23,9 +23,10 @@ from _models import (
 )
 
 from cases import relative_error
-from vllm_flashinfer_vit.config import Settings
-from vllm_flashinfer_vit.patches import apply_model_patches, qwen_vl
-from vllm_flashinfer_vit.tower import Tower, TowerSpec, build_tower
+from vllm_flashinfer_vit.models import qwen_vl
+from vllm_flashinfer_vit.patches import apply_model_patches
+from vllm_flashinfer_vit.settings import Settings
+from vllm_flashinfer_vit.towers.tower import Tower, TowerSpec, build_tower
 
 HAS_GPU = torch.cuda.is_available()
 cpu_only = pytest.mark.skipif(

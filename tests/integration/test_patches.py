@@ -15,10 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import relative_error
-from vllm_flashinfer_vit import patches, tower
-from vllm_flashinfer_vit.config import ENV_DISABLE_PATCHES, Settings
-from vllm_flashinfer_vit.patches import _blocks, qwen_metadata, qwen_ops
-from vllm_flashinfer_vit.tower import Tower, TowerSpec, build_tower, resolve_spec
+from vllm_flashinfer_vit import patches
+from vllm_flashinfer_vit.blocks import chain as _blocks
+from vllm_flashinfer_vit.models import positions as qwen_metadata
+from vllm_flashinfer_vit.models import qwen_ops
+from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES, Settings
+from vllm_flashinfer_vit.towers import tower
+from vllm_flashinfer_vit.towers.tower import Tower, TowerSpec, build_tower, resolve_spec
 
 HAS_GPU = torch.cuda.is_available()
 HAS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -154,7 +157,7 @@ def load(into: Tower, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     [(3420, 3456), (1710, 1728), (855, 896), (3456, 3456), (864, 864), (1, 64)],
 )
 def test_aligned_size(size: int, aligned: int) -> None:
-    from vllm_flashinfer_vit.aligned_linear import aligned_size
+    from vllm_flashinfer_vit.blocks.aligned_linear import aligned_size
 
     assert aligned_size(size) == aligned
 
@@ -163,7 +166,10 @@ def test_aligned_size(size: int, aligned: int) -> None:
 @pytest.mark.parametrize("size", [3420, 1710, 855])
 @pytest.mark.parametrize(("dim", "parts"), [(0, 2), (1, 1)])
 def test_padding_of_a_rank(size: int, dim: int, parts: int) -> None:
-    from vllm_flashinfer_vit.aligned_linear import AlignedLinearMethod, aligned_size
+    from vllm_flashinfer_vit.blocks.aligned_linear import (
+        AlignedLinearMethod,
+        aligned_size,
+    )
 
     with build().running():
         method = AlignedLinearMethod(dim, size, parts)
@@ -425,7 +431,7 @@ class TestGeluLinear:
     def test_one_gemm_on_a_gpu(self) -> None:
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-        from vllm_flashinfer_vit.gelu_linear import GeluLinearMethod
+        from vllm_flashinfer_vit.blocks.gelu_linear import GeluLinearMethod
 
         with build("qwen3_vl").running():
             method = GeluLinearMethod(UnquantizedLinearMethod())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_flashinfer_vit.tower import build_tower, resolve_spec
+from vllm_flashinfer_vit.towers.tower import build_tower, resolve_spec
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="vLLM runs on the GPU in this process"
@@ -54,7 +54,7 @@ import sys
 from pathlib import Path
 
 import torch
-from vllm_flashinfer_vit.platform_cpu import use_cpu_platform
+from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
 
 use_cpu_platform(force=True)
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -64,7 +64,7 @@ checkpoint, shared, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 sys.path.insert(0, sys.argv[4])
 from simulated_graphs import build_manager, capture, simulated_graphs
 from vllm_flashinfer_vit import patches
-from vllm_flashinfer_vit.tower import build_tower, resolve_spec
+from vllm_flashinfer_vit.towers.tower import build_tower, resolve_spec
 
 torch.set_num_threads(1)
 store = torch.distributed.FileStore(str(shared / "store"), 2)

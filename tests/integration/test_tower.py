@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_flashinfer_vit.platform_cpu import use_cpu_platform
-from vllm_flashinfer_vit.tower import (
+from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
+from vllm_flashinfer_vit.towers.tower import (
     NAMED_MODELS,
     CheckpointError,
     Tower,

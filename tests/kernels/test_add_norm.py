@@ -7,7 +7,7 @@ from torch.nn.functional import layer_norm
 
 from cases import relative_error
 from vllm_flashinfer_vit.kernels.add_norm import MAX_WIDTH, sum_norm
-from vllm_flashinfer_vit.reference.add_norm import sum_norm_ref
+from vllm_flashinfer_vit.kernels.add_norm_ref import sum_norm_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 

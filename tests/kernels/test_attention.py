@@ -12,7 +12,7 @@ import torch
 
 from cases import CASES, GPU_CASES, Case, make_qkv, params, relative_error
 from vllm_flashinfer_vit.kernels import cudnn, flash, flash_attn
-from vllm_flashinfer_vit.reference.attention import attention_ref
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_empty")]
 

@@ -20,7 +20,7 @@ from cases import CASES, TOLERANCES, Case, make_qkv, params, relative_error
 from vllm_flashinfer_vit.kernels import _cudnn
 from vllm_flashinfer_vit.kernels import cudnn as kernel
 from vllm_flashinfer_vit.kernels._cudnn import PlanCache
-from vllm_flashinfer_vit.reference.attention import attention_ref
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 
 pytestmark = [
     pytest.mark.usefixtures("nan_empty"),

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from cases import CASES, TOLERANCES, Case, make_qkv, params, relative_error
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.flash import attention
-from vllm_flashinfer_vit.reference.attention import attention_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 

@@ -14,7 +14,7 @@ import torch
 
 from cases import CASES, Case, make_qkv, params
 from vllm_flashinfer_vit.kernels import flash_attn as kernel
-from vllm_flashinfer_vit.reference.attention import attention_ref
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 
 CAN_RUN = torch.cuda.is_available()
 pytestmark = [

@@ -16,10 +16,10 @@ from cases import (
     relative_error,
 )
 from vllm_flashinfer_vit.kernels import flash_fp8, hopper_fp8
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.kernels.flash_fp8_ref import attention_fp8_ref
 from vllm_flashinfer_vit.kernels.quantize import quantize_blocks
-from vllm_flashinfer_vit.reference.attention import attention_ref
-from vllm_flashinfer_vit.reference.flash_fp8 import attention_fp8_ref
-from vllm_flashinfer_vit.reference.rope import rope_ref
+from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty", "exact_fp8")
 

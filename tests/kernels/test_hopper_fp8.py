@@ -12,9 +12,9 @@ import torch
 
 from cases import Case, make_qkv, relative_error
 from vllm_flashinfer_vit.kernels import hopper_fp8
+from vllm_flashinfer_vit.kernels.flash_fp8_ref import attention_fp8_ref
 from vllm_flashinfer_vit.kernels.hopper_fp8 import attention
 from vllm_flashinfer_vit.kernels.quantize import quantize_blocks
-from vllm_flashinfer_vit.reference.flash_fp8 import attention_fp8_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty", "exact_fp8")
 

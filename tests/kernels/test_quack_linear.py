@@ -22,8 +22,8 @@ from cases import relative_error
 if importlib.util.find_spec("quack") is None:
     pytest.skip("QuACK is not installed", allow_module_level=True)
 
-from vllm_flashinfer_vit import quack_linear
-from vllm_flashinfer_vit.quack_linear import (
+from vllm_flashinfer_vit.blocks import quack_linear
+from vllm_flashinfer_vit.blocks.quack_linear import (
     QUICK_GELU,
     SWIGLU,
     TANH_GELU,

@@ -18,16 +18,16 @@ from cases import (
     params,
     relative_error,
 )
+from vllm_flashinfer_vit.kernels.flash_fp8_ref import dequantize_ref
 from vllm_flashinfer_vit.kernels.quantize import BLOCK, quantize_blocks
-from vllm_flashinfer_vit.kernels.quantize_rows import quantize_rows
-from vllm_flashinfer_vit.reference.flash_fp8 import dequantize_ref
-from vllm_flashinfer_vit.reference.quantize import (
+from vllm_flashinfer_vit.kernels.quantize_ref import (
     column_order,
     key_order,
     quantize_blocks_ref,
     quantize_rows_ref,
 )
-from vllm_flashinfer_vit.reference.rope import rope_ref
+from vllm_flashinfer_vit.kernels.quantize_rows import quantize_rows
+from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty", "exact_fp8")
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from cases import CASES, TOLERANCES, Case, make_cos_sin, make_qkv, params
-from vllm_flashinfer_vit.reference import attention as reference_attention
-from vllm_flashinfer_vit.reference.attention import attention_ref
-from vllm_flashinfer_vit.reference.rope import rope_ref
+from vllm_flashinfer_vit.kernels import attention_ref as reference_attention
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 

@@ -7,7 +7,7 @@ import torch
 from cases import Case, make_cos_sin, make_qkv
 from vllm_flashinfer_vit.kernels._triton import stride_unit
 from vllm_flashinfer_vit.kernels.rope import rope
-from vllm_flashinfer_vit.reference.rope import rope_ref
+from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 

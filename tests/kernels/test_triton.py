@@ -14,11 +14,7 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels import _triton, flash
-from vllm_flashinfer_vit.kernels._triton import (
-    Launch,
-    cached_by_layout,
-    find_sequence,
-)
+from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, find_sequence
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -156,7 +152,7 @@ class Driver:
 triton.runtime.driver.set_active(Driver())
 torch.cuda.current_device = lambda: 0
 
-from vllm_flashinfer_vit.kernels import flash, rope, seqlens, window
+from vllm_flashinfer_vit.kernels import (flash, rope, seqlens, window)
 
 # One memory for all outputs, so that equal launches are equal in every argument.
 memory = torch.zeros(1 << 20, dtype=torch.bfloat16)

@@ -15,10 +15,10 @@ from cases import (
     relative_error,
     window_lengths,
 )
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.rope import rope
+from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 from vllm_flashinfer_vit.kernels.window import attention
-from vllm_flashinfer_vit.reference.attention import attention_ref
-from vllm_flashinfer_vit.reference.rope import rope_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 

@@ -568,7 +568,7 @@ def test_mixtures_are_seeded_and_fit() -> None:
 
 
 def test_fine_budgets_pad_the_mixtures_little() -> None:
-    from vllm_flashinfer_vit.encoder_graphs import fine_budgets
+    from vllm_flashinfer_vit.graphs.sizes import fine_budgets
 
     tokens = [
         graph_check.patches(grids) // 4 for _, grids in graph_check.mixtures(300, 0)
@@ -624,8 +624,8 @@ def unpatched() -> Iterator[None]:
 def test_graphs_are_compared_by_their_kernels(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_flashinfer_vit import ops
-    from vllm_flashinfer_vit.reference.attention import attention_ref
+    from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+    from vllm_flashinfer_vit.ops import attention as ops
 
     # Another result by kernel, and by the bound that the kernel is given.
     def attend(name, q, k, v, cu_seqlens, max_seqlen, scale):

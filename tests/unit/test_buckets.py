@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_flashinfer_vit.buckets import bucket_max_len, bucket_num_seqs
+from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 
 MILLION = st.integers(min_value=1, max_value=1_000_000)
 

@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
 
-from vllm_flashinfer_vit import calibrate, scales  # noqa: E402
-from vllm_flashinfer_vit.calibrate import LayerReport, Options, Report  # noqa: E402
-from vllm_flashinfer_vit.cli import main  # noqa: E402
-from vllm_flashinfer_vit.scales import QKV  # noqa: E402
+from vllm_flashinfer_vit.commands import calibrate  # noqa: E402
+from vllm_flashinfer_vit.commands.calibrate import LayerReport, Options, Report  # noqa: E402
+from vllm_flashinfer_vit.commands.cli import main  # noqa: E402
+from vllm_flashinfer_vit.fp8 import scale_files as scales  # noqa: E402
+from vllm_flashinfer_vit.fp8.scale_files import QKV  # noqa: E402
 
 REPORT = Report(
     model="some/model",

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_flashinfer_vit import ops, tuned
-from vllm_flashinfer_vit.choices import (
+from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.lookup import (
     Choice,
     bounds,
     choices_for,
@@ -22,8 +22,9 @@ from vllm_flashinfer_vit.choices import (
     select,
     without,
 )
-from vllm_flashinfer_vit.config import KERNEL_NAMES
-from vllm_flashinfer_vit.tuned import Class, Measurement, Table, TableError
+from vllm_flashinfer_vit.choices.table import Class, Measurement, Table, TableError
+from vllm_flashinfer_vit.ops import attention as ops
+from vllm_flashinfer_vit.settings import KERNEL_NAMES
 
 CHOICES = (
     Choice("cudnn", 128, "short"),
@@ -310,7 +311,7 @@ def test_a_damaged_file_is_refused(user: Path, content: bytes | None) -> None:
 )
 def test_a_bundled_file_follows_from_its_measurements(path: Path) -> None:
     pytest.importorskip("torch")
-    from vllm_flashinfer_vit.tuning import derive_classes
+    from vllm_flashinfer_vit.commands.tune import derive_classes
 
     table = tuned.read(path.parent, json.loads(path.read_text())["made_by"]["gpu"])
     assert table is not None

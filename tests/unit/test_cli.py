@@ -14,9 +14,10 @@ from rich.console import Console
 from test_support import STACK, TURING
 from typer.testing import CliRunner
 
-from vllm_flashinfer_vit import __version__, doctor
-from vllm_flashinfer_vit.cli import main
-from vllm_flashinfer_vit.support import stack_problems
+from vllm_flashinfer_vit import __version__
+from vllm_flashinfer_vit.commands import doctor
+from vllm_flashinfer_vit.commands.cli import main
+from vllm_flashinfer_vit.machine.support import stack_problems
 
 runner = CliRunner()
 
@@ -34,7 +35,7 @@ def encode(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
             raise fake.error
         return types.SimpleNamespace(to_json=lambda: {"images": []})
 
-    module = types.ModuleType("vllm_flashinfer_vit.encode")
+    module = types.ModuleType("vllm_flashinfer_vit.commands.encode")
     module.run = run  # type: ignore[attr-defined]
     module.render = lambda report, console: console.print("table")  # type: ignore[attr-defined]
     module.Options = dict  # type: ignore[attr-defined]
@@ -110,8 +111,8 @@ def test_the_options_and_defaults_are_those_of_encode(
 ) -> None:
     pytest.importorskip("vllm")
     runner.invoke(main, ["encode", "a.png", "--model", "m"])
-    monkeypatch.delitem(sys.modules, "vllm_flashinfer_vit.encode")
-    from vllm_flashinfer_vit.encode import Options
+    monkeypatch.delitem(sys.modules, "vllm_flashinfer_vit.commands.encode")
+    from vllm_flashinfer_vit.commands.encode import Options
 
     found = vars(Options(**encode.options))
     default = vars(Options(images=[Path("a.png")], model="m", backends=["FLASHINFER"]))

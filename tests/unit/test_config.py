@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_flashinfer_vit.config import (
+from vllm_flashinfer_vit.settings import (
     ENV_DISABLE_PATCHES,
     ENV_FIX_GRAPH_PADDING,
     ENV_FP8_SCALES,

@@ -15,9 +15,19 @@ import pytest
 from rich.console import Console
 from test_support import HOPPER, STACK, TURING
 
-from vllm_flashinfer_vit import doctor, support, tuned
-from vllm_flashinfer_vit.choices import FP8_DTYPE, Choice
-from vllm_flashinfer_vit.config import (
+from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.lookup import FP8_DTYPE, Choice
+from vllm_flashinfer_vit.commands import doctor
+from vllm_flashinfer_vit.commands.doctor import (
+    HEAD_DIMS,
+    Report,
+    diagnose,
+    render,
+    runner_note,
+)
+from vllm_flashinfer_vit.machine import support
+from vllm_flashinfer_vit.machine.support import Stack, stack_problems
+from vllm_flashinfer_vit.settings import (
     ENV_DISABLE_PATCHES,
     ENV_FP8_SCALES,
     ENV_FP8_SKIP_LAYERS,
@@ -28,8 +38,6 @@ from vllm_flashinfer_vit.config import (
     KERNEL_NAMES,
     Settings,
 )
-from vllm_flashinfer_vit.doctor import HEAD_DIMS, Report, diagnose, render, runner_note
-from vllm_flashinfer_vit.support import Stack, stack_problems
 
 PATCH = {
     "name": "qwen9-fused",
@@ -399,7 +407,7 @@ def test_a_bad_setting_does_not_hide_the_state_of_the_plugin(
 def test_this_machine() -> None:
     pytest.importorskip("vllm")
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_flashinfer_vit.cli", "doctor", "--json"],
+        [sys.executable, "-m", "vllm_flashinfer_vit.commands.cli", "doctor", "--json"],
         capture_output=True,
         text=True,
         env={**os.environ, "VLLM_PLUGINS": "flashinfer_vit"},

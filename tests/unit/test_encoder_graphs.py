@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_flashinfer_vit.encoder_graphs import (
+from vllm_flashinfer_vit.graphs.sizes import (
     ReplaySizeError,
     even_split,
     fill,

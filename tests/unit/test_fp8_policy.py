@@ -10,17 +10,18 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from vllm_flashinfer_vit import fp8, scales  # noqa: E402
-from vllm_flashinfer_vit.choices import Choice  # noqa: E402
-from vllm_flashinfer_vit.config import (  # noqa: E402
+from vllm_flashinfer_vit.choices.lookup import Choice  # noqa: E402
+from vllm_flashinfer_vit.engine.selection import NotServedError  # noqa: E402
+from vllm_flashinfer_vit.fp8 import policy as fp8  # noqa: E402
+from vllm_flashinfer_vit.fp8 import scale_files as scales  # noqa: E402
+from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError  # noqa: E402
+from vllm_flashinfer_vit.kernels import absmax  # noqa: E402
+from vllm_flashinfer_vit.settings import (  # noqa: E402
     ENV_FP8_SCALES,
     ENV_FP8_SKIP_LAYERS,
     ENV_KERNEL,
     Settings,
 )
-from vllm_flashinfer_vit.kernels import absmax  # noqa: E402
-from vllm_flashinfer_vit.scales import QKV, ScaleError  # noqa: E402
-from vllm_flashinfer_vit.selection import NotServedError  # noqa: E402
 
 NAME = "visual.blocks.3.attn.attn"
 PLANS = {

@@ -3,7 +3,7 @@
 
 import torch
 
-from vllm_flashinfer_vit.frame_cache import FrameCache
+from vllm_flashinfer_vit.models.frame_cache import FrameCache
 
 
 def table(rows: int) -> tuple[torch.Tensor, ...]:

@@ -44,7 +44,7 @@ def test_register_runs_twice_without_cuda_and_can_be_undone():
         "  'cuda': torch.cuda.is_initialized(), 'wrapped': before is not during,\n"
         "  'restored': before is after}))"
     )
-    assert state["layer"] == "vllm_flashinfer_vit.layer"
+    assert state["layer"] == "vllm_flashinfer_vit.engine.layer"
     assert not state["cuda"]
     assert "select-cpu" in state["applied"]
     assert not any(name.startswith("qwen") for name in state["applied"])

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from vllm_flashinfer_vit.patches._patch import Patch, PatchError
+from vllm_flashinfer_vit.patches.patch import Patch, PatchError
 
 
 @pytest.fixture

@@ -12,8 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_flashinfer_vit import scales
-from vllm_flashinfer_vit.scales import QKV, SCHEMA, ScaleError, ScaleFile, from_amax
+from vllm_flashinfer_vit.fp8 import scale_files as scales
+from vllm_flashinfer_vit.fp8.scale_files import (
+    QKV,
+    SCHEMA,
+    ScaleError,
+    ScaleFile,
+    from_amax,
+)
 
 MADE_BY = {
     "command": "test",

@@ -13,10 +13,17 @@ from typing import Any
 
 import pytest
 
-from vllm_flashinfer_vit import support, tuned
-from vllm_flashinfer_vit.choices import Choice, choices_for, encode, fp8_ranges, select
-from vllm_flashinfer_vit.config import ENV_KERNEL, FP8_KERNELS, KernelName
-from vllm_flashinfer_vit.support import (
+from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.lookup import (
+    Choice,
+    choices_for,
+    encode,
+    fp8_ranges,
+    select,
+)
+from vllm_flashinfer_vit.choices.table import Class, Table
+from vllm_flashinfer_vit.machine import support
+from vllm_flashinfer_vit.machine.support import (
     Gpu,
     Stack,
     check_vllm,
@@ -27,7 +34,7 @@ from vllm_flashinfer_vit.support import (
     stack_problems,
     usable_choices,
 )
-from vllm_flashinfer_vit.tuned import Class, Table
+from vllm_flashinfer_vit.settings import ENV_KERNEL, FP8_KERNELS, KernelName
 
 GIB = 2**30
 HOPPER = Gpu("NVIDIA H200", (9, 0), 141 * GIB)
@@ -840,7 +847,7 @@ def test_a_crash_is_blamed_on_the_module_that_was_being_imported(
 def test_importing_is_inert() -> None:
     code = (
         "import sys, vllm_flashinfer_vit, vllm_flashinfer_vit.config, "
-        "vllm_flashinfer_vit.support, vllm_flashinfer_vit.cli; "
+        "vllm_flashinfer_vit.machine.support, vllm_flashinfer_vit.commands.cli; "
         "print([m for m in ('vllm', 'torch', 'triton', 'flashinfer', 'cudnn') "
         "if m in sys.modules])"
     )

@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="the ops are vLLM's custom ops")
 
-from vllm_flashinfer_vit import ops  # noqa: E402
-from vllm_flashinfer_vit.reference.attention import attention_ref  # noqa: E402
-from vllm_flashinfer_vit.trial import attempt  # noqa: E402
+from vllm_flashinfer_vit.choices.trial import attempt  # noqa: E402
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref  # noqa: E402
+from vllm_flashinfer_vit.ops import attention as ops  # noqa: E402
 
 KERNELS = ["triton_fp8", "cudnn_fp8", "flash_attn_4"]
 

@@ -19,14 +19,12 @@ pytest.importorskip("vllm")
 
 import torch
 
-from vllm_flashinfer_vit import ops, tuned, tuning
-from vllm_flashinfer_vit.choices import choices_for, encode
-from vllm_flashinfer_vit.cli import main
-from vllm_flashinfer_vit.config import ENV_TUNED_DIR, FP8_KERNELS
-from vllm_flashinfer_vit.reference.attention import attention_ref
-from vllm_flashinfer_vit.reference.flash_fp8 import attention_fp8_ref
-from vllm_flashinfer_vit.tuned import Class, Measurement
-from vllm_flashinfer_vit.tuning import (
+from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.lookup import choices_for, encode
+from vllm_flashinfer_vit.choices.table import Class, Measurement
+from vllm_flashinfer_vit.commands import tune as tuning
+from vllm_flashinfer_vit.commands.cli import main
+from vllm_flashinfer_vit.commands.tune import (
     Cell,
     GraphClock,
     Options,
@@ -39,6 +37,10 @@ from vllm_flashinfer_vit.tuning import (
     render,
     to_json,
 )
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.kernels.flash_fp8_ref import attention_fp8_ref
+from vllm_flashinfer_vit.ops import attention as ops
+from vllm_flashinfer_vit.settings import ENV_TUNED_DIR, FP8_KERNELS
 
 CPU = torch.device("cpu")
 
@@ -563,7 +565,7 @@ def test_kernels_take_turns_both_ways(
 
 @pytest.mark.gpu
 def test_this_gpu_is_measured(tmp_path: Path) -> None:
-    from vllm_flashinfer_vit.support import probe
+    from vllm_flashinfer_vit.machine.support import probe
 
     device = torch.device("cuda:0")
     stack = probe()

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_flashinfer_vit import warmup
-from vllm_flashinfer_vit.buckets import bucket_max_len, bucket_num_seqs
-from vllm_flashinfer_vit.choices import bounds, encode, select
+from vllm_flashinfer_vit.choices.lookup import bounds, encode, select
+from vllm_flashinfer_vit.engine import warmup
+from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 
 
 def test_lengths_meet_every_class() -> None:
@@ -124,8 +124,8 @@ def test_the_kernel_for_many_sequences_warms_up(
 def test_no_call_compiles_after_it(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, rotate: bool
 ) -> None:
-    from vllm_flashinfer_vit import ops
-    from vllm_flashinfer_vit.selection import served
+    from vllm_flashinfer_vit.engine.selection import served
+    from vllm_flashinfer_vit.ops import attention as ops
 
     choices = served(head_dim, torch.bfloat16)
     assert choices is not None

@@ -20,7 +20,7 @@ from vllm_flashinfer_vit.kernels._packed import (
     to_e4m3,
 )
 from vllm_flashinfer_vit.kernels._triton import check_qkv, split_width, stride_unit
-from vllm_flashinfer_vit.reference.rope import check_rope_inputs
+from vllm_flashinfer_vit.kernels.rope_ref import check_rope_inputs
 
 # Rows of a head that a program reads at once.
 BLOCK = 128

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_flashinfer_vit.buckets import bucket_max_len, bucket_num_seqs
 from vllm_flashinfer_vit.kernels._alignment import is_aligned
 from vllm_flashinfer_vit.kernels._cudnn import (
     PLANS,
@@ -33,6 +32,7 @@ from vllm_flashinfer_vit.kernels._cudnn import (
     PlanStats,
     backend_version,
 )
+from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 
 
 class _Backend(NamedTuple):

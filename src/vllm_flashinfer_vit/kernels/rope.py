@@ -14,12 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._triton import (
-    Launch,
-    cached_by_layout,
-    stride_unit,
-)
-from vllm_flashinfer_vit.reference.rope import check_rope_inputs
+from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, stride_unit
+from vllm_flashinfer_vit.kernels.rope_ref import check_rope_inputs
 
 _BLOCK = 1024
 _NUM_WARPS = 4

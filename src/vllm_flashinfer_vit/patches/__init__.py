@@ -5,16 +5,11 @@ import importlib
 import logging
 from collections.abc import Iterable
 
-from vllm_flashinfer_vit.config import Settings
-from vllm_flashinfer_vit.patches import (
-    encoder_graphs,
-    fp8_scales,
-    platform,
-    qwen_metadata,
-    qwen_ops,
-    qwen_vl,
-)
-from vllm_flashinfer_vit.patches._patch import Patch, PatchError
+from vllm_flashinfer_vit.models import positions as qwen_metadata
+from vllm_flashinfer_vit.models import qwen_ops, qwen_vl
+from vllm_flashinfer_vit.patches import encoder_graphs, fp8_scales, platform
+from vllm_flashinfer_vit.patches.patch import Patch, PatchError
+from vllm_flashinfer_vit.settings import Settings
 
 __all__ = [
     "Patch",

@@ -5,9 +5,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vllm_flashinfer_vit.config import Settings
-from vllm_flashinfer_vit.patches._patch import Patch
-from vllm_flashinfer_vit.support import SUPPORTED_VLLM
+from vllm_flashinfer_vit.machine.support import SUPPORTED_VLLM
+from vllm_flashinfer_vit.patches.patch import Patch
+from vllm_flashinfer_vit.settings import Settings
 
 MODULE = "vllm.v1.worker.encoder_cudagraph"
 
@@ -24,7 +24,7 @@ def _adopt(original: Callable[..., Any]) -> Callable[..., Any]:
         asked = multimodal.mm_encoder_attn_backend
         flashinfer = asked == AttentionBackendEnum.FLASHINFER
         if flashinfer or Settings.from_env().fix_graph_padding:
-            from vllm_flashinfer_vit.graph_manager import adopt
+            from vllm_flashinfer_vit.graphs.manager import adopt
 
             adopt(self, flashinfer)
 

@@ -9,15 +9,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vllm_flashinfer_vit.patches._patch import Patch
-from vllm_flashinfer_vit.support import SUPPORTED_VLLM
+from vllm_flashinfer_vit.machine.support import SUPPORTED_VLLM
+from vllm_flashinfer_vit.patches.patch import Patch
 
 
 def _forget_dummies(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def compile_or_warm_up_model(self: Any) -> Any:
         result = original(self)
-        from vllm_flashinfer_vit import fp8
+        from vllm_flashinfer_vit.fp8 import policy as fp8
 
         fp8.forget_dummies()
         return result
@@ -29,7 +29,7 @@ def _count_passes(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         result = original(self, scheduler_output)
-        from vllm_flashinfer_vit import fp8
+        from vllm_flashinfer_vit.fp8 import policy as fp8
 
         fp8.after_step(scheduler_output)
         return result

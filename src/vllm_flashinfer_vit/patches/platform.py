@@ -4,12 +4,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from vllm_flashinfer_vit.patches._patch import Patch
-from vllm_flashinfer_vit.support import SUPPORTED_VLLM
+from vllm_flashinfer_vit.machine.support import SUPPORTED_VLLM
+from vllm_flashinfer_vit.patches.patch import Patch
 
 
 def _answer_flash_attn(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_flashinfer_vit.selection import answer_flash_attn
+    from vllm_flashinfer_vit.engine.selection import answer_flash_attn
 
     return answer_flash_attn(original)
 

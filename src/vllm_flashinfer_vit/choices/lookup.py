@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel serves which class of calls: the look-up, and the plan's encoding.
+
+A class is a range of longest-sequence lengths. A layer resolves its choices once, and
+hands them to the custom op as a string, so that compiled graphs hold no Python object.
+Nothing is measured at run time: choices come from the user's file, from the file that
+the package has for the GPU, or from its compute capability. See `docs/choices.md`.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.settings import (
+    ENV_KERNEL,
+    FP8_KERNELS,
+    SERVES_UP_TO,
+    KernelName,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+# Batches with fewer rows to a sequence, empty ones included, are of many sequences.
+_LEAST_MEAN = 512
+
+
+class Choice(NamedTuple):
+    """One class of calls and the kernels that serve it.
+
+    Attributes:
+        kernel: The kernel's name.
+        max_len: Longest sequence of the class, in tokens; None for any length.
+        reason: Why this kernel, with the measurement's origin.
+        many: The kernel for batches of many sequences, see `_LEAST_MEAN`; None if
+            `kernel` serves them too.
+    """
+
+    kernel: KernelName
+    max_len: int | None
+    reason: str
+    many: KernelName | None = None
+
+    @property
+    def kernels(self) -> tuple[KernelName, ...]:
+        """The kernels of the class, the one for many sequences last."""
+        return (self.kernel,) if self.many is None else (self.kernel, self.many)
+
+    @property
+    def served_by(self) -> str:
+        """The same for people to read."""
+        if self.many is None:
+            return self.kernel
+        return f"{self.kernel}, {self.many} below {_LEAST_MEAN} rows to a sequence"
+
+
+_UNMEASURED = "unmeasured by this project on this GPU"
+
+_NO_GPU = (Choice("reference", None, "no GPU: plain PyTorch serves every length"),)
+
+_BLACKWELL = (
+    Choice("triton_window", 128, f"{_UNMEASURED}; one pass from the projection"),
+    Choice("cudnn", None, f"{_UNMEASURED}; cuDNN leads in published figures"),
+)
+
+_OTHER = (
+    Choice("triton_window", 128, f"{_UNMEASURED}; one pass from the projection"),
+    Choice("flash_attn", None, f"{_UNMEASURED}; vLLM's own default kernel"),
+)
+
+FP8_DTYPE = "float8_e4m3fn"
+
+# The longest sequence that stays in the activations' dtype where nothing is measured:
+# quantising then costs about what the faster matmuls save.
+_FP8_ABOVE = 4095
+
+# By major compute capability; `triton_fp8` everywhere else.
+_FP8_KERNEL: Mapping[int, KernelName] = MappingProxyType(
+    {10: "cudnn_fp8", 12: "cudnn_fp8"}
+)
+
+# Windows stay in the activations' dtype, as they do on a GPU.
+_NO_GPU_FP8 = (
+    Choice("reference", 128, _NO_GPU[0].reason),
+    Choice("reference_fp8", None, "no GPU: plain PyTorch quantises and attends"),
+)
+
+# The measured GPU that stands for others of its major compute capability.
+_STANDS_FOR: Mapping[int, str] = MappingProxyType({9: "NVIDIA H200"})
+
+
+def choices_for(
+    gpu_name: str | None,
+    capability: tuple[int, int] | None,
+    dtype: "torch.dtype | str",
+    head_dim: int,
+    tuned_dir: Path | None = None,
+) -> tuple[Choice, ...]:
+    """Return the choices for a GPU, classes ascending, the last one unbounded.
+
+    The entry with the smallest measured head dim at or above `head_dim` counts, and of
+    two with one head dim the user's.
+
+    Args:
+        gpu_name: The GPU's product name, or None for a machine without a GPU.
+        capability: Its CUDA compute capability, or None.
+        dtype: A torch dtype or its name, `bfloat16`.
+        head_dim: Head dim in elements.
+        tuned_dir: Folder of the user's measurements, or None to ignore them.
+
+    Raises:
+        TableError: A file of measurements cannot be used.
+    """
+    if gpu_name is None or capability is None:
+        return _NO_GPU
+    found = _look_up(gpu_name, capability, dtype, head_dim, tuned_dir)
+    if found is not None:
+        return found
+    return _BLACKWELL if capability[0] in (10, 12) else _OTHER
+
+
+def fp8_choices_for(
+    gpu_name: str | None,
+    capability: tuple[int, int] | None,
+    dtype: "torch.dtype | str",
+    head_dim: int,
+    tuned_dir: Path | None = None,
+) -> tuple[Choice, ...]:
+    """Return the choices of a layer with FP8 attention; see `choices_for`.
+
+    Windows and short sequences have kernels in the activations' dtype, by the same
+    measurements or up to `_FP8_ABOVE` tokens; FP8 kernels take the rest.
+
+    Args:
+        gpu_name: As for `choices_for`.
+        capability: As for `choices_for`.
+        dtype: The activations' dtype.
+        head_dim: As for `choices_for`.
+        tuned_dir: As for `choices_for`.
+
+    Raises:
+        TableError: A file of measurements cannot be used.
+    """
+    if gpu_name is None or capability is None:
+        return _NO_GPU_FP8
+    found = _look_up(gpu_name, capability, FP8_DTYPE, head_dim, tuned_dir)
+    if found is not None:
+        return found
+    short = []
+    for choice in choices_for(gpu_name, capability, dtype, head_dim, tuned_dir):
+        if choice.max_len is None or choice.max_len >= _FP8_ABOVE:
+            short.append(choice._replace(max_len=_FP8_ABOVE))
+            break
+        short.append(choice)
+    kernel = _FP8_KERNEL.get(capability[0], "triton_fp8")
+    return (*short, Choice(kernel, None, f"FP8, {_UNMEASURED}"))
+
+
+def fp8_ranges(choices: Iterable[Choice]) -> list[tuple[int, int | None]]:
+    """Return the longest sequences, in tokens, that run in FP8: first and last ones.
+
+    Ascending; the last one is None where there is no bound. Empty without FP8.
+    """
+    ranges: list[tuple[int, int | None]] = []
+    shorter = 0
+    for choice in choices:
+        if choice.kernel in FP8_KERNELS:
+            first = shorter + 1
+            if ranges and ranges[-1][1] == shorter:
+                first, _ = ranges.pop()
+            ranges.append((first, choice.max_len))
+        shorter = choice.max_len or 0
+    return ranges
+
+
+def _look_up(
+    gpu_name: str,
+    capability: tuple[int, int],
+    dtype: "torch.dtype | str",
+    head_dim: int,
+    tuned_dir: Path | None,
+) -> tuple[Choice, ...] | None:
+    """Return what was measured, or None."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    found: tuple[int, tuple[Choice, ...]] | None = None
+    for table, origin in _tables(gpu_name, capability, tuned_dir):
+        for name, classes in table.classes.items():
+            entry_dtype, _, text = name.partition("/")
+            measured = int(text)
+            if entry_dtype != dtype_name or measured < head_dim:
+                continue
+            if found is None or measured < found[0]:
+                reason = origin
+                if measured != head_dim:
+                    reason += f", at head dim {measured}, the next that was measured"
+                choices = tuple(
+                    Choice(c.kernel, c.max_len, reason, c.many) for c in classes
+                )
+                found = measured, choices
+    return None if found is None else found[1]
+
+
+def _tables(
+    gpu_name: str, capability: tuple[int, int], tuned_dir: Path | None
+) -> Iterator[tuple[tuned.Table, str]]:
+    """Yield the tables that apply, best first, and what to say of each."""
+    if tuned_dir is not None and (table := tuned.read(tuned_dir, gpu_name)):
+        yield table, f"fastest on this machine, {_measured(table)}"
+    if table := tuned.read(tuned.BUNDLED, gpu_name):
+        yield table, f"fastest on {gpu_name}, {_measured(table)}"
+        return
+    other = _STANDS_FOR.get(capability[0])
+    if other is not None and (table := tuned.read(tuned.BUNDLED, other)):
+        yield table, f"{_UNMEASURED}; fastest on {other}, {_measured(table)}"
+
+
+def _measured(table: tuned.Table) -> str:
+    return f"measured by tune with vLLM {table.made_by['vllm']}"
+
+
+def forced(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:
+    """Give a kernel every class that it takes; longer ones keep their choice."""
+    bound = SERVES_UP_TO.get(kernel)
+    first = Choice(kernel, bound, f"forced by {ENV_KERNEL}")
+    if bound is None:
+        return (first,)
+    longer = (c for c in choices if c.max_len is None or c.max_len > bound)
+    return (first, *longer)
+
+
+def without(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:
+    """Drop a kernel that cannot run.
+
+    Of a class with two kernels the other one serves all; one with no other goes to the
+    class above or below. Nothing is left if no other kernel takes the longest class.
+    """
+    kept = []
+    for choice in choices:
+        if choice.kernel == kernel and choice.many is not None:
+            reason = f"in place of {kernel}, the fastest but for it"
+            kept.append(Choice(choice.many, choice.max_len, reason))
+        elif choice.kernel != kernel:
+            many = None if choice.many == kernel else choice.many
+            kept.append(choice._replace(many=many))
+    if not kept or kept[-1].kernel in SERVES_UP_TO:
+        return ()
+    kept[-1] = kept[-1]._replace(max_len=None)
+    return tuple(kept)
+
+
+def replaced(
+    choices: Iterable[Choice], kernel: KernelName, by: KernelName
+) -> tuple[Choice, ...]:
+    """Give the classes of a kernel that cannot run to another one."""
+    return tuple(
+        Choice(by, choice.max_len, f"in place of {kernel}; {_UNMEASURED}")
+        if choice.kernel == kernel
+        else choice
+        for choice in choices
+    )
+
+
+def encode(choices: Iterable[Choice]) -> str:
+    """Write choices as the op's `plan` argument, e.g. `128:cudnn,*:flash_attn`.
+
+    The kernel for many sequences stands behind a slash: `*:flash_attn_4/flash_attn`.
+    """
+    return ",".join(
+        f"{'*' if choice.max_len is None else choice.max_len}:"
+        + "/".join(choice.kernels)
+        for choice in choices
+    )
+
+
+@functools.cache
+def _decode(plan: str) -> tuple[tuple[int | None, str, str], ...]:
+    entries = []
+    for entry in plan.split(","):
+        bound, _, kernels = entry.partition(":")
+        kernel, _, many = kernels.partition("/")
+        entries.append((None if bound == "*" else int(bound), kernel, many or kernel))
+    return tuple(entries)
+
+
+def bounds(plan: str) -> tuple[int, ...]:
+    """Return the longest lengths of a plan's bounded classes, ascending."""
+    return tuple(bound for bound, _, _ in _decode(plan) if bound is not None)
+
+
+def select(plan: str, max_len: int, mean_len: float | None = None) -> str:
+    """Return the kernel's name for a batch.
+
+    Args:
+        plan: What `encode` wrote.
+        max_len: An upper bound of the sequence lengths, in tokens.
+        mean_len: Rows of the batch for each of its sequences, in a CUDA graph of those
+            that it was captured for. None for sequences that all have the length.
+
+    Raises:
+        ValueError: The plan has no class for the length.
+    """
+    if mean_len is None:
+        mean_len = max_len
+    for bound, kernel, many in _decode(plan):
+        if bound is None or max_len <= bound:
+            return kernel if mean_len >= _LEAST_MEAN else many
+    raise ValueError(f"plan {plan!r} has no class for {max_len} tokens")

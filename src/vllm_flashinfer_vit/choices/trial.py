@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A test run of a kernel on the GPU, before a layer is promised to it."""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm_flashinfer_vit.fp8.scale_files import E4M3_MAX
+from vllm_flashinfer_vit.settings import BLOCK_SCALED_KERNELS, FP8_KERNELS, KernelName
+
+
+class _Probe(NamedTuple):
+    """A head of a test run: v from N(mean, 1), q and k from N(0, factor^2).
+
+    Attributes:
+        mean: Of v.
+        factor: On q and k.
+        largest_error: Relative, of a kernel that is right.
+        name: Where an error is found.
+    """
+
+    mean: float
+    factor: float
+    largest_error: float
+    name: str
+
+
+# e4m3's own error is 0.05 for values around 0, 0.002 around 2 or 0.03 with an output in
+# e4m3; there a kernel shows that loses the small terms of a long sum. Scores of 10^6,
+# beyond fp16, leave a row its one largest, which e4m3 decides with an error of 0.4.
+_PROBES = (
+    _Probe(0.0, 1.0, 0.15, "values around 0"),
+    _Probe(2.0, 1.0, 0.05, "values around 2"),
+    _Probe(0.0, 300.0, 0.7, "large scores"),
+)
+# Some cuDNN returns zeros where keys are split, from 4096 on.
+_PROBE_LENGTHS = (4224, 100)
+
+
+@torch.inference_mode()
+def attempt(
+    kernel: KernelName, head_dim: int, dtype: torch.dtype, device: str = "cuda"
+) -> str | None:
+    """Run a kernel once and compare it with plain PyTorch, which passes unrun.
+
+    Args:
+        kernel: The kernel's name.
+        head_dim: Head dim in elements.
+        dtype: Activation dtype.
+        device: Where to run it.
+
+    Returns:
+        What went wrong, or None.
+    """
+    if kernel.startswith("reference"):
+        return None
+    from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+    from vllm_flashinfer_vit.ops import attention as ops
+
+    longest, num_tokens = max(_PROBE_LENGTHS), sum(_PROBE_LENGTHS)
+    try:
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (num_tokens, 3, len(_PROBES), head_dim)
+        qkv = torch.randn(
+            shape, generator=generator, device=device, dtype=torch.float32
+        )
+        factors = torch.tensor([p.factor for p in _PROBES], device=device)
+        qkv[:, :2] *= factors[:, None]
+        qkv[:, 2] += torch.tensor([p.mean for p in _PROBES], device=device)[:, None]
+        q, k, v = qkv.to(dtype).unbind(1)
+        cu_seqlens = torch.tensor(
+            (0, longest, num_tokens), dtype=torch.int32, device=device
+        )
+        max_seqlen = torch.tensor(longest, device="cpu")
+        scale = head_dim**-0.5
+        inputs = q, k, v, None, None, cu_seqlens, max_seqlen, 0, scale, f"*:{kernel}"
+        if kernel in BLOCK_SCALED_KERNELS:
+            out = ops.fp8_attention(*inputs, "block", False, None, None, None, None)
+        elif kernel in FP8_KERNELS:
+            given = qkv.abs().amax((0, 2, 3)) / E4M3_MAX
+            out = ops.fp8_attention(*inputs, "static", False, None, None, None, given)
+        else:
+            out = ops.attention(*inputs)
+        expected = attention_ref(q, k, v, cu_seqlens, longest, scale).float()
+        errors = (out.float() - expected).norm(dim=(0, 2)) / expected.norm(dim=(0, 2))
+        found = errors.tolist()
+    except Exception as caught:
+        text = str(caught).strip().partition("\n")[0]
+        return f"a test run fails with {type(caught).__name__}: {text}"
+    for head, error in zip(_PROBES, found, strict=True):
+        if not error < head.largest_error:
+            return (
+                f"a test run is wrong: its relative error is {error:.2g} for "
+                f"{head.name}"
+            )
+    return None

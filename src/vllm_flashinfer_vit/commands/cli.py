@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `vllm-flashinfer-vit`: thin, the work is in the modules that it calls."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from vllm_flashinfer_vit import __version__
+
+main = typer.Typer(
+    name="vllm-flashinfer-vit",
+    help="FLASHINFER attention for vLLM's vision encoders.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vllm-flashinfer-vit {__version__}")
+        raise typer.Exit
+
+
+@contextmanager
+def _command() -> Iterator[Console]:
+    """Keep vLLM quiet, and end with one line and status 2 on what a user can mend.
+
+    Yields the console for progress: standard output is for the result alone.
+    """
+    # vLLM reads it once, when it is imported.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        yield Console(stderr=True)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+@main.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@main.command()
+def encode(
+    images: Annotated[
+        list[Path], typer.Argument(help="Image files, or folders of them.")
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Folder of a local Hugging Face checkpoint; with --random-weights "
+            "also the name of a Qwen-VL model."
+        ),
+    ] = "Qwen/Qwen2.5-VL-3B-Instruct",
+    random_weights: Annotated[
+        bool,
+        typer.Option(
+            "--random-weights",
+            help="Seeded random weights, the same for every backend.",
+        ),
+    ] = False,
+    depth: Annotated[
+        int | None,
+        typer.Option(min=1, help="Build only the first DEPTH blocks of the tower."),
+    ] = None,
+    backend: Annotated[
+        list[str],
+        typer.Option(help="Attention backend; repeat the option to compare several."),
+    ] = ["FLASHINFER"],  # noqa: B006
+    attn_dtype: Annotated[
+        str | None,
+        typer.Option(help="fp8: quantised attention, where FLASHINFER runs."),
+    ] = None,
+    fp8_scale_path: Annotated[
+        Path | None, typer.Option(help="File of FP8 scales, as calibrate writes it.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    max_pixels: Annotated[
+        int | None,
+        typer.Option(min=1, help="Shrink larger images to this many pixels."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File to save the embeddings in, as safetensors."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON document instead of a table.")
+    ] = False,
+) -> None:
+    """Encode images with vLLM's own vision tower; show kernels, time and error."""
+    with _command() as console:
+        from vllm_flashinfer_vit.commands.encode import Options, render, run
+
+        options = Options(
+            images=images,
+            model=model,
+            random_weights=random_weights,
+            depth=depth,
+            backends=backend,
+            attn_dtype=attn_dtype,
+            fp8_scale_path=fp8_scale_path,
+            dtype=dtype,
+            device=device,
+            max_pixels=max_pixels,
+            output=output,
+        )
+        report = run(options, console)
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        render(report, Console())
+
+
+@main.command()
+def calibrate(
+    images: Annotated[
+        list[Path], typer.Argument(help="Image files, or folders of them.")
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Folder of a local Hugging Face checkpoint; with --random-weights "
+            "also the name of a Qwen-VL model."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option(help="File of scales to write; vLLM itself reads it too.")
+    ] = Path("fp8_scales.json"),
+    margin: Annotated[
+        float, typer.Option(help="Head room over the largest absolute values.")
+    ] = 1.5,
+    merge: Annotated[
+        Path | None,
+        typer.Option(help="File of scales to widen, of this command's or of vLLM's."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="SVG file for a plot of each layer's largest values."),
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Seeded random weights, to try it.")
+    ] = False,
+    depth: Annotated[
+        int | None,
+        typer.Option(min=1, help="Build only the first DEPTH blocks of the tower."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    max_pixels: Annotated[
+        int | None,
+        typer.Option(min=1, help="Shrink larger images to this many pixels."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON document instead of a table.")
+    ] = False,
+) -> None:
+    """Make a file of FP8 scales from images; show each layer's clip rate and error."""
+    with _command() as console:
+        from vllm_flashinfer_vit.commands.calibrate import Options, render, run
+
+        options = Options(
+            images=images,
+            model=model,
+            output=output,
+            margin=margin,
+            merge=merge,
+            plot=plot,
+            random_weights=random_weights,
+            depth=depth,
+            dtype=dtype,
+            device=device,
+            max_pixels=max_pixels,
+        )
+        report = run(options, console)
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        render(report, Console())
+
+
+@main.command()
+def doctor(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON document instead of tables.")
+    ] = False,
+) -> None:
+    """Say what this machine can run, why not the rest, and how to mend each problem.
+
+    Exits with 0 if FLASHINFER can serve here, with 1 otherwise.
+    """
+    from vllm_flashinfer_vit.commands.doctor import examine, render
+
+    report = examine()
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        render(report, Console())
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@main.command()
+def tune(
+    dtypes: Annotated[
+        str, typer.Option(help="Dtypes to measure, comma-separated.")
+    ] = "bf16,fp16,fp8",
+    head_dims: Annotated[
+        str, typer.Option(help="Head dims to measure, comma-separated.")
+    ] = "80,72,64,96,128",
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File to write instead of this GPU's in the user's folder."),
+    ] = None,
+    time_limit: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds; what is not measured by then is left out."),
+    ] = 600.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON document instead of a table.")
+    ] = False,
+) -> None:
+    """Measure which kernel is fastest on this GPU; engines then choose by that.
+
+    The file that it writes replaces the one of an earlier run.
+    """
+    with _command() as console:
+        from vllm_flashinfer_vit.commands.tune import Options, render, run, to_json
+
+        options = Options(dtypes, head_dims, output, time_limit)
+        report = run(options, console)
+    if as_json:
+        typer.echo(json.dumps(to_json(report), indent=2))
+    else:
+        render(report, Console())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who serves FLASHINFER: the answer to a model's question for its attention backend.
+
+An explicit FLASHINFER is answered with FLASH_ATTN. Models then hand over plain token
+prefix sums and a real longest length, in every supported vLLM, instead of the packed
+element offsets of vLLM's own FLASHINFER; the layer of this package takes it from there.
+"""
+
+import functools
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.models.vision import get_multimodal_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_flashinfer_vit.choices.lookup import Choice
+from vllm_flashinfer_vit.choices.trial import attempt
+from vllm_flashinfer_vit.machine.support import check_vllm, probe, usable_choices
+from vllm_flashinfer_vit.settings import ENV_KERNEL, FP8_KERNELS, KernelName, Settings
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
+
+
+class NotServedError(ValueError):
+    """FLASHINFER was asked for, and nothing in this package can serve it."""
+
+
+def flashinfer_requested() -> bool:
+    """Whether the engine that is being built asks for FLASHINFER encoder attention."""
+    config = get_multimodal_config()
+    return (
+        config is not None
+        and config.mm_encoder_attn_backend == AttentionBackendEnum.FLASHINFER
+    )
+
+
+@functools.cache
+def resolve(
+    head_dim: int, dtype: torch.dtype, forced: KernelName | None
+) -> tuple[Choice, ...]:
+    """Return the choices that this machine can run for a head dim and dtype.
+
+    The first call for its arguments decides for the process, and may run a kernel.
+
+    Args:
+        head_dim: Head dim in elements.
+        dtype: Activation dtype.
+        forced: The kernel that the user forces, or None.
+
+    Raises:
+        NotServedError: No kernel can run, or the forced one cannot.
+        TableError: A file of measured choices cannot be used.
+    """
+    if problem := check_vllm(version("vllm")):
+        raise NotServedError(problem)
+    tuned_dir = Settings.from_env().tuned_dir
+    stack = probe(libraries=False)
+    choices, refusals = usable_choices(
+        stack,
+        head_dim,
+        dtype,
+        forced,
+        tuned_dir,
+        attempt=functools.partial(attempt, head_dim=head_dim, dtype=dtype),
+    )
+    if not choices:
+        advice = f". Unset {ENV_KERNEL}={forced}" if forced else ""
+        raise NotServedError(
+            f"no kernel of vllm-flashinfer-vit serves head dim {head_dim} in {dtype}: "
+            + "; ".join(refusals.values())
+            + advice
+        )
+    for refusal in refusals.values():
+        logger.warning_once("vllm-flashinfer-vit does without %s", refusal)
+    return choices
+
+
+def served(head_dim: int, dtype: torch.dtype) -> tuple[Choice, ...] | None:
+    """Return a layer's choices, or None where the kernel in vLLM's tree runs instead.
+
+    Raises:
+        NotServedError: Nothing can serve the layer, and the settings are strict or
+            force a kernel, or this vLLM is not supported.
+    """
+    settings = Settings.from_env()
+    forced = settings.kernel
+    config = get_multimodal_config()
+    if forced in FP8_KERNELS and config and config.mm_encoder_attn_dtype is not None:
+        # Forced for what runs in FP8; `fp8.policy_for` takes care of that.
+        forced = None
+    try:
+        return resolve(head_dim, dtype, forced)
+    except NotServedError as error:
+        if settings.strict or forced or check_vllm(version("vllm")):
+            raise
+        logger.warning_once(
+            "FLASHINFER was asked for, but %s. vLLM's own kernel runs instead.", error
+        )
+        return None
+
+
+def _layer_is_registered() -> bool:
+    layer = op_registry_oot.get("MMEncoderAttention")
+    return layer is not None and layer.__module__ == "vllm_flashinfer_vit.engine.layer"
+
+
+def answer_flash_attn(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Platform.get_vit_attn_backend`; see this module's docstring."""
+
+    @functools.wraps(original)
+    def get_vit_attn_backend(
+        cls: type,
+        head_size: int,
+        dtype: torch.dtype,
+        backend: AttentionBackendEnum | None = None,
+    ) -> AttentionBackendEnum:
+        serving = current_platform.is_cuda() or current_platform.is_cpu()
+        if backend != AttentionBackendEnum.FLASHINFER or not serving:
+            return original(cls, head_size, dtype, backend)
+        if served(head_size, dtype) is None:
+            return original(cls, head_size, dtype, None)
+        if not _layer_is_registered():
+            raise NotServedError(
+                "FLASHINFER was asked for, but vllm-flashinfer-vit could not register "
+                "its layer in this process; the log says why"
+            )
+        logger.info_once(
+            "vllm-flashinfer-vit serves FLASHINFER for multimodal encoders; models are "
+            "told FLASH_ATTN, which also runs what this package does not replace."
+        )
+        return AttentionBackendEnum.FLASH_ATTN
+
+    return get_vit_attn_backend

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds at engine start what the first request would wait for, and counts it.
+
+A Triton kernel has a variant for each class of longest lengths, cuDNN a plan for each
+bucket of counts and lengths. All are run once while the weights are loaded: in time for
+vLLM's measurement of memory, and before the first graph is captured.
+"""
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
+from vllm_flashinfer_vit.models import qwen_vl
+
+if TYPE_CHECKING:
+    from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
+
+logger = logging.getLogger("vllm.plugins.flashinfer_vit")
+
+SCHEMA = "vllm-flashinfer-vit/counters/1"
+# The shortest length that a kernel has a variant for, and where none but the last
+# class is left.
+_SHORTEST, _LONGEST = 16, 4096
+# More images, frames or windows in one call are rare; their plan is built on demand.
+_MAX_SEQS = 1024
+
+
+class Counters(NamedTuple):
+    """What this process has built since it began to count.
+
+    Attributes:
+        triton_kernels: Variants of Triton kernels, of this package or not, compiled or
+            loaded from Triton's cache on disk.
+        cudnn_plans: Plans that cuDNN built.
+        workspace_bytes: Device memory that kernels hold as workspace.
+    """
+
+    triton_kernels: int
+    cudnn_plans: int
+    workspace_bytes: int
+
+    def to_json(self) -> str:
+        """Return one line for the log."""
+        return json.dumps({"schema": SCHEMA, **self._asdict()})
+
+
+class _TritonCount:
+    """Chained in front of whoever listens to Triton already."""
+
+    def __init__(self, then: Any) -> None:
+        self.count = 0
+        self._then = then
+
+    def __call__(self, **event: Any) -> Any:
+        self.count += 1
+        logger.debug("Triton compiled %s", event.get("repr"))
+        return self._then(**event) if self._then is not None else None
+
+
+@functools.cache
+def _triton_count() -> _TritonCount:
+    from triton import knobs
+
+    hook = _TritonCount(knobs.runtime.jit_post_compile_hook)
+    knobs.runtime.jit_post_compile_hook = hook
+    return hook
+
+
+def counters() -> Counters:
+    """Return the counters; the first call begins to count Triton's kernels."""
+    from vllm_flashinfer_vit.kernels.cudnn import plan_stats
+
+    plans = plan_stats()
+    return Counters(_triton_count().count, plans.built, plans.workspace_bytes)
+
+
+def lengths(bounds: tuple[int, ...]) -> list[int]:
+    """Return longest lengths that meet every variant of every kernel of a plan.
+
+    Args:
+        bounds: The lengths up to which other kernels serve.
+    """
+    found = {*bounds, *(bound + 1 for bound in bounds)}
+    length = _SHORTEST
+    while length <= _LONGEST:
+        found.add(length)
+        length *= 2
+    return sorted(found)
+
+
+def plan_shapes(longest: int, shortest: int = 1) -> list[tuple[int, int]]:
+    """Return the buckets of counts and lengths that batches of some size can need.
+
+    Args:
+        longest: Tokens of a batch, hence of its longest sequence.
+        shortest: The shortest longest sequence.
+    """
+    shapes = []
+    below, max_len = shortest - 1, bucket_max_len(shortest)
+    while True:
+        # One sequence is longer than the bucket below; the others have a token each.
+        most = longest - below
+        num_seqs = bucket_num_seqs(1)
+        while True:
+            shapes.append((num_seqs, min(max_len, longest)))
+            if num_seqs >= min(most, _MAX_SEQS):
+                break
+            num_seqs = bucket_num_seqs(num_seqs + 1)
+        if max_len >= longest:
+            return shapes
+        below, max_len = max_len, bucket_max_len(max_len + 1)
+
+
+_enabled = True
+_warm: set[tuple[object, ...]] = set()
+
+
+@contextmanager
+def without_warm_up() -> Iterator[None]:
+    """Leave the warm-up out, for a tower that serves no requests."""
+    global _enabled
+    _enabled, before = False, _enabled
+    try:
+        yield
+    finally:
+        _enabled = before
+
+
+def warm_up(layer: "FlashInferViTAttention") -> None:
+    """Run a layer's op once in each class of calls, unless an equal layer has.
+
+    Args:
+        layer: Its weights are loaded; the GPU is the current one.
+    """
+    # Patched models leave the rotary embedding to the op.
+    rotate = any(patch.applied for patch in qwen_vl.PATCHES)
+    key = (*layer.signature, rotate)
+    if not _enabled or key in _warm:
+        return
+    _warm.add(key)
+    before, start = counters(), time.perf_counter()
+    shapes = [(1, length) for length in lengths(layer.bounds)]
+    # Batches of many sequences may have a kernel of their own, as graphs do.
+    shapes += [
+        (length, length)
+        for _, length in shapes
+        if layer.kernel_for(length, 1) != layer.kernel_for(length)
+    ]
+    longest = _max_patches()
+    if layer.kernel_for(longest).startswith("cudnn"):
+        last = layer.bounds[-1] if layer.bounds else 0
+        shapes += plan_shapes(longest, min(last + 1, longest))
+    with torch.inference_mode():
+        for num_seqs, length in shapes:
+            _run(layer, num_seqs, length, rotate)
+    torch.cuda.synchronize()
+    after = counters()
+    logger.info(
+        "vllm-flashinfer-vit warmed up %d shapes in %.1f s: %d Triton kernels, %d "
+        "cuDNN plans",
+        len(shapes),
+        time.perf_counter() - start,
+        after.triton_kernels - before.triton_kernels,
+        after.cudnn_plans - before.cudnn_plans,
+    )
+    logger.debug("before warm-up: %s", before.to_json())
+    logger.debug("after warm-up: %s", after.to_json())
+
+
+def _max_patches() -> int:
+    """Return the most patches of one encoder call, of four to a token."""
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    tokens = config.scheduler_config.max_num_batched_tokens
+    return 4 * max(tokens, config.model_config.max_model_len)
+
+
+def _run(
+    layer: "FlashInferViTAttention", num_seqs: int, length: int, rotate: bool
+) -> None:
+    heads, kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_size
+    on = {"dtype": layer.dtype, "device": "cuda"}
+    # The layout of most models: q, k and v are views of one projection.
+    qkv = torch.zeros(length, heads + 2 * kv_heads, head_dim, **on)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    cos = sin = torch.ones(length, head_dim // 2, **on) if rotate else None
+    # One real sequence; the rest of a plan's batch is empty.
+    cu_seqlens = torch.full((num_seqs + 1,), length, dtype=torch.int32, device="cuda")
+    cu_seqlens[0] = 0
+    max_seqlen = torch.tensor(length, dtype=torch.int32)
+    layer.attend(q, k, v, cos, sin, cu_seqlens, max_seqlen)
