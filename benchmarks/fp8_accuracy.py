@@ -38,8 +38,8 @@ from common import (
     relative_error,
     results_path,
 )
+from vllm_flashinfer_vit.kernels.formats import E4M3_MAX
 
-E4M3_MAX = 448.0
 # What vLLM looks back on, for upstream's method and the dynamic one alike.
 PASSES = 16
 # vLLM's default head room for scales that are saved.
@@ -228,7 +228,7 @@ class Layer:
             passes: All are run, in order, if the method has a memory.
             scales: `[3]` fp32, for `static`.
         """
-        from vllm_flashinfer_vit.kernels.absmax import DynamicScales
+        from vllm_flashinfer_vit.kernels.formats import DynamicScales
         from vllm_flashinfer_vit.ops.attention import fp8_attention
 
         state: tuple[torch.Tensor | None, ...] = (None, None, None, None)

@@ -19,8 +19,8 @@ from vllm_flashinfer_vit.commands import calibrate
 from vllm_flashinfer_vit.commands.job import JobError
 from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.scale_files import QKV
-from vllm_flashinfer_vit.kernels.absmax import DynamicScales
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.kernels.formats import DynamicScales
 from vllm_flashinfer_vit.settings import ENV_FP8_SCALES, ENV_FP8_SKIP_LAYERS, ENV_KERNEL
 from vllm_flashinfer_vit.towers import tower
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower, resolve_spec

@@ -15,11 +15,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from vllm_flashinfer_vit.kernels import hopper_fp8
+from vllm_flashinfer_vit.kernels._triton import split_width
 
 
 def _source(head_dim: int) -> GluonASTSource:
-    qk_lo, qk_hi = hopper_fp8._split(-(-head_dim // 32) * 32, 32)
-    v_lo, v_hi = hopper_fp8._split(-(-head_dim // 16) * 16, 16)
+    qk_lo, qk_hi = split_width(-(-head_dim // 32) * 32, 32)
+    v_lo, v_hi = split_width(-(-head_dim // 16) * 16, 16)
     boxes = {
         "q_lo_desc": (64, qk_lo),
         "q_hi_desc": (64, qk_hi),

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from cases import CASES, GPU_CASES, Case, make_cos_sin, make_qkv, params
-from vllm_flashinfer_vit.kernels.absmax import HISTORY, DynamicScales, absmax, update
+from vllm_flashinfer_vit.kernels.absmax import absmax, update
 from vllm_flashinfer_vit.kernels.absmax_ref import absmax_ref, update_ref
+from vllm_flashinfer_vit.kernels.formats import HISTORY, DynamicScales
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 

@@ -230,12 +230,16 @@ def test_one_long_sequence_among_many(attention):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128])
-def test_cudnn_probe_finds_it_right(head_dim, dtype):
-    assert cudnn.probe(head_dim, dtype) is None
+def test_cudnn_gives_a_token_alone_its_value(head_dim, dtype):
+    case = Case("tokens", (1, 1, 1))
+    q, k, v = _make(case, head_dim, dtype)
+    assert torch.equal(_run(cudnn.attention, (q, k, v), case, head_dim**-0.5), v)
 
 
-def test_cudnn_probe_says_why_not():
-    assert "multiple of 8" in str(cudnn.probe(76, torch.bfloat16))
+def test_cudnn_says_why_not():
+    case = Case("one", (100,))
+    with pytest.raises(RuntimeError, match="multiple of 8"):
+        _run(cudnn.attention, _make(case, 76), case, 0.1)
 
 
 def test_cudnn_builds_one_plan_for_a_bucket():

@@ -19,7 +19,8 @@ from cases import (
     relative_error,
 )
 from vllm_flashinfer_vit.kernels.flash_fp8_ref import dequantize_ref
-from vllm_flashinfer_vit.kernels.quantize import BLOCK, quantize_blocks
+from vllm_flashinfer_vit.kernels.formats import BLOCK
+from vllm_flashinfer_vit.kernels.quantize import quantize_blocks
 from vllm_flashinfer_vit.kernels.quantize_ref import (
     column_order,
     key_order,

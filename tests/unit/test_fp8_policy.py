@@ -15,7 +15,7 @@ from vllm_flashinfer_vit.engine.selection import NotServedError  # noqa: E402
 from vllm_flashinfer_vit.fp8 import policy as fp8  # noqa: E402
 from vllm_flashinfer_vit.fp8 import scale_files as scales  # noqa: E402
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError  # noqa: E402
-from vllm_flashinfer_vit.kernels import absmax  # noqa: E402
+from vllm_flashinfer_vit.kernels.formats import DynamicScales  # noqa: E402
 from vllm_flashinfer_vit.settings import (  # noqa: E402
     ENV_FP8_SCALES,
     ENV_FP8_SKIP_LAYERS,
@@ -275,11 +275,10 @@ class TestState:
 
     def test_is_what_the_kernels_take(self, engine: SimpleNamespace) -> None:
         state = fp8.ScaleState(required(fp8_scales="dynamic"), NAME, 72)
-        for name, tensor in absmax.DynamicScales.on("cpu")._asdict().items():
+        for name, tensor in DynamicScales.on("cpu")._asdict().items():
             buffer = getattr(state, name)
             assert (buffer.dtype, buffer.shape) == (tensor.dtype, tensor.shape)
             assert torch.equal(buffer, tensor)
-        assert fp8.HISTORY == absmax.HISTORY
 
 
 STEP = SimpleNamespace(scheduled_encoder_inputs={"request": [0]})

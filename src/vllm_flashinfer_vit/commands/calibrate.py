@@ -36,7 +36,8 @@ from vllm_flashinfer_vit.commands.job import (
     versions,
 )
 from vllm_flashinfer_vit.fp8 import scale_files as scales
-from vllm_flashinfer_vit.fp8.scale_files import E4M3_MAX, QKV, ScaleFile
+from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleFile
+from vllm_flashinfer_vit.kernels.formats import E4M3_MAX
 from vllm_flashinfer_vit.settings import FP8_KERNELS, KernelName
 from vllm_flashinfer_vit.towers.tower import (
     Tower,

@@ -601,7 +601,7 @@ def fp8_call(
         plan: As for `ops.attention`.
         method: Where scales come from.
     """
-    from vllm_flashinfer_vit.kernels.absmax import DynamicScales
+    from vllm_flashinfer_vit.kernels.formats import DynamicScales
     from vllm_flashinfer_vit.ops.attention import fp8_attention
 
     state: tuple[torch.Tensor | None, ...] = (None,) * 4

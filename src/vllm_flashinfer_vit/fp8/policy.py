@@ -25,6 +25,7 @@ from vllm_flashinfer_vit.choices.trial import attempt
 from vllm_flashinfer_vit.engine.selection import NotServedError
 from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
+from vllm_flashinfer_vit.kernels.formats import HISTORY
 from vllm_flashinfer_vit.machine.support import probe, serves_fp8, usable_choices
 from vllm_flashinfer_vit.settings import (
     BLOCK_SCALED_KERNELS,
@@ -37,9 +38,6 @@ from vllm_flashinfer_vit.settings import (
 )
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
-
-# Passes that dynamic scales look back on, as in vLLM and in `kernels/absmax.py`.
-HISTORY = 16
 
 _BLOCK_INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_flashinfer_vit.kernels.formats import E4M3_MAX
+
 SCHEMA = "vllm-flashinfer-vit/fp8-scales/1"
-E4M3_MAX = 448.0
 
 # Kernels read scales as fp32.
 _FP32_TINY = 2.0**-126

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from vllm_flashinfer_vit.machine.versions import format_cudnn
+
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
 _MIN_WORKSPACE_BYTES = 1 << 20
@@ -119,7 +121,7 @@ class PlanCache:
         # cudnn-frontend has its own exceptions, and raises others besides.
         except Exception as error:
             raise RuntimeError(
-                f"cuDNN {backend_version()} builds no plan for {key}: {error}. Choose "
+                f"cuDNN {_version()} builds no plan for {key}: {error}. Choose "
                 "another kernel with VLLM_FLASHINFER_VIT_KERNEL."
             ) from error
         self._reserve(workspace_bytes, device)
@@ -149,9 +151,7 @@ class PlanCache:
 PLANS = PlanCache()
 
 
-def backend_version() -> str:
-    """Return the version of the cuDNN that is loaded, `9.19.0`."""
+def _version() -> str:
     import cudnn
 
-    version = cudnn.backend_version()  # 91900 is 9.19.0
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    return format_cudnn(cudnn.backend_version())

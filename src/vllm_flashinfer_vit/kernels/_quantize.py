@@ -20,17 +20,14 @@ from vllm_flashinfer_vit.kernels._packed import (
     to_e4m3,
 )
 from vllm_flashinfer_vit.kernels._triton import check_qkv, split_width, stride_unit
-from vllm_flashinfer_vit.kernels.rope_ref import check_rope_inputs
+from vllm_flashinfer_vit.kernels.formats import BLOCK, FP32_TINY, check_rope_inputs
 
-# Rows of a head that a program reads at once.
-BLOCK = 128
 # Offsets within a block of 128 rows are int32.
 _MAX_STRIDE = 1 << 24
 
-E4M3_MAX = tl.constexpr(448.0)
 # Of a program of 16 warps.
 _MAX_THREADS = tl.constexpr(512)
-_FP32_TINY = tl.constexpr(2.0**-126)
+_FP32_TINY = tl.constexpr(FP32_TINY)
 
 
 @triton.jit

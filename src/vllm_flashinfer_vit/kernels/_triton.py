@@ -103,12 +103,12 @@ def stride_unit(*sizes: int) -> int:
     return math.gcd(_MAX_UNIT, *sizes)
 
 
-def split_width(width: int) -> tuple[int, int]:
-    """Cut a width into a power of two and what pads the rest: 80 is 64 and 16."""
+def split_width(width: int, least: int = 16) -> tuple[int, int]:
+    """Cut a width into two powers of two, of which the second may hold more: 80 is 64
+    and 16. It is 0 or at least `least`; matrix instructions take no less than 16."""
     low = 1 << (width.bit_length() - 1)
     rest = width - low
-    # 16 is the least that a matrix instruction takes.
-    return low, max(16, triton.next_power_of_2(rest)) if rest else 0
+    return low, max(least, triton.next_power_of_2(rest)) if rest else 0
 
 
 def check_qkv(

@@ -5,18 +5,14 @@ One launch takes the maxima of turned q and k and of v, a second enters them int
 history and derives the scales. All that lasts is on the device, the history's position
 too, so a pass may be captured in a CUDA graph. Rows behind the last sequence have no
 part in it, nor has NaN or Inf, which would stay for 16 passes. A maximum does not hang
-on the order of its terms: the bits, those of `reference/absmax.py`, never vary.
+on the order of its terms: the bits, those of `kernels/absmax_ref.py`, never vary.
 """
-
-from typing import NamedTuple, Self
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._quantize import (
-    BLOCK,
-    E4M3_MAX,
     absmax_pairs,
     absmax_tiles,
     angle_strides,
@@ -33,36 +29,15 @@ from vllm_flashinfer_vit.kernels._quantize import (
     turn_pairs,
 )
 from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, last_row
+from vllm_flashinfer_vit.kernels.formats import (
+    BLOCK,
+    E4M3_MAX,
+    HISTORY,
+    DynamicScales,
+)
 
 _NUM_WARPS = 8
-# Passes that a scale remembers, as many as vLLM's own.
-HISTORY = 16
-
-
-class DynamicScales(NamedTuple):
-    """One layer's state, all of it on the device.
-
-    Attributes:
-        amax: `[3]` fp32, the largest absolute values of q, k and v since `update`.
-        history: `[16, 3]` fp32, those of the last passes.
-        position: `[1]` int32, the row of `history` that is written next.
-        scales: `[3]` fp32, what one e4m3 unit stands for; 1 before the first pass.
-    """
-
-    amax: torch.Tensor
-    history: torch.Tensor
-    position: torch.Tensor
-    scales: torch.Tensor
-
-    @classmethod
-    def on(cls, device: torch.device | str) -> Self:
-        """Return the state of a layer that has seen nothing."""
-        return cls(
-            amax=torch.zeros(3, device=device),
-            history=torch.zeros(HISTORY, 3, device=device),
-            position=torch.zeros(1, dtype=torch.int32, device=device),
-            scales=torch.ones(3, device=device),
-        )
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
 
 
 @triton.jit(
@@ -174,7 +149,7 @@ def _update_kernel(
     past = tl.load(past_ptr, mask=mask[None, :], other=0.0)
     past = tl.where((offs_p == position)[:, None], amax[None, :], past)
     tl.store(past_ptr, past, mask=mask[None, :])
-    scales = block_scale(tl.max(past, axis=0) * margin, E4M3_MAX)
+    scales = block_scale(tl.max(past, axis=0) * margin, _E4M3_MAX)
     tl.store(scales_ptr + offs_i, scales, mask=mask)
     tl.store(amax_ptr + offs_i, tl.zeros([4], tl.float32), mask=mask)
     tl.store(position_ptr, (position + 1) % HISTORY)

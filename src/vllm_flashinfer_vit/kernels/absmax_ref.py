@@ -3,7 +3,7 @@
 
 import torch
 
-from vllm_flashinfer_vit.kernels.absmax import HISTORY, DynamicScales
+from vllm_flashinfer_vit.kernels.formats import HISTORY, DynamicScales
 from vllm_flashinfer_vit.kernels.quantize_ref import finite_absmax, scale_of
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout
-from vllm_flashinfer_vit.kernels.add_norm_ref import (
+from vllm_flashinfer_vit.kernels.formats import (
     check_number_of_terms,
     check_sum_norm_inputs,
 )

@@ -5,6 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_flashinfer_vit.kernels.formats import (
+    check_number_of_terms,
+    check_sum_norm_inputs,
+)
+
 
 def sum_norm_ref(
     terms: Sequence[torch.Tensor],
@@ -44,26 +49,3 @@ def sum_norm_ref(
             total, weight.shape, weight.float(), bias.float(), eps
         )
     return total.to(x.dtype) if keep_sum else None, normed.to(x.dtype)
-
-
-def check_number_of_terms(terms: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError unless there are two or three."""
-    if not 2 <= len(terms) <= 3:
-        raise ValueError(f"terms must be two or three, got {len(terms)}")
-
-
-def check_sum_norm_inputs(
-    terms: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
-) -> None:
-    """Raise ValueError unless they fit together as `sum_norm_ref` says."""
-    x = terms[0]
-    found = [(tuple(term.shape), term.dtype) for term in terms]
-    if x.dim() == 0 or len(set(found)) > 1:
-        raise ValueError(f"terms must be [..., C] of one shape and dtype, got {found}")
-    if weight.shape != x.shape[-1:] or (
-        bias is not None and bias.shape != weight.shape
-    ):
-        raise ValueError(
-            f"weight and bias must be [{x.shape[-1]}], got {tuple(weight.shape)} and "
-            f"{None if bias is None else tuple(bias.shape)}"
-        )

@@ -30,7 +30,6 @@ from vllm_flashinfer_vit.kernels._cudnn import (
     PlanCache,
     PlanKey,
     PlanStats,
-    backend_version,
 )
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 
@@ -181,32 +180,6 @@ def attention(
 def plan_stats() -> PlanStats:
     """Return a copy of this process's counters, those of FP8 plans included."""
     return replace(PLANS.stats)
-
-
-def probe(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Try cuDNN on the current GPU: build one plan, run it, compare its output.
-
-    The plan is not kept or counted. It takes about a second in a fresh process.
-
-    Args:
-        head_dim: D, in elements.
-        dtype: Activation dtype.
-
-    Returns:
-        None if cuDNN serves it, else what it said.
-    """
-    try:
-        qkv = torch.randn(3, 3, 2, head_dim, dtype=dtype, device="cuda")
-        q, k, v = qkv.unbind(1)
-        cu_seqlens = torch.arange(4, dtype=torch.int32, device="cuda")
-        out = _attention(PlanCache(), q, k, v, cu_seqlens, 1, head_dim**-0.5)
-    # Whatever fails here is the answer.
-    except Exception as error:
-        return str(error)
-    # A token alone in its sequence attends to itself only.
-    if not torch.equal(out, v):
-        return f"cuDNN {backend_version()} returns wrong values for head dim {head_dim}"
-    return None
 
 
 def _loadable(x: torch.Tensor) -> torch.Tensor:

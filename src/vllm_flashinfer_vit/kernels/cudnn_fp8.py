@@ -28,7 +28,7 @@ from vllm_flashinfer_vit.kernels._cudnn import PLANS, Plan, PlanCache, PlanKey
 from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 from vllm_flashinfer_vit.kernels.seqlens import derive_seqlens
-from vllm_flashinfer_vit.machine.support import MIN_CUDNN_FP8_HOPPER, format_cudnn
+from vllm_flashinfer_vit.machine.versions import MIN_CUDNN_FP8_HOPPER, format_cudnn
 
 _FP8 = torch.float8_e4m3fn
 # Weights are at most 1 and mostly tiny: a power of two below 448 keeps them normal.

@@ -26,7 +26,7 @@ from vllm_flashinfer_vit.kernels._triton import (
     store_columns,
     zero_rows,
 )
-from vllm_flashinfer_vit.kernels.quantize import BLOCK, QuantizedQKV, check_blocks
+from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV, check_blocks
 
 _LOG2_E = 1.4426950408889634
 # Rows that one program checks and clears behind the last sequence.

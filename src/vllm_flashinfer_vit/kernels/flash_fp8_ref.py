@@ -8,7 +8,7 @@ differs in the weights, which stay fp32: what is left is the kernel's own error.
 import torch
 
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
-from vllm_flashinfer_vit.kernels.quantize import BLOCK, QuantizedQKV
+from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV
 from vllm_flashinfer_vit.kernels.quantize_ref import key_order
 
 

@@ -26,7 +26,6 @@ rescales it anyway. A row's bits depend on its sequence alone.
 import struct
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,8 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan
 
-from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout
-from vllm_flashinfer_vit.kernels.quantize import BLOCK, QuantizedQKV, check_blocks
+from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, split_width
+from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV, check_blocks
 
 _LOG2_E = 1.4426950408889634
 _GROUPS = 3
@@ -633,8 +632,8 @@ def _plan(
             f"head dim {head_dim} needs more registers than a thread has; at most 80, "
             "or VLLM_FLASHINFER_VIT_KERNEL=triton_fp8"
         )
-    qk_lo, qk_hi = _split(q.shape[2], 32)
-    v_lo, v_hi = _split(v.shape[1], 16)
+    qk_lo, qk_hi = split_width(q.shape[2], 32)
+    v_lo, v_hi = split_width(v.shape[1], 16)
     most_tiles = heads * (num_tokens // _BLOCK_M + num_seqs)
     launch = Launch(
         _hopper_fp8_kernel,
@@ -662,13 +661,6 @@ def _plan(
         (v, v_hi, BLOCK),
     )
     return launch, tuple(_describe(*box) for box in boxes)
-
-
-def _split(width: int, least: int) -> tuple[int, int]:
-    """Cut a width into two powers of two, the second one 0 or at least `least`."""
-    low = 1 << (width.bit_length() - 1)
-    rest = width - low
-    return low, max(least, triton.next_power_of_2(rest)) if rest else 0
 
 
 def _describe(x: torch.Tensor, rows: int, cols: int) -> TensorDescriptor | None:

@@ -11,10 +11,8 @@ Numerics: q and k are turned in fp32 and rounded to the input's dtype, bit for b
 nearest even. q and k end at 28 = 448 / 16, as if their scales were 16 times as large;
 what that loses is 1800 times smaller than the largest value of its block. Values beyond
 the range saturate; NaN and Inf become NaN. The bits equal those of
-`reference/quantize.py`.
+`kernels/quantize_ref.py`.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -22,8 +20,6 @@ import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._packed import finite, to_e4m3
 from vllm_flashinfer_vit.kernels._quantize import (
-    BLOCK,
-    E4M3_MAX,
     absmax_pairs,
     absmax_tiles,
     angle_strides,
@@ -47,6 +43,12 @@ from vllm_flashinfer_vit.kernels._triton import (
     split_width,
     stride_unit,
 )
+from vllm_flashinfer_vit.kernels.formats import (
+    BLOCK,
+    E4M3_MAX,
+    QK_MAX,
+    QuantizedQKV,
+)
 
 # Heads of a program, which share the angles: at 8x4096 and D=72 an H200 takes 150 us
 # with 8, 155 us with 4, 167 us with 2.
@@ -55,40 +57,8 @@ _GROUP = 8
 # of 128 registers take 163 us. Above D=80 the cap would cost spills.
 _NUM_WARPS = 16
 _MAXNREG = 64
-# The largest q and k: 28 * 28 * 83 fits fp16, where the Hopper kernel has its scores.
-_QK_MAX = tl.constexpr(28.0)
-
-
-class QuantizedQKV(NamedTuple):
-    """q, k and v in e4m3, `x ~ x8 * scale`, in blocks of 128 tokens of a sequence.
-
-    No element of q and k is above 28, none of v above 448.
-
-    Sequence n starts at block `cu_seqlens[n] // 128 + n`; NB = T // 128 + N blocks are
-    enough for every batch, and Tp = 128 * NB. Blocks of no sequence are not written.
-
-    Attributes:
-        q: `[H, Tp, D_qk]` contiguous, D_qk being D rounded up to 32. Columns from D on,
-            and rows of a sequence's last block behind its end, are zeros. Columns 2 j
-            and 2 j + 1 hold the pair j that the rotary embedding turns: columns j and
-            j + R / 2 of the head, or for R / 2 <= j < D / 2, which it leaves, columns
-            j + R / 2 and j + D / 2. Scores do not see an order that q and k share.
-        k: `[H_kv, Tp, D_qk]` like q.
-        v: `[H_kv, D_v, Tp]` contiguous, D_v being D rounded up to 16, with the same
-            zeros. Position 16 h + 4 l + 2 b + e of each 32 holds key 16 h + 8 b + 2 l +
-            e (h, b, e below 2, l below 4): a thread that has computed the scores of
-            some keys on Hopper holds them as it needs them to weight these keys.
-        q_scale: `[H, NB]` fp32.
-        k_scale: `[H_kv, NB]` fp32.
-        v_scale: `[H_kv, NB]` fp32.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    q_scale: torch.Tensor
-    k_scale: torch.Tensor
-    v_scale: torch.Tensor
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_QK_MAX = tl.constexpr(QK_MAX)
 
 
 # Nothing but the model and the layout of its tensors selects a variant.
@@ -206,7 +176,7 @@ def _quantize_blocks_kernel(
             head += stride_h
             if HAS_SCALES:
                 scale = tl.load(scales_ptr + tl.where(is_q, 0, 1)) * (
-                    E4M3_MAX / _QK_MAX
+                    _E4M3_MAX / _QK_MAX
                 )
             else:
                 ahead = tl.where(i + 1 < last, rows, 0)
@@ -249,7 +219,7 @@ def _quantize_blocks_kernel(
             scale = tl.load(scales_ptr + 2)
         else:
             amax = absmax_tiles(v_lo, v_hi, UNIT_V, V_HI_PAD > 0)
-            scale = block_scale(amax, E4M3_MAX)
+            scale = block_scale(amax, _E4M3_MAX)
         tl.store(v_scale_ptr + pid_h * num_blocks + pid_b, scale)
         inverse = tl.div_rn(1.0, scale)
         out = v_out_ptr + pid_h * D_V * num_rows + pid_b.to(tl.int64) * BLOCK
@@ -286,32 +256,6 @@ def _store_transposed(
         tl.store(base + offs, tl.trans(value), mask=(offs_d < WIDTH)[:, None])
     else:
         tl.store(base + offs, tl.trans(value))
-
-
-def check_blocks(
-    q: torch.Tensor,
-    v: torch.Tensor,
-    num_tokens: int,
-    num_seqs: int,
-    head_dim: int,
-    scale: float,
-) -> int:
-    """Check what the FP8 attention kernels demand; returns the number of blocks.
-
-    Raises:
-        ValueError: q or v is not that of `QuantizedQKV` for these sizes, or `scale`,
-            the factor on the scores, is not above 0.
-    """
-    num_blocks = num_tokens // BLOCK + num_seqs
-    d_v = v.shape[1]
-    if q.shape[1] != num_blocks * BLOCK or not d_v - 16 < head_dim <= d_v:
-        raise ValueError(
-            f"q {tuple(q.shape)} and v {tuple(v.shape)} are not the blocks of "
-            f"{num_tokens} tokens, {num_seqs} sequences and head dim {head_dim}"
-        )
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
-    return num_blocks
 
 
 def quantize_blocks(

@@ -6,12 +6,14 @@ The lengths are read on the host, so it cannot be captured in a CUDA graph.
 
 import torch
 
-from vllm_flashinfer_vit.kernels.quantize import BLOCK, QuantizedQKV
+from vllm_flashinfer_vit.kernels.formats import (
+    BLOCK,
+    E4M3_MAX,
+    FP32_TINY,
+    QK_MAX,
+    QuantizedQKV,
+)
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
-
-_E4M3_MAX = 448.0
-_QK_MAX = 28.0
-_FP32_TINY = 2.0**-126
 
 
 def quantize_blocks_ref(
@@ -44,8 +46,8 @@ def quantize_blocks_ref(
     num_blocks = num_tokens // BLOCK + len(offsets) - 1
     outs, out_scales = [], []
     for i, x in enumerate((q, k, v)):
-        largest = _E4M3_MAX if i == 2 else _QK_MAX
-        given = None if scales is None else scales[i] * (_E4M3_MAX / largest)
+        largest = E4M3_MAX if i == 2 else QK_MAX
+        given = None if scales is None else scales[i] * (E4M3_MAX / largest)
         x8 = torch.zeros(
             (x.shape[1], num_blocks, BLOCK, head_dim),
             dtype=torch.float8_e4m3fn,
@@ -109,15 +111,15 @@ def quantize_rows_ref(
     return outs[0], outs[1], outs[2]
 
 
-def scale_of(amax: torch.Tensor, largest: float = _E4M3_MAX) -> torch.Tensor:
+def scale_of(amax: torch.Tensor, largest: float = E4M3_MAX) -> torch.Tensor:
     """Return the scales that take largest absolute values to `largest`, 1 for 0."""
     # By a tensor: for a number PyTorch multiplies by its reciprocal on a GPU.
-    scale = (amax / torch.full_like(amax, largest)).clamp_min(_FP32_TINY)
+    scale = (amax / torch.full_like(amax, largest)).clamp_min(FP32_TINY)
     return torch.where(amax > 0, scale, 1.0)
 
 
 def to_e4m3_ref(
-    x: torch.Tensor, inverse: torch.Tensor, largest: float = _E4M3_MAX
+    x: torch.Tensor, inverse: torch.Tensor, largest: float = E4M3_MAX
 ) -> torch.Tensor:
     """Return x times the reciprocal of its scale, saturated; NaN for NaN and Inf."""
     scaled = (x.float() * inverse).clamp(-largest, largest)

@@ -3,7 +3,7 @@
 
 It replaces the copy and rotation of q and k, and a quantising launch for each of q, k
 and v. The numerics are those of `kernels/quantize.py`; the bits equal those of
-`reference/quantize.py`.
+`kernels/quantize_ref.py`.
 """
 
 import torch
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._quantize import (
-    BLOCK,
     angle_strides,
     check_inputs,
     check_scales,
@@ -27,6 +26,7 @@ from vllm_flashinfer_vit.kernels._quantize import (
     turn_pairs,
 )
 from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, last_row
+from vllm_flashinfer_vit.kernels.formats import BLOCK
 
 _NUM_WARPS = 8
 

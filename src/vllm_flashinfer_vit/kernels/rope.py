@@ -7,7 +7,7 @@ of all tokens are one flat range cut into blocks, so no lane idles for head dims
 half is no power of two (36 for D=72, 40 for D=80).
 
 Numerics: fp32 arithmetic without fused multiply-add, one rounding at the end; bit for
-bit what `reference/rope.py` returns.
+bit what `kernels/rope_ref.py` returns.
 """
 
 import torch
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, stride_unit
-from vllm_flashinfer_vit.kernels.rope_ref import check_rope_inputs
+from vllm_flashinfer_vit.kernels.formats import check_rope_inputs
 
 _BLOCK = 1024
 _NUM_WARPS = 4

@@ -3,6 +3,8 @@
 
 import torch
 
+from vllm_flashinfer_vit.kernels.formats import check_rope_inputs
+
 
 def rope_ref(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -26,32 +28,6 @@ def rope_ref(
     """
     check_rope_inputs(q, k, cos, sin)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
-
-
-def check_rope_inputs(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> None:
-    """Raise ValueError unless the four shapes fit together as `rope_ref` says."""
-    if (
-        q.dim() != 3
-        or k.dim() != 3
-        or k.shape[0] != q.shape[0]
-        or k.shape[2] != q.shape[2]
-    ):
-        raise ValueError(
-            "q and k must be [T, H, D] and [T, H_kv, D], "
-            f"got {tuple(q.shape)} and {tuple(k.shape)}"
-        )
-    if (
-        cos.dim() != 2
-        or cos.shape != sin.shape
-        or cos.shape[0] != q.shape[0]
-        or not 0 < 2 * cos.shape[1] <= q.shape[2]
-    ):
-        raise ValueError(
-            f"cos and sin must be [T, R / 2] with T={q.shape[0]} and R <= "
-            f"{q.shape[2]}, got {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -28,9 +28,8 @@ from vllm_flashinfer_vit.kernels._triton import (
     stride_unit,
     zero_rows,
 )
+from vllm_flashinfer_vit.kernels.formats import MAX_WINDOW
 from vllm_flashinfer_vit.kernels.rope import rotate
-
-MAX_SEQLEN = 128
 
 _LOG2_E = 1.4426950408889634
 # Rows that one program checks and clears behind the last sequence.
@@ -309,9 +308,9 @@ def _check_inputs(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
 ) -> None:
-    if not 0 <= max_seqlen <= MAX_SEQLEN:
+    if not 0 <= max_seqlen <= MAX_WINDOW:
         raise ValueError(
-            f"the window kernel takes sequences of up to {MAX_SEQLEN} tokens, "
+            f"the window kernel takes sequences of up to {MAX_WINDOW} tokens, "
             f"got max_seqlen={max_seqlen}"
         )
     check_qkv(q, k, v, cu_seqlens)

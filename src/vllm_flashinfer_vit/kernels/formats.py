@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels and their references agree on: sizes, tensors that they pass on, checks.
+
+Nothing here needs Triton, so that a reference runs where there is none.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+
+# Tokens of a sequence that share a scale in `QuantizedQKV`.
+BLOCK = 128
+# Tokens of the longest sequence that the window kernel takes.
+MAX_WINDOW = 128
+# Passes that a dynamic scale remembers, as many as vLLM's own.
+HISTORY = 16
+# The largest number in e4m3.
+E4M3_MAX = 448.0
+# The largest q and k: 28 * 28 * 83 fits fp16, where the Hopper kernel has its scores.
+QK_MAX = 28.0
+# The least normal number in fp32, and so the least scale.
+FP32_TINY = 2.0**-126
+
+
+class QuantizedQKV(NamedTuple):
+    """q, k and v in e4m3, `x ~ x8 * scale`, in blocks of 128 tokens of a sequence.
+
+    No element of q and k is above 28, none of v above 448.
+
+    Sequence n starts at block `cu_seqlens[n] // 128 + n`; NB = T // 128 + N blocks are
+    enough for every batch, and Tp = 128 * NB. Blocks of no sequence are not written.
+
+    Attributes:
+        q: `[H, Tp, D_qk]` contiguous, D_qk being D rounded up to 32. Columns from D on,
+            and rows of a sequence's last block after its end, are zeros. Columns 2 j
+            and 2 j + 1 hold the pair j that the rotary embedding turns: columns j and
+            j + R / 2 of the head, or for R / 2 <= j < D / 2, which it leaves, columns
+            j + R / 2 and j + D / 2. Scores do not see an order that q and k share.
+        k: `[H_kv, Tp, D_qk]` like q.
+        v: `[H_kv, D_v, Tp]` contiguous, D_v being D rounded up to 16, with the same
+            zeros. Position 16 h + 4 l + 2 b + e of each 32 holds key 16 h + 8 b + 2 l +
+            e (h, b, e below 2, l below 4): a thread that has computed the scores of
+            some keys on Hopper holds them as it needs them to weight these keys.
+        q_scale: `[H, NB]` fp32.
+        k_scale: `[H_kv, NB]` fp32.
+        v_scale: `[H_kv, NB]` fp32.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_scale: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+
+class DynamicScales(NamedTuple):
+    """One layer's state, all of it on the device.
+
+    Attributes:
+        amax: `[3]` fp32, the largest absolute values of q, k and v since `update`.
+        history: `[16, 3]` fp32, those of the last passes.
+        position: `[1]` int32, the row of `history` that is written next.
+        scales: `[3]` fp32, what one e4m3 unit stands for; 1 before the first pass.
+    """
+
+    amax: torch.Tensor
+    history: torch.Tensor
+    position: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def on(cls, device: torch.device | str) -> Self:
+        """Return the state of a layer that has seen nothing."""
+        return cls(
+            amax=torch.zeros(3, device=device),
+            history=torch.zeros(HISTORY, 3, device=device),
+            position=torch.zeros(1, dtype=torch.int32, device=device),
+            scales=torch.ones(3, device=device),
+        )
+
+
+def check_blocks(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    num_tokens: int,
+    num_seqs: int,
+    head_dim: int,
+    scale: float,
+) -> int:
+    """Check what the FP8 attention kernels demand.
+
+    Args:
+        q: `[H, Tp, D_qk]` of a `QuantizedQKV`.
+        v: `[H_kv, D_v, Tp]` of it.
+        num_tokens: T.
+        num_seqs: N.
+        head_dim: D.
+        scale: Factor on the scores.
+
+    Returns:
+        NB, the number of blocks.
+
+    Raises:
+        ValueError: q or v is not that of `QuantizedQKV` for these sizes, or `scale` is
+            not above 0.
+    """
+    num_blocks = num_tokens // BLOCK + num_seqs
+    d_v = v.shape[1]
+    if q.shape[1] != num_blocks * BLOCK or not d_v - 16 < head_dim <= d_v:
+        raise ValueError(
+            f"q {tuple(q.shape)} and v {tuple(v.shape)} are not the blocks of "
+            f"{num_tokens} tokens, {num_seqs} sequences and head dim {head_dim}"
+        )
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+    return num_blocks
+
+
+def check_rope_inputs(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    """Check that q and k can be turned by cos and sin.
+
+    Raises:
+        ValueError: q and k are not `[T, H, D]` and `[T, H_kv, D]`, or cos and sin are
+            not `[T, R / 2]` with R <= D.
+    """
+    if (
+        q.dim() != 3
+        or k.dim() != 3
+        or k.shape[0] != q.shape[0]
+        or k.shape[2] != q.shape[2]
+    ):
+        raise ValueError(
+            "q and k must be [T, H, D] and [T, H_kv, D], "
+            f"got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if (
+        cos.dim() != 2
+        or cos.shape != sin.shape
+        or cos.shape[0] != q.shape[0]
+        or not 0 < 2 * cos.shape[1] <= q.shape[2]
+    ):
+        raise ValueError(
+            f"cos and sin must be [T, R / 2] with T={q.shape[0]} and R <= "
+            f"{q.shape[2]}, got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+
+
+def check_number_of_terms(terms: Sequence[torch.Tensor]) -> None:
+    """Check that a sum has two or three terms.
+
+    Raises:
+        ValueError: It has another number.
+    """
+    if not 2 <= len(terms) <= 3:
+        raise ValueError(f"terms must be two or three, got {len(terms)}")
+
+
+def check_sum_norm_inputs(
+    terms: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Check that terms can be added and their sum normalised.
+
+    Raises:
+        ValueError: The terms are not `[..., C]` of one shape and dtype, or weight or
+            bias is not `[C]`.
+    """
+    x = terms[0]
+    found = [(tuple(term.shape), term.dtype) for term in terms]
+    if x.dim() == 0 or len(set(found)) > 1:
+        raise ValueError(f"terms must be [..., C] of one shape and dtype, got {found}")
+    if weight.shape != x.shape[-1:] or (
+        bias is not None and bias.shape != weight.shape
+    ):
+        raise ValueError(
+            f"weight and bias must be [{x.shape[-1]}], got {tuple(weight.shape)} and "
+            f"{None if bias is None else tuple(bias.shape)}"
+        )
