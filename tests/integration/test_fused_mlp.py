@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import _blocks
 import pytest
-import test_patches
 import torch
-from _models import noise
-from test_patches import (
+from _blocks import (
     GRIDS,
     QUACK_QKV,
     QUANTIZED,
@@ -30,6 +29,7 @@ from test_patches import (
     mlp,
     outputs,
 )
+from _models import noise
 from torch import nn
 from torch.nn.functional import gelu, linear, silu
 
@@ -48,14 +48,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 NAMES = {patch.name for patch in qwen_ops.PATCHES}
-without = functools.partial(test_patches.without, *QUACK_QKV.values())
+without = functools.partial(_blocks.without, *QUACK_QKV.values())
 LINEAR_ACT = quack_linear.linear_act
 ROWS = sum(t * h * w for t, h, w in GRIDS)
 ACTIVATIONS = {"qwen2_vl": QUICK_GELU, "qwen2_5_vl": SWIGLU, "qwen3_vl": TANH_GELU}
 FIRST = {"qwen2_vl": "fc1", "qwen2_5_vl": "gate_up_proj", "qwen3_vl": "linear_fc1"}
 ACT = {"qwen2_vl": "act", "qwen2_5_vl": "act_fn", "qwen3_vl": "act_fn"}
 # QuACK runs 16 bits only.
-build = functools.partial(test_patches.build, dtype=torch.bfloat16)
+build = functools.partial(_blocks.build, dtype=torch.bfloat16)
 # Two units of bf16 for one rounding less in each block.
 TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
 
@@ -587,7 +587,7 @@ def qkv_patches(mlps_alone: None) -> Iterator[None]:
     """Have QuACK run QKV projections, and not MLPs."""
     from vllm.model_executor.models import qwen3_vl  # noqa: F401
 
-    with test_patches.without(*(name for name in NAMES if "fused-mlp" in name)):
+    with _blocks.without(*(name for name in NAMES if "fused-mlp" in name)):
         # Before a tower is built: its first attention layer's `__init__` runs then.
         patches.apply_model_patches(Settings.from_env())
         yield
@@ -659,7 +659,7 @@ class TestQkv:
         assert calls == [(4096, None, 160), (2048, None, 160)]
 
     def test_beside_the_mlps(self, family: str, calls: list[Call], large: None) -> None:
-        with test_patches.without():
+        with _blocks.without():
             patches.apply_model_patches(Settings.from_env())
             fused = build(family)
             calls.clear()
@@ -679,7 +679,7 @@ class TestQkv:
             assert torch.equal(found, outputs(build(family)))
 
     def test_the_first_tower_of_a_process(self, family: str, calls: list[Call]) -> None:
-        with test_patches.without():
+        with _blocks.without():
             # Patches are applied while its first attention layer is being built.
             first, *others = quack_qkvs(build(family))
         assert not first

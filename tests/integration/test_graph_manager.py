@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_tower import FAMILIES, cpu_only, pixels, small_tower
+from _towers import FAMILIES, cpu_only, pixels, small_tower
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from _towers import FAMILIES, SMALL, cpu_only, pixels, small_spec, small_tower
 from safetensors.torch import load_file, save_file
 
 from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
@@ -20,63 +21,8 @@ from vllm_flashinfer_vit.towers.tower import (
     resolve_spec,
 )
 
-HAS_GPU = torch.cuda.is_available()
-
-cpu_only = pytest.mark.skipif(
-    HAS_GPU, reason="vLLM has one platform per process, and here it is the GPU"
-)
-
-# One windowed, one tapped and one full-attention block where the family has them.
-SMALL: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {
-        "depth": 2,
-        "embed_dim": 64,
-        "hidden_size": 48,
-        "num_heads": 4,
-        "patch_size": 14,
-    },
-    "qwen2_5_vl": {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 4,
-        "out_hidden_size": 48,
-        "patch_size": 14,
-        "window_size": 112,
-        "fullatt_block_indexes": [1],
-    },
-    "qwen3_vl": {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 4,
-        "out_hidden_size": 48,
-        "patch_size": 16,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-    },
-}
-FAMILIES = tuple(SMALL)
-
 # A wide image with cut windows, one token, a square image, a video of two frames.
 GRIDS = [[1, 12, 20], [1, 2, 2], [1, 8, 8], [2, 6, 4]]
-
-
-def small_spec(family: str, checkpoint: Path | None = None) -> TowerSpec:
-    config = SMALL[family]
-    return TowerSpec(family, config, f"small {family}", checkpoint, config["depth"])
-
-
-def small_tower(
-    family: str, backend: str = "FLASHINFER", dtype: torch.dtype = torch.float32
-) -> Tower:
-    return build_tower(small_spec(family), backend=backend, dtype=dtype, device="cpu")
-
-
-def pixels(spec: TowerSpec, grids: list[list[int]], seed: int = 0) -> torch.Tensor:
-    rows = sum(t * h * w for t, h, w in grids)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, spec.patch_dim, generator=generator)
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:

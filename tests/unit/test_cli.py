@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _stacks import STACK, TURING
 from rich.console import Console
-from test_support import STACK, TURING
 from typer.testing import CliRunner
 
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.commands import doctor
 from vllm_flashinfer_vit.commands.cli import main
-from vllm_flashinfer_vit.machine.support import stack_problems
+from vllm_flashinfer_vit.machine.problems import stack_problems
 
 runner = CliRunner()
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _stacks import HOPPER, STACK, TURING
 from rich.console import Console
-from test_support import HOPPER, STACK, TURING
 
 from vllm_flashinfer_vit.choices import table as tuned
-from vllm_flashinfer_vit.choices.lookup import FP8_DTYPE, Choice
+from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.commands import doctor
 from vllm_flashinfer_vit.commands.doctor import (
     HEAD_DIMS,
@@ -25,8 +25,11 @@ from vllm_flashinfer_vit.commands.doctor import (
     render,
     runner_note,
 )
+from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
 from vllm_flashinfer_vit.machine import support
-from vllm_flashinfer_vit.machine.support import Stack, stack_problems
+from vllm_flashinfer_vit.machine.problems import stack_problems
+from vllm_flashinfer_vit.machine.stack import Stack
+from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 from vllm_flashinfer_vit.settings import (
     ENV_DISABLE_PATCHES,
     ENV_FP8_SCALES,
@@ -34,8 +37,6 @@ from vllm_flashinfer_vit.settings import (
     ENV_KERNEL,
     ENV_STRICT,
     ENV_TUNED_DIR,
-    FP8_KERNELS,
-    KERNEL_NAMES,
     Settings,
 )
 
@@ -71,7 +72,7 @@ def test_a_sound_machine() -> None:
     report = judge()
     assert report.ok
     assert report.problems == ()
-    assert {row["kernel"] for row in report.choices} <= set(KERNEL_NAMES)
+    assert {row["kernel"] for row in report.choices} <= set(tuple(KERNELS))
     assert "FLASHINFER can serve" in report.summary
 
 
@@ -351,7 +352,7 @@ def test_a_file_of_choices_that_is_refused_is_one_fatal_problem(tmp_path: Path) 
 def test_the_document_covers_each_kernel_head_dim_and_dtype_once() -> None:
     rows = judge().to_json()["kernels"]
     keys = {(row["kernel"], row["head_dim"], row["dtype"]) for row in rows}
-    assert len(keys) == len(rows) == len(KERNEL_NAMES) * 5 * 4
+    assert len(keys) == len(rows) == len(tuple(KERNELS)) * 5 * 4
 
 
 def test_invalid_settings_are_null_in_the_document() -> None:
@@ -445,7 +446,7 @@ class TestFp8:
         rows = [row for row in report.choices if row["dtype"] == FP8_DTYPE]
         assert {row["head_dim"] for row in rows} == set(HEAD_DIMS)
         kernels = {row["kernel"] for row in rows if row["head_dim"] == 96}
-        assert "triton" in kernels and not kernels & FP8_KERNELS
+        assert "triton" in kernels and not kernels & fp8_names()
 
     def test_a_gpu_without_fp8_is_a_note(self) -> None:
         ampere = HOPPER._replace(name="NVIDIA A100", capability=(8, 0))

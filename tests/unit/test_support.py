@@ -12,6 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _stacks import (
+    ADA,
+    AMPERE,
+    BLACKWELL,
+    BLACKWELL_RTX,
+    HOPPER,
+    LIBCUDNN,
+    STACK,
+    TURING,
+)
 
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.lookup import (
@@ -21,49 +31,17 @@ from vllm_flashinfer_vit.choices.lookup import (
     fp8_ranges,
     select,
 )
-from vllm_flashinfer_vit.choices.table import Class, Table
+from vllm_flashinfer_vit.choices.table import Table
+from vllm_flashinfer_vit.choices.usable import kernel_verdict, usable_choices
+from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.machine import support
-from vllm_flashinfer_vit.machine.support import (
-    Gpu,
-    Stack,
-    check_vllm,
-    format_cudnn,
-    kernel_verdict,
-    probe,
-    run_isolated,
-    stack_problems,
-    usable_choices,
-)
-from vllm_flashinfer_vit.settings import ENV_KERNEL, FP8_KERNELS, KernelName
-
-GIB = 2**30
-HOPPER = Gpu("NVIDIA H200", (9, 0), 141 * GIB)
-AMPERE = Gpu("NVIDIA A100", (8, 0), 80 * GIB)
-ADA = Gpu("NVIDIA L4", (8, 9), 24 * GIB)
-TURING = Gpu("Tesla T4", (7, 5), 16 * GIB)
-BLACKWELL = Gpu("NVIDIA B200", (10, 0), 180 * GIB)
-BLACKWELL_RTX = Gpu("NVIDIA RTX PRO 6000", (12, 0), 96 * GIB)
-
-LIBCUDNN = "/venv/nvidia/cudnn/lib/libcudnn.so.9"
-STACK = Stack(
-    python="3.12.1",
-    vllm="0.25.1",
-    torch="2.11.0",
-    triton="3.6.0",
-    flashinfer="0.6.13",
-    cudnn_frontend="1.28.0",
-    quack="0.5.0",
-    cudnn_wheels={"nvidia-cudnn-cu13": "9.19.0.56"},
-    cudnn_backend=91900,
-    cudnn_libraries=(LIBCUDNN,),
-    torch_cudnn=91900,
-    torch_cuda="13.0",
-    flash_attn=(2, 3, 4),
-    gpus=(HOPPER,),
-    driver="580.65.06",
-    pins={"flashinfer-python": "==0.6.13"},
-    inspected=True,
-)
+from vllm_flashinfer_vit.machine.child import run_isolated
+from vllm_flashinfer_vit.machine.probe import probe
+from vllm_flashinfer_vit.machine.problems import stack_problems
+from vllm_flashinfer_vit.machine.stack import Gpu
+from vllm_flashinfer_vit.machine.versions import check_vllm, format_cudnn
+from vllm_flashinfer_vit.ops.plan import Class
+from vllm_flashinfer_vit.settings import ENV_KERNEL
 
 
 @pytest.mark.parametrize(
@@ -332,7 +310,7 @@ def test_a_kernel_of_the_activations_takes_no_fp8(kernel: Any) -> None:
     assert "not float8_e4m3fn" in verdict.reason
 
 
-@pytest.mark.parametrize("kernel", sorted(FP8_KERNELS))
+@pytest.mark.parametrize("kernel", sorted(fp8_names()))
 def test_an_fp8_kernel_must_be_asked_for(kernel: Any) -> None:
     verdict = kernel_verdict(kernel, STACK, 80, "bfloat16")
     assert not verdict.ok
@@ -751,7 +729,7 @@ def test_libraries_are_read_only_where_a_gpu_can_use_them(
     [("triton", False), ("flash_attn", False), ("cudnn", True)],
 )
 def test_libraries_wait_for_a_kernel_that_needs_them(
-    monkeypatch: pytest.MonkeyPatch, kernel: KernelName, is_inspected: bool
+    monkeypatch: pytest.MonkeyPatch, kernel: str, is_inspected: bool
 ) -> None:
     read = []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _stacks import STACK
 from rich.console import Console
-from test_support import STACK
 from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
@@ -20,27 +20,20 @@ pytest.importorskip("vllm")
 import torch
 
 from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.clock import GraphClock, order_of_turn
+from vllm_flashinfer_vit.choices.derive import TuneError, derive_classes
 from vllm_flashinfer_vit.choices.lookup import choices_for, encode
-from vllm_flashinfer_vit.choices.table import Class, Measurement
+from vllm_flashinfer_vit.choices.measure import Cell, grid, measure
+from vllm_flashinfer_vit.choices.table import Measurement
 from vllm_flashinfer_vit.commands import tune as tuning
 from vllm_flashinfer_vit.commands.cli import main
-from vllm_flashinfer_vit.commands.tune import (
-    Cell,
-    GraphClock,
-    Options,
-    TuneError,
-    build_table,
-    derive_classes,
-    grid,
-    measure,
-    order_of_turn,
-    render,
-    to_json,
-)
+from vllm_flashinfer_vit.commands.tune import Options, build_table, render, to_json
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.kernels.flash_fp8_ref import attention_fp8_ref
 from vllm_flashinfer_vit.ops import attention as ops
-from vllm_flashinfer_vit.settings import ENV_TUNED_DIR, FP8_KERNELS
+from vllm_flashinfer_vit.ops.plan import Class
+from vllm_flashinfer_vit.settings import ENV_TUNED_DIR
 
 CPU = torch.device("cpu")
 
@@ -390,7 +383,7 @@ def test_candidates_are_the_gpu_kernels_that_can_run() -> None:
     old = replace(STACK, cudnn_backend=90800)
     assert "cudnn" not in tuning.candidates(old, torch.bfloat16, 80)
     assert "triton_window" not in tuning.candidates(STACK, torch.bfloat16, 256)
-    assert not FP8_KERNELS.intersection(found)
+    assert not fp8_names().intersection(found)
 
 
 def test_candidates_of_fp8_layers_are_those_of_bf16_and_the_fp8_kernels() -> None:
@@ -565,7 +558,7 @@ def test_kernels_take_turns_both_ways(
 
 @pytest.mark.gpu
 def test_this_gpu_is_measured(tmp_path: Path) -> None:
-    from vllm_flashinfer_vit.machine.support import probe
+    from vllm_flashinfer_vit.machine.probe import probe
 
     device = torch.device("cuda:0")
     stack = probe()
