@@ -6,7 +6,7 @@ import os
 from importlib.metadata import version
 
 from vllm_flashinfer_vit import patches
-from vllm_flashinfer_vit.machine.support import check_vllm
+from vllm_flashinfer_vit.machine.versions import check_vllm
 from vllm_flashinfer_vit.settings import ENV_STRICT
 
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")

@@ -5,38 +5,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal, Self, cast, get_args
 
-KernelName = Literal[
-    "cudnn",
-    "cudnn_fp8",
-    "flash_attn",
-    "flash_attn_4",
-    "hopper_fp8",
-    "reference",
-    "reference_fp8",
-    "triton",
-    "triton_fp8",
-    "triton_window",
-]
-
-KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
-
-# Kernels of mm_encoder_attn_dtype=fp8; their plans name others for short sequences.
-FP8_KERNELS: frozenset[KernelName] = frozenset(
-    {"cudnn_fp8", "hopper_fp8", "reference_fp8", "triton_fp8"}
-)
-
-# cuDNN takes one scale for each tensor, the others also one for each block and head.
-BLOCK_SCALED_KERNELS: frozenset[KernelName] = FP8_KERNELS - {"cudnn_fp8"}
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
 
 ScaleMethod = Literal["block", "dynamic"]
 
 SCALE_METHODS: tuple[ScaleMethod, ...] = get_args(ScaleMethod)
-
-# Longest sequence, in tokens, that a kernel takes; the others take any.
-SERVES_UP_TO: Mapping[KernelName, int] = MappingProxyType({"triton_window": 128})
 
 ENV_KERNEL = "VLLM_FLASHINFER_VIT_KERNEL"
 ENV_STRICT = "VLLM_FLASHINFER_VIT_STRICT"
@@ -56,7 +31,7 @@ class Settings:
 
     Attributes:
         kernel: The kernel that every FLASHINFER layer uses, or None to choose by
-            the table in `choices.py`. `VLLM_FLASHINFER_VIT_KERNEL`, default `auto`.
+            the tables of `choices`. `VLLM_FLASHINFER_VIT_KERNEL`, default `auto`.
         strict: Whether a layer or call that the plugin cannot serve is an error
             instead of a logged fall-back to the kernel in vLLM's tree.
             `VLLM_FLASHINFER_VIT_STRICT`, 0 or 1, default 0.
@@ -79,7 +54,7 @@ class Settings:
             `VLLM_FLASHINFER_VIT_FIX_GRAPH_PADDING`, 0 or 1, default 0.
     """
 
-    kernel: KernelName | None = None
+    kernel: str | None = None
     strict: bool = False
     disabled_patches: frozenset[str] = frozenset()
     tuned_dir: Path = Path(os.path.expanduser(_CONFIG_HOME), _FOLDER)
@@ -95,8 +70,8 @@ class Settings:
             ValueError: A variable holds a value that is not listed as valid.
         """
         kernel = env.get(ENV_KERNEL, "auto")
-        if kernel not in ("auto", *KERNEL_NAMES):
-            good = ", ".join(("auto", *KERNEL_NAMES))
+        if kernel not in ("auto", *KERNELS):
+            good = ", ".join(("auto", *KERNELS))
             raise ValueError(f"{ENV_KERNEL}={kernel!r}: use one of {good}")
         strict = _flag(env, ENV_STRICT)
         fp8_scales = env.get(ENV_FP8_SCALES, "auto")
@@ -109,7 +84,7 @@ class Settings:
         elif not folder:
             raise ValueError(f"{ENV_TUNED_DIR}='': use the path of a folder")
         return cls(
-            kernel=None if kernel == "auto" else cast(KernelName, kernel),
+            kernel=None if kernel == "auto" else kernel,
             strict=strict,
             disabled_patches=_names(env.get(ENV_DISABLE_PATCHES, "")),
             tuned_dir=Path(os.path.expanduser(folder)),

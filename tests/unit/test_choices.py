@@ -22,9 +22,10 @@ from vllm_flashinfer_vit.choices.lookup import (
     select,
     without,
 )
-from vllm_flashinfer_vit.choices.table import Class, Measurement, Table, TableError
+from vllm_flashinfer_vit.choices.table import Measurement, Table, TableError
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.ops import attention as ops
-from vllm_flashinfer_vit.settings import KERNEL_NAMES
+from vllm_flashinfer_vit.ops.plan import Class
 
 CHOICES = (
     Choice("cudnn", 128, "short"),
@@ -311,7 +312,7 @@ def test_a_damaged_file_is_refused(user: Path, content: bytes | None) -> None:
 )
 def test_a_bundled_file_follows_from_its_measurements(path: Path) -> None:
     pytest.importorskip("torch")
-    from vllm_flashinfer_vit.commands.tune import derive_classes
+    from vllm_flashinfer_vit.choices.derive import derive_classes
 
     table = tuned.read(path.parent, json.loads(path.read_text())["made_by"]["gpu"])
     assert table is not None
@@ -347,7 +348,7 @@ def test_many_short_sequences_have_another_kernel() -> None:
     assert select("*:flash_attn_4/flash_attn", 511) == "flash_attn"
 
 
-@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+@pytest.mark.parametrize("kernel", tuple(KERNELS))
 def test_a_kernel_that_stands_alone_serves_many_sequences_too(kernel: Any) -> None:
     for plan in (f"*:{kernel}", f"1024:triton,*:{kernel}"):
         assert select(plan, 4096, 16) == select(plan, 4096) == kernel
@@ -438,7 +439,7 @@ def test_without_gives_no_kernel_what_it_does_not_take() -> None:
     assert without(choices, "flash_attn") == ()
 
 
-@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+@pytest.mark.parametrize("kernel", tuple(KERNELS))
 def test_a_forced_kernel_gets_every_class_that_it_takes(kernel: Any) -> None:
     choices = forced(CHOICES, kernel)
     assert choices[0].kernel == kernel

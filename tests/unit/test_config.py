@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.settings import (
     ENV_DISABLE_PATCHES,
     ENV_FIX_GRAPH_PADDING,
@@ -14,7 +15,6 @@ from vllm_flashinfer_vit.settings import (
     ENV_KERNEL,
     ENV_STRICT,
     ENV_TUNED_DIR,
-    KERNEL_NAMES,
     Settings,
 )
 
@@ -27,7 +27,7 @@ def test_auto_means_no_forced_kernel() -> None:
     assert Settings.from_env({ENV_KERNEL: "auto"}).kernel is None
 
 
-@pytest.mark.parametrize("kernel", KERNEL_NAMES)
+@pytest.mark.parametrize("kernel", tuple(KERNELS))
 def test_each_kernel_can_be_forced(kernel: str) -> None:
     assert Settings.from_env({ENV_KERNEL: kernel}).kernel == kernel
 
@@ -47,7 +47,7 @@ def test_bad_kernel_names_the_variable_and_the_good_values(bad: str) -> None:
     with pytest.raises(ValueError, match=ENV_KERNEL) as caught:
         Settings.from_env({ENV_KERNEL: bad})
     assert repr(bad) in str(caught.value)
-    for name in ("auto", *KERNEL_NAMES):
+    for name in ("auto", *tuple(KERNELS)):
         assert name in str(caught.value)
 
 

@@ -1,32 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel serves which class of calls: the look-up, and the plan's encoding.
+"""Which kernel serves which class of calls: the look-up.
 
-A class is a range of longest-sequence lengths. A layer resolves its choices once, and
-hands them to the custom op as a string, so that compiled graphs hold no Python object.
+A class is a range of longest-sequence lengths. A layer resolves its choices once.
 Nothing is measured at run time: choices come from the user's file, from the file that
 the package has for the GPU, or from its compute capability. See `docs/choices.md`.
 """
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_flashinfer_vit.choices import table as tuned
-from vllm_flashinfer_vit.settings import (
-    ENV_KERNEL,
-    FP8_KERNELS,
-    SERVES_UP_TO,
-    KernelName,
-)
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
+from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
+from vllm_flashinfer_vit.ops.plan import LEAST_MEAN_LEN, Class, Plan
+from vllm_flashinfer_vit.settings import ENV_KERNEL
 
 if TYPE_CHECKING:
     import torch
-
-
-# Batches with fewer rows to a sequence, empty ones included, are of many sequences.
-_LEAST_MEAN = 512
 
 
 class Choice(NamedTuple):
@@ -36,17 +28,17 @@ class Choice(NamedTuple):
         kernel: The kernel's name.
         max_len: Longest sequence of the class, in tokens; None for any length.
         reason: Why this kernel, with the measurement's origin.
-        many: The kernel for batches of many sequences, see `_LEAST_MEAN`; None if
+        many: The kernel for batches of many sequences, see `LEAST_MEAN_LEN`; None if
             `kernel` serves them too.
     """
 
-    kernel: KernelName
+    kernel: str
     max_len: int | None
     reason: str
-    many: KernelName | None = None
+    many: str | None = None
 
     @property
-    def kernels(self) -> tuple[KernelName, ...]:
+    def kernels(self) -> tuple[str, ...]:
         """The kernels of the class, the one for many sequences last."""
         return (self.kernel,) if self.many is None else (self.kernel, self.many)
 
@@ -55,7 +47,7 @@ class Choice(NamedTuple):
         """The same for people to read."""
         if self.many is None:
             return self.kernel
-        return f"{self.kernel}, {self.many} below {_LEAST_MEAN} rows to a sequence"
+        return f"{self.kernel}, {self.many} below {LEAST_MEAN_LEN} rows to a sequence"
 
 
 _UNMEASURED = "unmeasured by this project on this GPU"
@@ -72,16 +64,12 @@ _OTHER = (
     Choice("flash_attn", None, f"{_UNMEASURED}; vLLM's own default kernel"),
 )
 
-FP8_DTYPE = "float8_e4m3fn"
-
 # The longest sequence that stays in the activations' dtype where nothing is measured:
 # quantising then costs about what the faster matmuls save.
 _FP8_ABOVE = 4095
 
 # By major compute capability; `triton_fp8` everywhere else.
-_FP8_KERNEL: Mapping[int, KernelName] = MappingProxyType(
-    {10: "cudnn_fp8", 12: "cudnn_fp8"}
-)
+_FP8_KERNEL: Mapping[int, str] = MappingProxyType({10: "cudnn_fp8", 12: "cudnn_fp8"})
 
 # Windows stay in the activations' dtype, as they do on a GPU.
 _NO_GPU_FP8 = (
@@ -168,7 +156,7 @@ def fp8_ranges(choices: Iterable[Choice]) -> list[tuple[int, int | None]]:
     ranges: list[tuple[int, int | None]] = []
     shorter = 0
     for choice in choices:
-        if choice.kernel in FP8_KERNELS:
+        if KERNELS[choice.kernel].is_fp8:
             first = shorter + 1
             if ranges and ranges[-1][1] == shorter:
                 first, _ = ranges.pop()
@@ -222,9 +210,9 @@ def _measured(table: tuned.Table) -> str:
     return f"measured by tune with vLLM {table.made_by['vllm']}"
 
 
-def forced(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:
+def forced(choices: Iterable[Choice], kernel: str) -> tuple[Choice, ...]:
     """Give a kernel every class that it takes; longer ones keep their choice."""
-    bound = SERVES_UP_TO.get(kernel)
+    bound = KERNELS[kernel].max_len
     first = Choice(kernel, bound, f"forced by {ENV_KERNEL}")
     if bound is None:
         return (first,)
@@ -232,7 +220,7 @@ def forced(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:
     return (first, *longer)
 
 
-def without(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]:
+def without(choices: Iterable[Choice], kernel: str) -> tuple[Choice, ...]:
     """Drop a kernel that cannot run.
 
     Of a class with two kernels the other one serves all; one with no other goes to the
@@ -246,15 +234,13 @@ def without(choices: Iterable[Choice], kernel: KernelName) -> tuple[Choice, ...]
         elif choice.kernel != kernel:
             many = None if choice.many == kernel else choice.many
             kept.append(choice._replace(many=many))
-    if not kept or kept[-1].kernel in SERVES_UP_TO:
+    if not kept or KERNELS[kept[-1].kernel].max_len is not None:
         return ()
     kept[-1] = kept[-1]._replace(max_len=None)
     return tuple(kept)
 
 
-def replaced(
-    choices: Iterable[Choice], kernel: KernelName, by: KernelName
-) -> tuple[Choice, ...]:
+def replaced(choices: Iterable[Choice], kernel: str, by: str) -> tuple[Choice, ...]:
     """Give the classes of a kernel that cannot run to another one."""
     return tuple(
         Choice(by, choice.max_len, f"in place of {kernel}; {_UNMEASURED}")
@@ -264,48 +250,6 @@ def replaced(
     )
 
 
-def encode(choices: Iterable[Choice]) -> str:
-    """Write choices as the op's `plan` argument, e.g. `128:cudnn,*:flash_attn`.
-
-    The kernel for many sequences stands behind a slash: `*:flash_attn_4/flash_attn`.
-    """
-    return ",".join(
-        f"{'*' if choice.max_len is None else choice.max_len}:"
-        + "/".join(choice.kernels)
-        for choice in choices
-    )
-
-
-@functools.cache
-def _decode(plan: str) -> tuple[tuple[int | None, str, str], ...]:
-    entries = []
-    for entry in plan.split(","):
-        bound, _, kernels = entry.partition(":")
-        kernel, _, many = kernels.partition("/")
-        entries.append((None if bound == "*" else int(bound), kernel, many or kernel))
-    return tuple(entries)
-
-
-def bounds(plan: str) -> tuple[int, ...]:
-    """Return the longest lengths of a plan's bounded classes, ascending."""
-    return tuple(bound for bound, _, _ in _decode(plan) if bound is not None)
-
-
-def select(plan: str, max_len: int, mean_len: float | None = None) -> str:
-    """Return the kernel's name for a batch.
-
-    Args:
-        plan: What `encode` wrote.
-        max_len: An upper bound of the sequence lengths, in tokens.
-        mean_len: Rows of the batch for each of its sequences, in a CUDA graph of those
-            that it was captured for. None for sequences that all have the length.
-
-    Raises:
-        ValueError: The plan has no class for the length.
-    """
-    if mean_len is None:
-        mean_len = max_len
-    for bound, kernel, many in _decode(plan):
-        if bound is None or max_len <= bound:
-            return kernel if mean_len >= _LEAST_MEAN else many
-    raise ValueError(f"plan {plan!r} has no class for {max_len} tokens")
+def plan_of(choices: Iterable[Choice]) -> Plan:
+    """Return the plan of a layer's choices."""
+    return Plan(tuple(Class(c.max_len, c.kernel, c.many) for c in choices))

@@ -5,8 +5,12 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_flashinfer_vit.fp8.scale_files import E4M3_MAX
-from vllm_flashinfer_vit.settings import BLOCK_SCALED_KERNELS, FP8_KERNELS, KernelName
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
+from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, DynamicScales
+from vllm_flashinfer_vit.ops.attention import Fp8, attention, fp8_attention
+from vllm_flashinfer_vit.ops.batch import Batch
+from vllm_flashinfer_vit.ops.plan import Plan
 
 
 class _Probe(NamedTuple):
@@ -39,7 +43,7 @@ _PROBE_LENGTHS = (4224, 100)
 
 @torch.inference_mode()
 def attempt(
-    kernel: KernelName, head_dim: int, dtype: torch.dtype, device: str = "cuda"
+    kernel: str, head_dim: int, dtype: torch.dtype, device: str = "cuda"
 ) -> str | None:
     """Run a kernel once and compare it with plain PyTorch, which passes unrun.
 
@@ -52,11 +56,9 @@ def attempt(
     Returns:
         What went wrong, or None.
     """
-    if kernel.startswith("reference"):
+    record = KERNELS[kernel]
+    if record.is_reference:
         return None
-    from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
-    from vllm_flashinfer_vit.ops import attention as ops
-
     longest, num_tokens = max(_PROBE_LENGTHS), sum(_PROBE_LENGTHS)
     try:
         generator = torch.Generator(device).manual_seed(0)
@@ -73,14 +75,16 @@ def attempt(
         )
         max_seqlen = torch.tensor(longest, device="cpu")
         scale = head_dim**-0.5
-        inputs = q, k, v, None, None, cu_seqlens, max_seqlen, 0, scale, f"*:{kernel}"
-        if kernel in BLOCK_SCALED_KERNELS:
-            out = ops.fp8_attention(*inputs, "block", False, None, None, None, None)
-        elif kernel in FP8_KERNELS:
+        batch = Batch(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        plan = Plan.of(kernel)
+        if record.takes_block_scales:
+            out = fp8_attention(batch, scale, plan, Fp8("block"))
+        elif record.is_fp8:
             given = qkv.abs().amax((0, 2, 3)) / E4M3_MAX
-            out = ops.fp8_attention(*inputs, "static", False, None, None, None, given)
+            state = DynamicScales.on(device)._replace(scales=given)
+            out = fp8_attention(batch, scale, plan, Fp8("static", state=state))
         else:
-            out = ops.attention(*inputs)
+            out = attention(batch, scale, plan)
         expected = attention_ref(q, k, v, cu_seqlens, longest, scale).float()
         errors = (out.float() - expected).norm(dim=(0, 2)) / expected.norm(dim=(0, 2))
         found = errors.tolist()

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.attention.mm_encoder_attention import (
 from vllm.platforms import current_platform
 
 from vllm_flashinfer_vit import __version__, patches
-from vllm_flashinfer_vit.choices.lookup import bounds, encode, select
+from vllm_flashinfer_vit.choices.lookup import plan_of
 from vllm_flashinfer_vit.engine import warmup
 from vllm_flashinfer_vit.engine.selection import (
     NotServedError,
@@ -23,6 +23,7 @@ from vllm_flashinfer_vit.engine.selection import (
 from vllm_flashinfer_vit.fp8 import policy as fp8
 from vllm_flashinfer_vit.kernels.flash_attn import fa_version
 from vllm_flashinfer_vit.ops import attention as ops
+from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -71,10 +72,10 @@ class FlashInferViTAttention(MMEncoderAttention):
         super().__init__(num_heads, head_size, scale, num_kv_heads, prefix)
         self._settings = settings
         self._strict = settings.strict
-        self._plan = encode(choices)
+        self._plan = plan_of(choices)
         self._fp8_policy = policy
         method = f" {policy.method} {policy.save}" if policy else ""
-        patches.apply_model_patches(settings, self._plan + method)
+        patches.apply_model_patches(settings, self._plan.text + method)
         _warn_of_ignored_graphs()
         if any("flash_attn" in choice.kernels for choice in choices):
             # Decided here, where the engine's configuration is in force.
@@ -122,16 +123,16 @@ class FlashInferViTAttention(MMEncoderAttention):
         """What selects the variants of kernels; equal layers run the same ones."""
         heads = (self.num_heads, self.num_kv_heads, self.head_size)
         method = self._fp8_policy.method if self._fp8_policy else None
-        return (self._plan, self.dtype, *heads, method)
+        return (self._plan.text, self.dtype, *heads, method)
 
     @property
     def bounds(self) -> tuple[int, ...]:
         """The lengths, in tokens, up to which other kernels serve; ascending."""
-        return bounds(self._plan)
+        return self._plan.bounds
 
     def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str:
-        """Return the name of a batch's kernel; see `choices.select`."""
-        return select(self._plan, max_seqlen, mean_len)
+        """Return the name of a batch's kernel; see `Plan.kernel_for`."""
+        return self._plan.kernel_for(max_seqlen, mean_len)
 
     def forward_cuda(
         self,
@@ -170,83 +171,49 @@ class FlashInferViTAttention(MMEncoderAttention):
         q = query.reshape(batch * q_len, self.num_heads, self.head_size)
         k = key.reshape(batch * q_len, self.num_kv_heads, self.head_size)
         v = value.reshape(batch * q_len, self.num_kv_heads, self.head_size)
-        out = self.attend(
+        batch_of_tokens = Batch(
             q,
             k,
             v,
-            None,
-            None,
-            cu_seqlens,
-            max_seqlen,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
             seq_len=q_len if cu_seqlens is None else 0,
         )
+        out = self.attend(batch_of_tokens)
         return out.view(query.shape)
 
     forward_cpu = forward_cuda
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cos: torch.Tensor | None,
-        sin: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None,
-        max_seqlen: torch.Tensor | None,
-        seq_len: int = 0,
-    ) -> torch.Tensor:
-        """Run the custom op on checked arguments; see `ops.attention` for them."""
-        self._check(q, k, v, cu_seqlens)
-        if isinstance(max_seqlen, int):
-            max_seqlen = torch.tensor(max_seqlen, dtype=torch.int32)
+    def attend(self, batch: Batch) -> torch.Tensor:
+        """Run the custom op on a checked batch.
+
+        Args:
+            batch: q, k and v of the layer's heads and dtype. `max_seqlen` may be a
+                plain int, as some models hand it over.
+
+        Returns:
+            `[T, H, D]`, contiguous, q's dtype.
+
+        Raises:
+            ValueError: The tensors do not fit each other; the layer is named.
+        """
+        self._check(batch)
+        if isinstance(batch.max_seqlen, int):
+            max_seqlen = torch.tensor(batch.max_seqlen, dtype=torch.int32)
+            batch = batch._replace(max_seqlen=max_seqlen)
         policy = self._fp8_policy
         if policy is None:
-            return ops.attention(
-                q,
-                k,
-                v,
-                cos,
-                sin,
-                cu_seqlens,
-                max_seqlen,
-                seq_len,
-                self.scale,
-                self._plan,
-            )
-        amax = history = position = scales = None
-        if (state := self._fp8_state) is not None:
-            amax, history = state.amax, state.history
-            position, scales = state.position, state.scales
-        return ops.fp8_attention(
-            q,
-            k,
-            v,
-            cos,
-            sin,
-            cu_seqlens,
-            max_seqlen,
-            seq_len,
-            self.scale,
-            self._plan,
-            policy.method,
-            policy.save,
-            amax,
-            history,
-            position,
-            scales,
-        )
+            return ops.attention(batch, self.scale, self._plan)
+        state = None if self._fp8_state is None else self._fp8_state.scales_on_device
+        fp8 = ops.Fp8(policy.method, policy.save, state)
+        return ops.fp8_attention(batch, self.scale, self._plan, fp8)
 
     def _where(self) -> str:
         # Only called to raise: torch.compile would guard on the name of every layer.
         return f"layer {self.layer_name!r}" if self.layer_name else "a nameless layer"
 
-    def _check(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-    ) -> None:
+    def _check(self, batch: Batch) -> None:
+        q, k, v, cu_seqlens = batch.q, batch.k, batch.v, batch.cu_seqlens
         if not q.dtype == k.dtype == v.dtype:
             raise ValueError(
                 f"{self._where()}: query, key and value are {q.dtype}, {k.dtype}, "

@@ -20,8 +20,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.choices.trial import attempt
-from vllm_flashinfer_vit.machine.support import check_vllm, probe, usable_choices
-from vllm_flashinfer_vit.settings import ENV_KERNEL, FP8_KERNELS, KernelName, Settings
+from vllm_flashinfer_vit.choices.usable import usable_choices
+from vllm_flashinfer_vit.kernels.catalog import fp8_names
+from vllm_flashinfer_vit.machine.probe import probe
+from vllm_flashinfer_vit.machine.versions import check_vllm
+from vllm_flashinfer_vit.settings import ENV_KERNEL, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -41,7 +44,7 @@ def flashinfer_requested() -> bool:
 
 @functools.cache
 def resolve(
-    head_dim: int, dtype: torch.dtype, forced: KernelName | None
+    head_dim: int, dtype: torch.dtype, forced: str | None
 ) -> tuple[Choice, ...]:
     """Return the choices that this machine can run for a head dim and dtype.
 
@@ -90,7 +93,7 @@ def served(head_dim: int, dtype: torch.dtype) -> tuple[Choice, ...] | None:
     settings = Settings.from_env()
     forced = settings.kernel
     config = get_multimodal_config()
-    if forced in FP8_KERNELS and config and config.mm_encoder_attn_dtype is not None:
+    if forced in fp8_names() and config and config.mm_encoder_attn_dtype is not None:
         # Forced for what runs in FP8; `fp8.policy_for` takes care of that.
         forced = None
     try:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.models import qwen_vl
+from vllm_flashinfer_vit.ops.batch import Batch
 
 if TYPE_CHECKING:
     from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
@@ -154,7 +156,7 @@ def warm_up(layer: "FlashInferViTAttention") -> None:
         if layer.kernel_for(length, 1) != layer.kernel_for(length)
     ]
     longest = _max_patches()
-    if layer.kernel_for(longest).startswith("cudnn"):
+    if KERNELS[layer.kernel_for(longest)].builds_plans:
         last = layer.bounds[-1] if layer.bounds else 0
         shapes += plan_shapes(longest, min(last + 1, longest))
     with torch.inference_mode():
@@ -196,4 +198,4 @@ def _run(
     cu_seqlens = torch.full((num_seqs + 1,), length, dtype=torch.int32, device="cuda")
     cu_seqlens[0] = 0
     max_seqlen = torch.tensor(length, dtype=torch.int32)
-    layer.attend(q, k, v, cos, sin, cu_seqlens, max_seqlen)
+    layer.attend(Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen))

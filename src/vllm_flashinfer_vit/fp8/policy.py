@@ -22,18 +22,17 @@ from vllm.model_executor.models.vision import get_multimodal_config
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices.lookup import Choice, fp8_ranges
 from vllm_flashinfer_vit.choices.trial import attempt
+from vllm_flashinfer_vit.choices.usable import serves_fp8, usable_choices
 from vllm_flashinfer_vit.engine.selection import NotServedError
 from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
-from vllm_flashinfer_vit.kernels.formats import HISTORY
-from vllm_flashinfer_vit.machine.support import probe, serves_fp8, usable_choices
+from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
+from vllm_flashinfer_vit.kernels.formats import HISTORY, DynamicScales
+from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.settings import (
-    BLOCK_SCALED_KERNELS,
     ENV_FP8_SCALES,
     ENV_FP8_SKIP_LAYERS,
     ENV_KERNEL,
-    FP8_KERNELS,
-    KernelName,
     Settings,
 )
 
@@ -168,11 +167,12 @@ def _method(
                 f"{str(path)!r}, whose scales are static; leave one of them out"
             )
         return "static"
-    kernels = {choice.kernel for choice in choices} & FP8_KERNELS
-    if kernels <= BLOCK_SCALED_KERNELS:
+    kernels = {choice.kernel for choice in choices} & fp8_names()
+    whole_tensor = {k for k in kernels if not KERNELS[k].takes_block_scales}
+    if not whole_tensor:
         return wanted or "block"
     if wanted == "block":
-        names = ", ".join(sorted(kernels - BLOCK_SCALED_KERNELS))
+        names = ", ".join(sorted(whole_tensor))
         raise NotServedError(
             f"{ENV_FP8_SCALES}=block, but {names} takes one scale for each tensor; set "
             f"{ENV_KERNEL}=triton_fp8 too"
@@ -182,7 +182,7 @@ def _method(
 
 @functools.cache
 def resolve_fp8(
-    head_dim: int, dtype: torch.dtype, forced: KernelName | None
+    head_dim: int, dtype: torch.dtype, forced: str | None
 ) -> tuple[Choice, ...]:
     """Return the choices of FP8 layers that this machine can run.
 
@@ -198,10 +198,10 @@ def resolve_fp8(
         NotServedError: No FP8 kernel can run, or the forced kernel is none.
         TableError: A file of measured choices cannot be used.
     """
-    if forced is not None and forced not in FP8_KERNELS:
+    if forced is not None and forced not in fp8_names():
         raise NotServedError(
             f"{ENV_KERNEL}={forced} contradicts mm_encoder_attn_dtype=fp8: use one of "
-            + ", ".join(sorted(FP8_KERNELS))
+            + ", ".join(sorted(fp8_names()))
         )
     choices, refusals = usable_choices(
         probe(libraries=False),
@@ -296,7 +296,7 @@ def check_names(policy: Policy | None, settings: Settings) -> None:
 class ScaleState(nn.Module):
     """One layer's scales on the device, so that a captured graph moves them on.
 
-    Its tensors are those of `kernels.absmax.DynamicScales`; static scales are `scales`.
+    Its tensors are those of `formats.DynamicScales`; static scales are `scales`.
     """
 
     amax: torch.Tensor
@@ -330,6 +330,11 @@ class ScaleState(nn.Module):
             self.register_buffer(name, value, persistent=False)
         self.reset()
         _states.add(self)
+
+    @property
+    def scales_on_device(self) -> DynamicScales:
+        """The same tensors as the op takes them."""
+        return DynamicScales(self.amax, self.history, self.position, self.scales)
 
     def reset(self) -> None:
         """Forget what was seen, in place."""

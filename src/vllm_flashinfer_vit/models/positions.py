@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_flashinfer_vit.machine.support import SUPPORTED_VLLM
+from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
 from vllm_flashinfer_vit.patches.patch import Patch
 
 # 160 bytes a patch: the tables of 400,000 patches.

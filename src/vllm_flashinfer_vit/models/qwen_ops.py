@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vllm_flashinfer_vit.blocks.chain import chained, has_known_forward
-from vllm_flashinfer_vit.machine.support import SUPPORTED_VLLM
+from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
 from vllm_flashinfer_vit.patches.patch import Patch
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from vllm_flashinfer_vit.machine.support import SUPPORTED_VLLM
+from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
+from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.patches.patch import Patch
 
 
@@ -40,7 +41,9 @@ def _fuse_qwen2(original: Callable[..., Any]) -> Callable[..., Any]:
         # Gathers the heads of all ranks under tensor parallelism: [S, 1, H, D] each.
         q, k, v = (part.squeeze(1) for part in self.split_qkv(qkv))
         context = self.attn.attend(
-            q, k, v, rotary_pos_emb_cos, rotary_pos_emb_sin, cu_seqlens, max_seqlen
+            Batch(
+                q, k, v, rotary_pos_emb_cos, rotary_pos_emb_sin, cu_seqlens, max_seqlen
+            )
         )
         output, _ = self.proj(context.view(x.shape[0], 1, -1))
         return output
@@ -76,7 +79,9 @@ def _fuse_qwen2_5(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         q, k, v = qkv.view(x.shape[0], 3, heads, head_dim).unbind(1)
         context = self.attn.attend(
-            q, k, v, rotary_pos_emb_cos, rotary_pos_emb_sin, cu_seqlens, max_seqlen
+            Batch(
+                q, k, v, rotary_pos_emb_cos, rotary_pos_emb_sin, cu_seqlens, max_seqlen
+            )
         )
         output, _ = self.proj(context.view(x.shape[0], 1, -1))
         return output

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vllm_flashinfer_vit.machine.support import SUPPORTED_VLLM
+from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
 from vllm_flashinfer_vit.patches.patch import Patch
 from vllm_flashinfer_vit.settings import Settings
 

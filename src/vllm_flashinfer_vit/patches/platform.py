@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from vllm_flashinfer_vit.machine.support import SUPPORTED_VLLM
+from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
 from vllm_flashinfer_vit.patches.patch import Patch
 
 

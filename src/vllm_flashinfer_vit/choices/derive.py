@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Derives the classes of a table from its measurements; `docs/choices.md` says how."""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from vllm_flashinfer_vit.choices.table import Measurement
+from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
+from vllm_flashinfer_vit.ops.plan import Class
+
+# Kernels this close are equal, so that noise makes no classes.
+_TIE = 1.02
+# A kernel that builds plans must win by 5 %: each new shape costs tens of milliseconds
+# on the host.
+_PLAN_HANDICAP = 1.05
+
+
+class TuneError(ValueError):
+    """Nothing can be tuned; the message says what to change."""
+
+
+def derive_classes(measurements: Sequence[Measurement]) -> tuple[Class, ...]:
+    """Choose the fewest classes whose kernel is nowhere noticeably slower than another.
+
+    Kernels are compared at each measured length by the geometric mean over the numbers
+    of sequences; those of FP8, which cost precision, by the number that suits them
+    least. A length between two measured ones takes the longer one's kernel. Where a
+    class has a kernel for few sequences, many sequences have the fastest of the others.
+
+    Args:
+        measurements: Of one dtype and head dim.
+
+    Raises:
+        TuneError: No kernel was measured that takes sequences of any length.
+    """
+    slowdowns: dict[int, dict[str, float]] = {}
+    for longest, means in _means_by_length(measurements):
+        best = min(means.values())
+        slowdowns[longest] = {k: us / best for k, us in means.items()}
+    # What serves the longest measured sequences serves all longer ones.
+    while slowdowns:
+        longest, last = slowdowns.popitem()
+        unbounded = {k: s for k, s in last.items() if KERNELS[k].max_len is None}
+        if unbounded:
+            best = min(unbounded.values())
+            slowdowns[longest] = {k: s / best for k, s in unbounded.items()}
+            break
+    if not slowdowns:
+        raise TuneError("no kernel that takes sequences of any length was measured")
+
+    classes: list[Class] = []
+    # Kernels that serve every length since the last class, with their slowdowns, and
+    # the slowdowns of all kernels at these lengths.
+    shared: dict[str, float] = {}
+    members: list[dict[str, float]] = []
+    end = 0
+    for longest, by_kernel in slowdowns.items():
+        near = {
+            kernel: slowdown
+            for kernel, slowdown in by_kernel.items()
+            if slowdown <= (1 if KERNELS[kernel].builds_plans else _TIE)
+        }
+        both = {k: shared[k] * near[k] for k in shared if k in near}
+        if shared and not both:
+            classes.append(_class(end, shared, members))
+            members = []
+        shared, end = both or near, longest
+        members.append(by_kernel)
+    return (*classes, _class(None, shared, members))
+
+
+def _class(
+    max_len: int | None,
+    shared: Mapping[str, float],
+    members: Sequence[Mapping[str, float]],
+) -> Class:
+    kernel = _fastest(shared)
+    if not KERNELS[kernel].for_few:
+        return Class(max_len, kernel)
+    others = {
+        other: math.prod(slowdowns[other] for slowdowns in members)
+        for other in members[0]
+        if not (KERNELS[other].for_few or KERNELS[other].is_fp8)
+        and all(other in slowdowns for slowdowns in members)
+    }
+    return Class(max_len, kernel, _fastest(others) if others else None)
+
+
+def _fastest(slowdowns: Mapping[str, float]) -> str:
+    return min(slowdowns, key=slowdowns.__getitem__)
+
+
+def _means_by_length(
+    measurements: Sequence[Measurement],
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield lengths, ascending, with the mean times of kernels that ran every batch."""
+    ordered = sorted(measurements, key=lambda m: m.longest)
+    for longest, group in groupby(ordered, key=lambda m: m.longest):
+        rows = [m.us for m in group]
+        ran = [name for name in rows[0] if all(name in row for row in rows)]
+        means = {
+            name: (_PLAN_HANDICAP if KERNELS[name].builds_plans else 1.0)
+            * statistics.geometric_mean(row[name] for row in rows)
+            for name in ran
+        }
+        others = means.keys() - fp8_names()
+        for name in means.keys() & fp8_names() if others else ():
+            worst = max(row[name] / min(row[o] for o in others) for row in rows)
+            means[name] = max(means[name], worst * min(means[o] for o in others))
+        if means:
+            yield longest, means

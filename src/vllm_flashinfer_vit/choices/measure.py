@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times kernels on batches of equal sequences.
+
+What is timed is the layer's whole op, from views of the QKV projection and the rotary
+tables to the output. A kernel that is too far from fp32 is not timed.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from vllm_flashinfer_vit.choices.clock import Clock, Run
+from vllm_flashinfer_vit.choices.derive import TuneError
+from vllm_flashinfer_vit.choices.table import Measurement
+from vllm_flashinfer_vit.choices.usable import kernel_verdict
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.kernels.catalog import KERNELS, Kernel
+from vllm_flashinfer_vit.kernels.formats import DynamicScales
+from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
+from vllm_flashinfer_vit.machine.stack import Stack
+from vllm_flashinfer_vit.ops.attention import Fp8, attention, fp8_attention
+from vllm_flashinfer_vit.ops.batch import Batch
+from vllm_flashinfer_vit.ops.plan import Plan
+
+LENGTHS = (16, 32, 64, 96, 128, 192, 256, 400, 512, 768, *(2**i for i in range(10, 17)))
+COUNTS = (1, 4, 16, 64, 256, 1024)
+NUM_HEADS = 16
+# Larger batches than these only repeat what smaller ones say.
+MAX_TOKENS = 2**17
+MAX_FLOPS = 4e12
+
+# Relative errors far above those of kernels with fp32 sums, far below a wrong result.
+_GATES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+# e4m3 rounds by 0.026 on average; q, k, v, weights and perhaps the output make 0.06.
+_FP8_GATE = 0.1
+# Larger batches take the same code paths, and fp32 takes seconds for them.
+_GATE_MAX_TOKENS = 8192
+
+
+class WrongResultError(RuntimeError):
+    """A kernel's output is too far from fp32."""
+
+
+class Cell(NamedTuple):
+    """A batch of equal sequences.
+
+    Attributes:
+        longest: Length of each sequence, in tokens.
+        num_seqs: Number of sequences.
+    """
+
+    longest: int
+    num_seqs: int
+
+    def __str__(self) -> str:
+        return f"{self.num_seqs} x {self.longest} tokens"
+
+
+def candidates(stack: Stack, dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Return the kernels to compare; plain PyTorch is no candidate on a GPU.
+
+    For FP8 layers these are the kernels of bf16 and those of FP8.
+
+    Raises:
+        TuneError: No FP8 kernel can run, so there is nothing to choose for FP8 layers.
+    """
+    found = [
+        kernel
+        for kernel, record in KERNELS.items()
+        if not record.is_reference
+        and kernel_verdict(kernel, stack, head_dim, _dtype_of(kernel, dtype)).ok
+    ]
+    if dtype == torch.float8_e4m3fn and not any(
+        KERNELS[kernel].is_fp8 for kernel in found
+    ):
+        raise TuneError("no FP8 kernel runs on this GPU")
+    return found
+
+
+def _dtype_of(kernel: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a kernel attends in, in layers of a dtype."""
+    if dtype == torch.float8_e4m3fn and not KERNELS[kernel].is_fp8:
+        return torch.bfloat16
+    return dtype
+
+
+def grid(
+    head_dim: int, lengths: Sequence[int] = LENGTHS, counts: Sequence[int] = COUNTS
+) -> list[Cell]:
+    """Return the batches to measure, shortest sequences first."""
+    return [
+        Cell(longest, num_seqs)
+        for longest in lengths
+        for num_seqs in counts
+        if num_seqs == counts[0]
+        or (
+            longest * num_seqs <= MAX_TOKENS
+            and 4 * NUM_HEADS * head_dim * longest**2 * num_seqs <= MAX_FLOPS
+        )
+    ]
+
+
+def measure(
+    dtype: torch.dtype,
+    head_dim: int,
+    kernels: Sequence[str],
+    cells: Sequence[Cell],
+    clock: Clock,
+    device: torch.device,
+    advance: Callable[[Cell], None] = lambda cell: None,
+) -> tuple[list[Measurement], list[str]]:
+    """Check and time kernels on every batch.
+
+    A kernel that fails to run is not tried any more; one whose output is wrong loses
+    the times that it has, too. A batch that the memory does not hold is skipped.
+
+    Args:
+        dtype: Activation dtype; e4m3 for FP8 layers, whose activations are bf16 here.
+        head_dim: Head dim in elements.
+        kernels: The kernels to compare.
+        cells: Batches, shortest sequences first.
+        clock: The clock.
+        device: Where to measure.
+        advance: Called before each batch.
+
+    Returns:
+        The measurements, and what was left out and why.
+    """
+    times: dict[Cell, dict[str, float]] = {}
+    left_out: list[str] = []
+    trusted = list(kernels)
+    for cell in cells:
+        advance(cell)
+        try:
+            drawn = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+            batch = draw(cell, drawn, head_dim, device)
+            failures, times[cell] = _measure_batch(batch, trusted, clock)
+        except torch.OutOfMemoryError:
+            left_out.append(f"{cell}: out of memory")
+            continue
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        for failure in failures:
+            trusted.remove(failure.kernel)
+            left_out.append(f"{failure.kernel} from {cell} on: {failure.reason}")
+            if failure.is_wrong:
+                for taken in times.values():
+                    taken.pop(failure.kernel, None)
+    rows = [
+        Measurement(
+            dtype_name(dtype),
+            head_dim,
+            *cell,
+            {kernel: round(us, 2) for kernel, us in taken.items()},
+        )
+        for cell, taken in times.items()
+        if taken
+    ]
+    return rows, left_out
+
+
+class _Failure(NamedTuple):
+    kernel: str
+    reason: str
+    is_wrong: bool
+
+
+def _measure_batch(
+    batch: Batch, kernels: Sequence[str], clock: Clock
+) -> tuple[list[_Failure], dict[str, float]]:
+    """Check and time kernels; the graphs and their memory go when it returns."""
+    assert batch.max_seqlen is not None
+    longest = int(batch.max_seqlen)
+    expected = _in_fp32(batch) if batch.q.shape[0] <= _GATE_MAX_TOKENS else None
+    runs: dict[str, Run] = {}
+    failures = []
+    for kernel in kernels:
+        record = KERNELS[kernel]
+        if longest > (record.max_len or longest):
+            continue
+        try:
+            ready = clock.prepare(call(record, batch))
+            if expected is not None:
+                limit = _FP8_GATE if record.is_fp8 else _GATES[batch.q.dtype]
+                _check(ready(), expected, limit)
+            runs[kernel] = ready
+        except torch.OutOfMemoryError:
+            raise
+        # A kernel may fail in any way; the others are measured without it.
+        except Exception as error:
+            lines = str(error).strip().splitlines() or ["no message"]
+            reason = f"{type(error).__name__}: {lines[0]}"
+            is_wrong = isinstance(error, WrongResultError)
+            failures.append(_Failure(kernel, reason, is_wrong))
+            if batch.q.is_cuda:
+                # Raises if every further call of this process would fail.
+                torch.cuda.synchronize()
+    return failures, clock.median_us(runs) if runs else {}
+
+
+def draw(cell: Cell, dtype: torch.dtype, head_dim: int, device: torch.device) -> Batch:
+    """Draw the inputs of a batch, the same ones in every run.
+
+    q, k and v are views of a projection `[T, 3, H, D]`.
+    """
+    random = torch.Generator(device).manual_seed(0)
+    tokens = cell.longest * cell.num_seqs
+    shape = (tokens, 3, NUM_HEADS, head_dim)
+    qkv = torch.randn(shape, dtype=dtype, device=device, generator=random)
+    angle = torch.rand(tokens, head_dim // 2, device=device, generator=random)
+    angle *= 2 * math.pi
+    ends = torch.arange(0, tokens + 1, cell.longest, device=device)
+    q, k, v = qkv.unbind(1)
+    return Batch(
+        q,
+        k,
+        v,
+        cos=angle.cos().to(dtype),
+        sin=angle.sin().to(dtype),
+        cu_seqlens=ends.int(),
+        max_seqlen=torch.tensor(cell.longest),
+    )
+
+
+def call(kernel: Kernel, batch: Batch) -> Run:
+    """Return the call of the layer's op with a kernel; FP8 has scales of its own."""
+    scale, plan = batch.q.shape[2] ** -0.5, Plan.of(kernel.name)
+    if not kernel.is_fp8:
+        return lambda: attention(batch, scale, plan)
+    fp8 = own_scales(kernel, batch.q.device)
+    return lambda: fp8_attention(batch, scale, plan, fp8)
+
+
+def own_scales(kernel: Kernel, device: torch.device) -> Fp8:
+    """Return where an FP8 kernel's scales come from if no file has them."""
+    if kernel.takes_block_scales:
+        return Fp8("block")
+    return Fp8("dynamic", state=DynamicScales.on(device))
+
+
+def _in_fp32(batch: Batch) -> torch.Tensor:
+    """Return what every kernel should, `[T, H, D] fp32`."""
+    assert batch.cos is not None and batch.sin is not None
+    assert batch.cu_seqlens is not None and batch.max_seqlen is not None
+    q, k = rope_ref(batch.q.float(), batch.k.float(), batch.cos, batch.sin)
+    longest, scale = int(batch.max_seqlen), q.shape[2] ** -0.5
+    return attention_ref(q, k, batch.v.float(), batch.cu_seqlens, longest, scale)
+
+
+def _check(out: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
+    error = ((out.float() - expected).norm() / expected.norm()).item()
+    if not error <= limit:
+        raise WrongResultError(
+            f"wrong result, relative error {error:.1e} against fp32, allowed {limit}"
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name in tables, `bfloat16`."""
+    return str(dtype).removeprefix("torch.")

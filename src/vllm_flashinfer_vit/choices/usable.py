@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of a table's kernels this machine can run, and what serves in their place."""
+
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_flashinfer_vit.choices import lookup
+from vllm_flashinfer_vit.choices.lookup import Choice, fp8_ranges
+from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
+from vllm_flashinfer_vit.machine.probe import probe
+from vllm_flashinfer_vit.machine.stack import Stack, Verdict
+from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE, judge
+
+if TYPE_CHECKING:
+    import torch
+
+
+def kernel_verdict(
+    kernel: str, stack: Stack, head_dim: int, dtype: "torch.dtype | str"
+) -> Verdict:
+    """Judge whether a kernel can run on a machine.
+
+    Args:
+        kernel: The kernel's name.
+        stack: What the machine has.
+        head_dim: Head dim in elements.
+        dtype: A torch dtype or its name, `bfloat16`.
+
+    Raises:
+        ValueError: There is no kernel of this name.
+    """
+    if kernel not in KERNELS:
+        raise ValueError(f"no kernel is named {kernel!r}")
+    dtype_name = str(dtype).removeprefix("torch.")
+    return judge(KERNELS[kernel].needs, stack, head_dim, dtype_name)
+
+
+def usable_choices(
+    stack: Stack,
+    head_dim: int,
+    dtype: "torch.dtype | str",
+    forced: str | None = None,
+    tuned_dir: Path | None = None,
+    *,
+    fp8: bool = False,
+    attempt: Callable[[str], str | None] = lambda kernel: None,
+) -> tuple[tuple[Choice, ...], dict[str, str]]:
+    """Drop from a GPU's table of choices what this machine cannot run.
+
+    A kernel that cannot run has its record's fallback in its place; where one of a
+    class's two kernels cannot, the other serves all of it.
+
+    Args:
+        stack: What the machine has. If its libraries were left out, they are inspected
+            where a choice runs on cuDNN.
+        head_dim: Head dim in elements.
+        dtype: A torch dtype or its name.
+        forced: The kernel that the user forces, or None.
+        tuned_dir: Folder of the user's measurements, or None to ignore them.
+        fp8: The layer is one with FP8 attention. What is left may have no FP8 kernel.
+        attempt: Runs a kernel of FP8, or one compiled by a library for this GPU, that
+            should run by all that is known, and says what went wrong, or None.
+
+    Returns:
+        The choices that are left, none if nothing can serve, and by each kernel that
+        was dropped a text that names it and says why, with its remedy.
+
+    Raises:
+        TableError: A file of measured choices cannot be used.
+    """
+    gpu_name = stack.gpus[0].name if stack.gpus else None
+    look_up = lookup.fp8_choices_for if fp8 else lookup.choices_for
+    choices = look_up(gpu_name, stack.capability, dtype, head_dim, tuned_dir)
+    if forced is not None:
+        choices = lookup.forced(choices, forced)
+    refusals: dict[str, str] = {}
+    passed: set[str] = set()
+    while pending := _names(choices) - passed:
+        kernel = next(name for name in _ordered(choices) if name in pending)
+        record = KERNELS[kernel]
+        if stack.inspected is None and record.needs.on_cudnn:
+            stack = probe()
+        is_fp8 = fp8 and record.is_fp8
+        verdict = kernel_verdict(
+            kernel, stack, head_dim, FP8_DTYPE if is_fp8 else dtype
+        )
+        if verdict.ok and record.needs_trial and (error := attempt(kernel)):
+            verdict = Verdict(False, error)
+        if verdict.ok:
+            passed.add(kernel)
+            continue
+        remedy = f" ({verdict.remedy})" if verdict.remedy else ""
+        refusals[kernel] = f"{kernel}: {verdict.reason}{remedy}"
+        if kernel == forced:
+            choices = ()
+        elif record.fallback and record.fallback not in refusals:
+            choices = lookup.replaced(choices, kernel, record.fallback)
+        else:
+            choices = lookup.without(choices, kernel)
+    return choices, refusals
+
+
+def _ordered(choices: Sequence[Choice]) -> list[str]:
+    return [kernel for choice in choices for kernel in choice.kernels]
+
+
+def _names(choices: Sequence[Choice]) -> set[str]:
+    return set(_ordered(choices))
+
+
+def serves_fp8(choices: Sequence[Choice], refusals: Container[str]) -> bool:
+    """Whether FP8 layers can be had by what `usable_choices` returned for them.
+
+    Choices without an FP8 kernel will do where FP8 pays nowhere, not where every FP8
+    kernel was refused.
+    """
+    refused = any(kernel in refusals for kernel in fp8_names())
+    return bool(fp8_ranges(choices) or (choices and not refused))

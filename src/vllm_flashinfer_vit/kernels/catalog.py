@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels: one record for each, with everything that is known of it.
+
+The op, the choices, `tune`, `doctor`, the warm-up, the trial run, the tests and the
+table in docs/kernels.md read it. A record names its function, and imports nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+from vllm_flashinfer_vit.machine.verdicts import Needs
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is known of one kernel.
+
+    Attributes:
+        name: As settings, tables and logs have it.
+        summary: What it is, for people.
+        sequences: Which sequences it is for, for people.
+        entry: `module:function` in the folder of kernels. The function takes `(q, k, v,
+            cu_seqlens, max_seqlen, scale)`, with `rotates` also `(cos, sin)`. With
+            `quantized` blocks it takes `(quantized, cu_seqlens, num_tokens, max_seqlen,
+            scale, head_dim, dtype)`, with rows `(q, k, v, scales, cu_seqlens,
+            max_seqlen, scale, head_dim, dtype)`.
+        needs: What it needs of the machine, the dtype and the head dim.
+        max_len: Longest sequence that it takes, in tokens; None for any.
+        rotates: Whether it turns q and k itself, if the whole head dim is turned.
+        quantized: For FP8, how q, k and v are laid out: `blocks` has a scale for each
+            block of 128 tokens and head, `rows` one for each tensor. None without FP8.
+        fallback: The kernel that takes its classes where it cannot run. None: the
+            neighbouring class's.
+        needs_trial: Whether it runs once, and is compared with plain PyTorch, before a
+            layer is promised to it.
+        builds_plans: Whether the host builds a plan for each new bucket of shapes.
+        for_few: Whether batches of many sequences, most of which may be empty, have
+            another kernel.
+        is_reference: Whether it is plain PyTorch: no candidate on a GPU.
+    """
+
+    name: str
+    summary: str
+    sequences: str
+    entry: str
+    needs: Needs
+    max_len: int | None = None
+    rotates: bool = False
+    quantized: Literal["blocks", "rows"] | None = None
+    fallback: str | None = None
+    needs_trial: bool = False
+    builds_plans: bool = False
+    for_few: bool = False
+    is_reference: bool = False
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether it attends in FP8."""
+        return self.quantized is not None
+
+    @property
+    def takes_block_scales(self) -> bool:
+        """Whether it can do without state, by a scale for each block and head."""
+        return self.quantized == "blocks"
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function."""
+        module, _, function = self.entry.partition(":")
+        folder = __name__.rpartition(".")[0]
+        return getattr(import_module(f"{folder}.{module}"), function)
+
+
+_HALF_ON_TRITON = Needs("triton", head_dims=(32, 128))
+
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(
+            name="cudnn",
+            summary="FlashInfer's cuDNN prefill: bucketed plans, int64 offsets, any "
+            "strides",
+            sequences="any",
+            entry="cudnn:attention",
+            # The support matrix on docs.nvidia.com/cudnn/operations/Attention.
+            needs=Needs("cudnn", head_dims=(8, 256)),
+            builds_plans=True,
+        ),
+        Kernel(
+            name="cudnn_fp8",
+            summary="FP8 by cuDNN, one scale for each tensor",
+            sequences="long",
+            entry="cudnn_fp8:attention",
+            needs=Needs(
+                "cudnn_fp8", is_fp8=True, head_dims=(8, 128), capability=(9, 0)
+            ),
+            quantized="rows",
+            fallback="triton_fp8",
+            needs_trial=True,
+            builds_plans=True,
+        ),
+        Kernel(
+            name="flash_attn",
+            summary="FlashAttention as vLLM picks it (3 on Hopper), after one rotary "
+            "pass",
+            sequences="any",
+            entry="flash_attn:attention",
+            # `supports_head_size` of vLLM's FlashAttention backend.
+            needs=Needs("flash_attn", head_dims=(8, 256)),
+        ),
+        Kernel(
+            name="flash_attn_4",
+            summary="FlashAttention 4's kernel for Hopper as bundled with vLLM, after "
+            "one rotary pass",
+            sequences="any; best above 1024 tokens, with 512 rows and more to a "
+            "sequence",
+            entry="flash_attn:attention_4",
+            needs=Needs("flash_attn_4", head_dims=(64, 128), major=9),
+            needs_trial=True,
+            # It starts blocks for all sequences, and each looks through all. In
+            # Qwen2-VL's CUDA graph a 64x64 image took 23.0 ms, with FlashAttention 3
+            # 16.2; no measurement of `tune` has batches of mostly empty sequences.
+            for_few=True,
+        ),
+        Kernel(
+            name="hopper_fp8",
+            summary="FP8 with block scales, its warps specialised for Hopper",
+            sequences="long",
+            entry="hopper_fp8:attention",
+            needs=Needs(
+                "triton",
+                is_fp8=True,
+                head_dims=(32, 80),
+                capability=(8, 9),
+                major=9,
+            ),
+            quantized="blocks",
+            fallback="triton_fp8",
+            needs_trial=True,
+        ),
+        Kernel(
+            name="reference",
+            summary="plain PyTorch, fp32 accumulation",
+            sequences="any; slow",
+            entry="attention_ref:attention_ref",
+            needs=Needs("torch", capability=None),
+            is_reference=True,
+        ),
+        Kernel(
+            name="reference_fp8",
+            summary="what `triton_fp8` computes, in plain PyTorch",
+            sequences="any; slow",
+            entry="flash_fp8_ref:attention_fp8_ref",
+            needs=Needs("torch", is_fp8=True, capability=None),
+            quantized="blocks",
+            fallback="triton_fp8",
+            is_reference=True,
+        ),
+        Kernel(
+            name="triton",
+            summary="one Triton pass, the head dim cut into a power of two and a rest, "
+            "after one rotary pass",
+            sequences="any; best from 129 to 1024 tokens",
+            entry="flash:attention",
+            needs=_HALF_ON_TRITON,
+        ),
+        Kernel(
+            name="triton_fp8",
+            summary="FP8 with block scales, in Triton",
+            sequences="long",
+            entry="flash_fp8:attention",
+            needs=Needs("triton", is_fp8=True, head_dims=(32, 128), capability=(8, 9)),
+            quantized="blocks",
+            needs_trial=True,
+        ),
+        Kernel(
+            name="triton_window",
+            summary="one pass from the QKV projection to the output, rotary inside",
+            sequences="up to 128 tokens",
+            entry="window:attention",
+            needs=_HALF_ON_TRITON,
+            max_len=128,
+            rotates=True,
+        ),
+    )
+}
+
+
+def fp8_names() -> frozenset[str]:
+    """Return the names of the kernels that attend in FP8."""
+    return frozenset(name for name, kernel in KERNELS.items() if kernel.is_fp8)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What mends a missing or broken package: commands for people."""
+
+from vllm_flashinfer_vit.machine.stack import Stack, Verdict
+from vllm_flashinfer_vit.machine.versions import (
+    CUDNN_FRONTEND_RANGE,
+    FLASHINFER_RANGE,
+    SUPPORTED_VLLM,
+)
+
+# Packages by the module, or the field of `Stack`, that stands for them.
+PACKAGES = {
+    "vllm": "vllm",
+    "torch": "torch",
+    "triton": "triton",
+    "flashinfer": "flashinfer-python",
+    "cudnn_frontend": "nvidia-cudnn-frontend",
+}
+
+
+def missing(stack: Stack, name: str) -> Verdict:
+    """Return the verdict that a package is not installed; `name` is of `PACKAGES`."""
+    package = PACKAGES[name]
+    first, last = SUPPORTED_VLLM
+    specifier = {
+        "vllm": f">={first},<={last}",
+        "flashinfer": stack.pins.get(package, str(FLASHINFER_RANGE)),
+        "cudnn_frontend": stack.pins.get(package, str(CUDNN_FRONTEND_RANGE)),
+    }.get(name, "")
+    command = f'pip install "{package}{specifier}"'
+    if name in ("torch", "triton") and stack.vllm is not None:
+        command = reinstall_vllm(stack)
+    return Verdict(False, f"{package} is not installed", command)
+
+
+def reinstall_vllm(stack: Stack) -> str:
+    """Return the command that installs the vLLM that is there once more."""
+    # A local version, as in 0.25.1+cu129, is on no public index.
+    public = str(stack.vllm).partition("+")[0]
+    return f'pip install --force-reinstall "vllm=={public}"'
+
+
+def import_remedy(stack: Stack, module: str, error: str) -> str:
+    """Return the command for a module of `PACKAGES` whose import fails."""
+    if "cuda.bindings" in error:
+        # cuda-python below 12.8 and cuda-bindings install the same files.
+        return "pip uninstall -y cuda-python cuda-bindings && pip install cuda-python"
+    name = package_field(module)
+    return f'pip install --force-reinstall "{PACKAGES[name]}=={getattr(stack, name)}"'
+
+
+def package_field(module: str) -> str:
+    """Return the field of `Stack` that has the version of an imported module."""
+    return {"cudnn": "cudnn_frontend", "flashinfer.cudnn": "flashinfer"}.get(
+        module, module
+    )

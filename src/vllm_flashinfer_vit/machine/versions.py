@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions: those that the package was written for, and how they are written."""
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+SUPPORTED_VLLM = ("0.25.1", "0.33.0")
+
+FLASHINFER_RANGE = SpecifierSet(">=0.6.11,<0.8")
+CUDNN_FRONTEND_RANGE = SpecifierSet(">=1.18")
+
+# cudnn-frontend refuses fp16 and bf16 attention on 9.10.0 and 9.10.1 (known bugs), and
+# head dims above 128 came with 9.10: sdpa_support_surface.h, TransformerEngine #1797.
+MIN_CUDNN = 91002
+# Ragged batches on Ampere, Ada and consumer Blackwell: sdpa_support_surface.h ("THD"),
+# TransformerEngine #2693.
+MIN_CUDNN_RAGGED_EVERYWHERE = 91801
+# Major compute capabilities that had ragged batches before.
+RAGGED_FIRST = (9, 10)
+# The first with the FP8 forward pass for prefill: FlashInfer #2241, vLLM's own gate.
+MIN_CUDNN_FP8 = 91701
+# Packed FP8 batches by TransformerEngine's gate (#2994). On an H200, 9.19's kernel runs
+# an illegal instruction, which no process survives: it must not even be tried.
+MIN_CUDNN_FP8_HOPPER = 92300
+
+
+def check_vllm(version: str) -> str | None:
+    """Say what is wrong with a vLLM version, or None if it is supported.
+
+    A release candidate counts as its release, a patch release as its minor one. A
+    development build after the newest supported release is refused: it may hold
+    anything that is going to be in the next one.
+    """
+    first, last = (Version(bound) for bound in SUPPORTED_VLLM)
+    wanted = f"vllm-flashinfer-vit supports vLLM {first} to {last}"
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return f"{wanted}; {version!r} is not a version."
+    too_new = found.release[:2] > last.release[:2] or (
+        found.is_devrelease and found.release > last.release
+    )
+    if found.release < first.release or too_new:
+        return f"{wanted}; vLLM {version} is installed."
+    return None
+
+
+def format_cudnn(version: int | None) -> str:
+    """Write a cuDNN version number, 91900, as people do: 9.19.0."""
+    if version is None:
+        return "none"
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch as the ops take it."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Batch(NamedTuple):
+    """Packed sequences, and what turns them; the ops' first arguments, in order.
+
+    Attributes:
+        q: `[T, H, D]`, any strides.
+        k: `[T, H_kv, D]`, any strides; H is a multiple of H_kv.
+        v: `[T, H_kv, D]`, any strides.
+        cos: `[T, R / 2]`, R the turned part of D, or None; q and k are turned first.
+        sin: Like cos.
+        cu_seqlens: `[N + 1] int32`, token prefix sums; None for T / seq_len equal
+            sequences. A tail of zeros or repeated values stands for empty sequences.
+        max_seqlen: `[] int`; on the CPU it bounds the sequence lengths, on the GPU it
+            is not read, since that would stall the stream, and T bounds them.
+        seq_len: Length of equal sequences, in tokens; 0 with `cu_seqlens`.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    max_seqlen: torch.Tensor | None = None
+    seq_len: int = 0
+
+
+class Ready(NamedTuple):
+    """A batch as kernels take it.
+
+    Attributes:
+        q: `[T, H, D]`, D-stride 1, like k and v.
+        k: See `q`.
+        v: See `q`.
+        cos: See `Batch`.
+        sin: See `Batch`.
+        cu_seqlens: See `Batch`; never None.
+        longest: What bounds the sequence lengths on the host, in tokens.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    cu_seqlens: torch.Tensor
+    longest: int
+
+    @property
+    def mean_len(self) -> float:
+        """Rows for each sequence, also for empty ones."""
+        return self.q.shape[0] / max(1, self.cu_seqlens.numel() - 1)
+
+
+def ready(batch: Batch) -> Ready:
+    """Derive on the device, and on the host without waiting for it, what is missing."""
+    q, k, v = (
+        x if x.stride(2) == 1 else x.contiguous() for x in (batch.q, batch.k, batch.v)
+    )
+    num_tokens = q.shape[0]
+    longest, cu_seqlens = num_tokens, batch.cu_seqlens
+    if cu_seqlens is None:
+        longest = batch.seq_len
+        cu_seqlens = torch.arange(
+            0, num_tokens + 1, longest, dtype=torch.int32, device=q.device
+        )
+    elif batch.max_seqlen is not None and batch.max_seqlen.is_cpu:
+        # Some models hand over 0 where vLLM's default backend needs no length.
+        longest = min(int(batch.max_seqlen), num_tokens) or num_tokens
+    return Ready(q, k, v, batch.cos, batch.sin, cu_seqlens, longest)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's plan: which kernel serves which batches.
+
+A plan is a string only where a compiled graph holds it, since that holds no object.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+# Batches with fewer rows to a sequence, empty ones included, are of many sequences.
+LEAST_MEAN_LEN = 512
+
+
+class Class(NamedTuple):
+    """A range of longest sequences, and the kernels that serve it.
+
+    Attributes:
+        max_len: Longest sequence of the class, in tokens; None for any length.
+        kernel: The kernel's name.
+        many: The kernel for batches of many sequences, most of which may be empty; None
+            if `kernel` serves them too.
+    """
+
+    max_len: int | None
+    kernel: str
+    many: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Classes of calls, ascending, the last one unbounded.
+
+    Attributes:
+        classes: The classes.
+        text: The same as `128:triton_window,*:flash_attn_4/flash_attn`; the kernel for
+            many sequences stands after a slash.
+    """
+
+    classes: tuple[Class, ...]
+    text: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Write the text once: compiled code reads it as a constant."""
+        entries = (
+            f"{'*' if max_len is None else max_len}:"
+            + "/".join(filter(None, (kernel, many)))
+            for max_len, kernel, many in self.classes
+        )
+        object.__setattr__(self, "text", ",".join(entries))
+
+    @classmethod
+    def of(cls, kernel: str) -> Self:
+        """Return the plan that runs one kernel for every batch."""
+        return cls((Class(None, kernel),))
+
+    @classmethod
+    def decode(cls, text: str) -> "Plan":
+        """Return the plan of a text.
+
+        Raises:
+            ValueError: It is no such text.
+        """
+        return _decode(text)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The longest lengths of the bounded classes, in tokens, ascending."""
+        return tuple(c.max_len for c in self.classes if c.max_len is not None)
+
+    def kernel_for(self, max_len: int, mean_len: float | None = None) -> str:
+        """Return the name of a batch's kernel.
+
+        Args:
+            max_len: An upper bound of the sequence lengths, in tokens.
+            mean_len: Rows of the batch for each of its sequences, in a CUDA graph of
+                those that it was captured for. None for sequences that all have the
+                length.
+
+        Raises:
+            ValueError: The plan has no class for the length.
+        """
+        if mean_len is None:
+            mean_len = max_len
+        for bound, kernel, many in self.classes:
+            if bound is None or max_len <= bound:
+                return many if many and mean_len < LEAST_MEAN_LEN else kernel
+        raise ValueError(f"plan {self.text!r} has no class for {max_len} tokens")
+
+
+@functools.cache
+def _decode(text: str) -> Plan:
+    return Plan(tuple(_parse(text.split(","))))
+
+
+def _parse(entries: Iterable[str]) -> Iterable[Class]:
+    for entry in entries:
+        bound, colon, kernels = entry.partition(":")
+        kernel, _, many = kernels.partition("/")
+        if not (colon and kernel and (bound == "*" or bound.isdecimal())):
+            raise ValueError(f"{entry!r} is no class of a plan such as 128:triton")
+        yield Class(None if bound == "*" else int(bound), kernel, many or None)
