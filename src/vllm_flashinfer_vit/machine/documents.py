@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON files that are read: an error says in one line which entry is wrong, and why."""
+
+import json
+import reprlib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+# pydantic's names for what JSON has others for.
+_WANTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not JSON, or too deeply nested.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is too deeply nested") from None
+
+
+def validated(model: type[_Model], document: Any) -> _Model:
+    """Check a document against a model.
+
+    Raises:
+        ValueError: The document does not follow it; the first wrong entry is named.
+    """
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    entry = _entry(first["loc"])
+    if first["type"] == "missing":
+        raise ValueError(f"{entry} is missing")
+    if first["type"] == "extra_forbidden":
+        raise ValueError(f"{entry} is not known")
+    found = f"{entry} is {reprlib.repr(first['input'])}"
+    if (cause := first.get("ctx", {}).get("error")) is not None:
+        raise ValueError(f"{found}: {cause}")
+    if (wanted := _WANTED.get(first["type"])) is not None:
+        raise ValueError(f"{found}, not {wanted}")
+    raise ValueError(f"{found}: {first['msg']}")
+
+
+def _entry(location: tuple[int | str, ...]) -> str:
+    """Write a place as Python would: `layers['visual.blocks.0'].q`."""
+    text = ""
+    for part in location:
+        if isinstance(part, str) and part.isidentifier():
+            text += f".{part}" if text else part
+        else:
+            text += f"[{part!r}]"
+    return text or "the document"

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON files that are read: what the message of an unusable one says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_flashinfer_vit.machine.documents import read_json, validated
+
+
+class Row(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    size: int = Field(ge=1)
+
+
+class Document(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    rows: dict[str, list[Row]] = {}
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "the document is [], not an object"),
+        ({}, "name is missing"),
+        ({"name": 1}, "name is 1, not a string"),
+        ({"name": "a", "rows": []}, "rows is [], not an object"),
+        ({"name": "a", "rows": {"x": 1}}, "rows.x is 1, not a list"),
+        (
+            {"name": "a", "rows": {"a.b": [{"size": 1}, {"size": "2"}]}},
+            "rows['a.b'][1].size is '2', not a whole number",
+        ),
+        ({"name": "a", "rows": {"x": [{}]}}, "rows.x[0].size is missing"),
+        (
+            {"name": "a", "rows": {"x": [{"size": 0}]}},
+            "rows.x[0].size is 0: Input should be greater than or equal to 1",
+        ),
+        (
+            {"name": "a", "rows": {"x": [{"size": 1, "unit": "s"}]}},
+            "rows.x[0].unit is not known",
+        ),
+    ],
+)
+def test_the_first_wrong_entry_is_named(document: Any, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        validated(Document, document)
+    assert str(caught.value) == message
+
+
+def test_a_deeply_nested_file_is_an_error_like_others(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="too deeply nested"):
+        read_json(path)
