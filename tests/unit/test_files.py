@@ -131,7 +131,15 @@ class TestCheck:
 
     def test_a_named_pipe(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
-        self.refused(tmp_path / "pipe", "it is a named pipe")
+        self.refused(tmp_path / "pipe", "it is a pipe")
+
+    def test_a_pipe_of_a_shell(self) -> None:
+        reading, writing = os.pipe()
+        try:
+            self.refused(Path(f"/proc/self/fd/{writing}"), "it is a pipe")
+        finally:
+            os.close(reading)
+            os.close(writing)
 
     def test_a_folder(self, tmp_path: Path) -> None:
         self.refused(tmp_path, "it is a folder")

@@ -38,7 +38,7 @@ def check(path: Path, *, keep: Iterable[Path] = ()) -> Path:
     if target.is_symlink():
         raise FileError(f"{path} cannot be written: it is in a circle of symlinks")
     try:
-        there = target.stat() if target.exists() else None
+        there = path.stat() if path.exists() else None
     except OSError as error:
         raise FileError(f"{path} cannot be written: {error}") from None
     if there is not None and not stat.S_ISREG(there.st_mode):
@@ -69,7 +69,7 @@ def check(path: Path, *, keep: Iterable[Path] = ()) -> Path:
 def _kind(mode: int) -> str:
     kinds = {
         stat.S_IFDIR: "a folder",
-        stat.S_IFIFO: "a named pipe",
+        stat.S_IFIFO: "a pipe",
         stat.S_IFSOCK: "a socket",
     }
     return kinds.get(stat.S_IFMT(mode), "a device")
