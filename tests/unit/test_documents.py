@@ -2,7 +2,7 @@
 """JSON files that are read: what the message of an unusable one says."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,6 +20,7 @@ class Document(BaseModel):
     model_config = ConfigDict(strict=True)
 
     name: str
+    unit: Literal["ms"] = "ms"
     rows: dict[str, list[Row]] = {}
 
 
@@ -29,6 +30,7 @@ class Document(BaseModel):
         ([], "the document is [], not an object"),
         ({}, "name is missing"),
         ({"name": 1}, "name is 1, not a string"),
+        ({"name": "a", "unit": "s"}, "unit is 's', not 'ms'"),
         ({"name": "a", "rows": []}, "rows is [], not an object"),
         ({"name": "a", "rows": {"x": 1}}, "rows.x is 1, not a list"),
         (

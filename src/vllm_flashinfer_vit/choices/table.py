@@ -9,34 +9,25 @@ ones that come with the package lie in this folder; all are written by
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from vllm_flashinfer_vit.settings import KERNEL_NAMES, SERVES_UP_TO, KernelName
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-SCHEMA = "vllm-flashinfer-vit/choices/2"
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
+from vllm_flashinfer_vit.machine import files
+from vllm_flashinfer_vit.machine.documents import read_json, validated
+from vllm_flashinfer_vit.ops.plan import Class
+
+_Schema = Literal["vllm-flashinfer-vit/choices/2"]
+SCHEMA: _Schema = "vllm-flashinfer-vit/choices/2"
 BUNDLED = Path(__file__).parent / "data"
 
 
 class TableError(ValueError):
     """A file of choices cannot be used; the message names it and the remedy."""
-
-
-class Class(NamedTuple):
-    """A range of longest sequences, and the kernels that serve it.
-
-    Attributes:
-        max_len: Longest sequence of the class, in tokens; None for any length.
-        kernel: The kernel's name.
-        many: The kernel for batches of many sequences, most of which may be empty; None
-            if `kernel` serves them too.
-    """
-
-    max_len: int | None
-    kernel: KernelName
-    many: KernelName | None = None
 
 
 class Measurement(NamedTuple):
@@ -96,7 +87,7 @@ def read(folder: Path, gpu_name: str) -> Table | None:
     if not os.path.exists(path):
         return None
     try:
-        table = _parse(json.loads(path.read_text(encoding="utf-8")))
+        table = _parse(read_json(path))
         if table.made_by["gpu"] != gpu_name:
             raise ValueError(f"it is of {table.made_by['gpu']!r}, not of {gpu_name!r}")
     except (OSError, ValueError) as error:
@@ -108,21 +99,16 @@ def read(folder: Path, gpu_name: str) -> Table | None:
 
 
 def write(table: Table, path: Path) -> None:
-    """Write a table; whoever reads the file meanwhile sees the old or the new one.
+    """Write a table, see `files.write`; its folder is made if there is none.
 
     Raises:
         ValueError: The table would be refused when read.
-        OSError: The file cannot be written.
+        FileError: The file cannot be written.
     """
     text = dumps(table)
     _parse(json.loads(text))
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    files.write(path, text.encode())
 
 
 def dumps(table: Table) -> str:
@@ -157,58 +143,91 @@ def _parse(document: Any) -> Table:
     Raises:
         ValueError: It does not follow it.
     """
-    if not isinstance(document, dict):
-        raise ValueError("it holds no JSON object")
-    if document.get("schema") != SCHEMA:
-        raise ValueError(f"its schema is {document.get('schema')!r}, not {SCHEMA!r}")
-    try:
-        made_by = dict(document["made_by"])
-        for name in ("gpu", "vllm"):
-            if not isinstance(made_by[name], str):
-                raise ValueError(f"made_by.{name} is {made_by[name]!r}, not a string")
-        return Table(
-            made_by=made_by,
-            classes={
-                name: _parse_classes(name, rows)
-                for name, rows in document["classes"].items()
-            },
-            measurements=tuple(Measurement(**row) for row in document["measurements"]),
-            left_out=tuple(document["left_out"]),
-        )
-    except KeyError as error:
-        raise ValueError(f"the entry {error} is missing") from None
-    # A list in place of an object, or an object with other members.
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"an entry has the wrong form ({error})") from None
+    checked = validated(_Document, document)
+    return Table(
+        # With the members that nothing here reads.
+        made_by=document["made_by"],
+        classes={
+            name: tuple(Class(row.max_len, row.kernel, row.many) for row in rows)
+            for name, rows in checked.classes.items()
+        },
+        measurements=tuple(
+            Measurement(row.dtype, row.head_dim, row.longest, row.num_seqs, row.us)
+            for row in checked.measurements
+        ),
+        left_out=tuple(checked.left_out),
+    )
 
 
-def _parse_classes(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[Class, ...]:
-    if not re.fullmatch(r"[a-z0-9_]+/[1-9][0-9]*", name):
-        raise ValueError(f"{name!r} is no dtype/head dim such as bfloat16/80")
-    classes = []
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _MadeBy(_Part):
+    gpu: str
+    vllm: str
+
+
+def _known(kernel: str) -> str:
+    if kernel not in KERNELS:
+        raise ValueError(f"known are {', '.join(KERNELS)}")
+    return kernel
+
+
+_KernelName = Annotated[str, AfterValidator(_known)]
+
+
+class _ClassRow(_Part):
+    max_len: int | None
+    kernel: _KernelName
+    many: _KernelName | None
+
+
+def _ascending(rows: list[_ClassRow]) -> list[_ClassRow]:
     longest: int | None = 0
     for row in rows:
-        kernel, max_len, many = row["kernel"], row["max_len"], row["many"]
-        kernels = (kernel,) if many is None else (kernel, many)
-        for used in kernels:
-            if used not in KERNEL_NAMES:
-                good = ", ".join(KERNEL_NAMES)
-                raise ValueError(f"{name} names the kernel {used!r}; known are {good}")
         if longest is None:
-            raise ValueError(f"{name} has a class behind the one for any length")
-        if max_len is not None and (type(max_len) is not int or max_len <= longest):
+            raise ValueError("it has a class after the one for any length")
+        if row.max_len is not None and row.max_len <= longest:
             raise ValueError(
-                f"{name} has a class up to {max_len!r} tokens behind {longest}: whole "
+                f"it has a class up to {row.max_len} tokens after {longest}; the "
                 "numbers must ascend"
             )
-        for used in kernels:
-            bound = SERVES_UP_TO.get(used)
-            if bound is not None and (max_len is None or max_len > bound):
+        for used in filter(None, (row.kernel, row.many)):
+            bound = KERNELS[used].max_len
+            if bound is not None and (row.max_len is None or row.max_len > bound):
                 raise ValueError(
-                    f"{name} gives {used} sequences of more than {bound} tokens"
+                    f"it gives {used} sequences of more than {bound} tokens"
                 )
-        longest = max_len
-        classes.append(Class(max_len, kernel, many))
+        longest = row.max_len
     if longest is not None:
-        raise ValueError(f"{name} lacks the last class, whose max_len is null")
-    return tuple(classes)
+        raise ValueError("it lacks the last class, whose max_len is null")
+    return rows
+
+
+_Rows = Annotated[list[_ClassRow], AfterValidator(_ascending)]
+
+
+def _named(classes: dict[str, _Rows]) -> dict[str, _Rows]:
+    for name in classes:
+        if not re.fullmatch(r"[a-z0-9_]+/[1-9][0-9]*", name):
+            raise ValueError(f"{name!r} is no dtype/head dim such as bfloat16/80")
+    return classes
+
+
+class _MeasurementRow(_Part):
+    model_config = ConfigDict(extra="forbid")
+
+    dtype: str
+    head_dim: int
+    longest: int
+    num_seqs: int
+    us: dict[str, float]
+
+
+class _Document(_Part):
+    schema_: _Schema = Field(alias="schema")
+    made_by: _MadeBy
+    classes: Annotated[dict[str, _Rows], AfterValidator(_named)]
+    measurements: list[_MeasurementRow]
+    left_out: list[str]

@@ -55,6 +55,8 @@ def validated(model: type[_Model], document: Any) -> _Model:
         raise ValueError(f"{found}: {cause}")
     if (wanted := _WANTED.get(first["type"])) is not None:
         raise ValueError(f"{found}, not {wanted}")
+    if first["type"] == "literal_error":
+        raise ValueError(f"{found}, not {first['ctx']['expected']}")
     raise ValueError(f"{found}: {first['msg']}")
 
 
