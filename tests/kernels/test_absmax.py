@@ -61,6 +61,37 @@ def test_absmax_ignores_what_is_not_finite():
     assert torch.equal(amax, _absmax(inputs, absmax_ref))
 
 
+@pytest.mark.parametrize("tail", ["zeros", "repeats"])
+def test_absmax_reads_no_padding(tail):
+    """NaN would be ignored anywhere; a large number is not."""
+    case = Case("two", (140, 20), pad_rows=100, **{tail: 2})
+    inputs = _inputs(case, 2, 72, 72, pad_value=1e4)
+    amax = _absmax(inputs)
+    assert (amax < 100).all()
+    assert torch.equal(amax, _absmax(inputs, absmax_ref))
+
+
+def test_absmax_of_many_sequences():
+    # The last of them end after the offsets that are searched at once.
+    case = Case("many", tuple(i % 3 for i in range(1100)), zeros=4, pad_rows=200)
+    inputs = _inputs(case, 1, 32, pad_value=1e4)
+    inputs[1][case.tokens - 1] = 50.0
+    amax = _absmax(inputs)
+    assert amax[1] == 50 and amax.max() == 50
+    assert torch.equal(amax, _absmax(inputs, absmax_ref))
+
+
+@pytest.mark.gpu
+def test_absmax_of_more_than_int32_elements():
+    tokens = 600_000
+    qkv = torch.ones(tokens, 3 * 16, 80, dtype=DTYPE, device="cuda")
+    assert qkv.numel() > 2**31
+    qkv[-1, 16:32] = 50.0
+    case = Case("600k", (tokens,))
+    inputs = *qkv.split(16, dim=1), case.cu_seqlens("cuda"), (None, None)
+    assert _absmax(inputs).tolist() == [1, 50, 1]
+
+
 def test_absmax_raises_what_it_finds():
     inputs = _inputs(Case("9", (9,)), 1, 64)
     amax = torch.tensor([0.0, 1e6, 0.0], device=DEVICE)

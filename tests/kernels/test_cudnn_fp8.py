@@ -15,7 +15,7 @@ from vllm_flashinfer_vit.choices.trial import attempt
 from vllm_flashinfer_vit.kernels import cudnn_fp8 as kernel
 from vllm_flashinfer_vit.kernels._cudnn import PlanCache
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
-from vllm_flashinfer_vit.machine.support import MIN_CUDNN_FP8_HOPPER
+from vllm_flashinfer_vit.machine.versions import MIN_CUDNN_FP8_HOPPER
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

@@ -51,6 +51,13 @@ def test_flash_of_every_head_dim(head_dim):
     _assert_right(out, qkv, case, 0.1)
 
 
+def test_flash_of_grouped_heads():
+    case = Case("two", (70, 5))
+    qkv = _qkv(case, 4, 64, torch.float16, kv_heads=2)
+    out = attention(*qkv, case.cu_seqlens(DEVICE), 70, 0.1)
+    _assert_right(out, qkv, case, 0.1)
+
+
 def test_flash_of_other_layouts():
     case = Case("two", (90, 11))
     q, k, v = _qkv(case, 2, 72, torch.float16)
@@ -119,3 +126,15 @@ def test_flash_rejects_what_it_cannot_do():
         attention(q, k, v, cu_seqlens.long(), 8, 1.0)
     with pytest.raises(ValueError, match=r"got -0\.5"):
         attention(q, k, v, cu_seqlens, 8, -0.5)
+
+
+@pytest.mark.gpu
+def test_flash_clears_padding_beyond_int32():
+    # Inputs of one row, repeated: only the output is large.
+    case = Case("one", (64,), pad_rows=2**31 // (16 * 80) + 200)
+    row = torch.ones(1, 16, 80, dtype=torch.bfloat16, device="cuda")
+    x = row.expand(case.rows, 16, 80)
+    out = attention(x, x, x, case.cu_seqlens("cuda"), 64, 0.1)
+    assert out.numel() > 2**31
+    assert (out[:64] == 1).all()
+    assert not out[64:].any()

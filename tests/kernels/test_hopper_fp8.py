@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hopper kernel alone must do; see test_fp8_attention.py for the rest."""
+"""What the Hopper kernel alone must do; see test_flash_fp8.py for the rest."""
 
 import os
 import re

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from _quantized import DEVICE, DTYPE, MANY, RAGGED, bits, make_inputs, make_scales
 
 from cases import (
     CASES,
     GPU_CASES,
     Case,
     make_cos_sin,
-    make_qkv,
     params,
     relative_error,
 )
@@ -31,31 +31,6 @@ from vllm_flashinfer_vit.kernels.quantize_rows import quantize_rows
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty", "exact_fp8")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter truncates when it converts to bf16.
-DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
-RAGGED = Case("ragged", (130, 1, 128, 0, 5), zeros=1, pad_rows=3)
-
-
-def _inputs(case, heads, head_dim, rotary_dim=None, dtype=DTYPE, **kwargs):
-    qkv = make_qkv(case, heads, head_dim, dtype, device=DEVICE, **kwargs)
-    angles = (None, None)
-    if rotary_dim is not None:
-        angles = make_cos_sin(case, rotary_dim, dtype, device=DEVICE)
-    return *qkv, case.cu_seqlens(DEVICE), *angles
-
-
-def _scales(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=DEVICE)
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """Bits to compare, with one NaN for both: its sign means nothing."""
-    if x.dtype != torch.float8_e4m3fn:
-        return x
-    bits = x.view(torch.uint8)
-    return bits.where(bits != 0xFF, 0x7F)
 
 
 def _assert_same(out, expected, cu_seqlens, num_tokens) -> None:
@@ -74,7 +49,7 @@ def _assert_same(out, expected, cu_seqlens, num_tokens) -> None:
         index = torch.tensor(
             blocks if "scale" in name else rows, dtype=torch.int64, device=x.device
         )
-        x, y = (_bits(t).index_select(dim, index) for t in (x, y))
+        x, y = (bits(t).index_select(dim, index) for t in (x, y))
         assert torch.equal(x, y), name
 
 
@@ -86,7 +61,7 @@ def _check_blocks(inputs, scales=None) -> None:
 
 @pytest.mark.parametrize("case", params(CASES))
 def test_blocks_of_every_case(case):
-    _check_blocks(_inputs(case, 1, 80, 80))
+    _check_blocks(make_inputs(case, 1, 80, 80))
 
 
 @pytest.mark.parametrize("scales", [None, (0.01, 0.5, 3e-3)], ids=["block", "given"])
@@ -96,22 +71,22 @@ def test_blocks_of_every_case(case):
     + [(32, 32), (40, 40), (56, None), (88, 88), (104, 8), (112, None), (120, 120)],
 )
 def test_blocks_of_every_head_dim(head_dim, rotary_dim, scales):
-    inputs = _inputs(RAGGED, 2, head_dim, rotary_dim, kv_heads=1)
-    _check_blocks(inputs, None if scales is None else _scales(*scales))
+    inputs = make_inputs(RAGGED, 2, head_dim, rotary_dim, kv_heads=1)
+    _check_blocks(inputs, None if scales is None else make_scales(*scales))
 
 
 @pytest.mark.parametrize("kv_heads", [5, 10])
 def test_blocks_of_many_heads(kv_heads):
-    _check_blocks(_inputs(Case("70", (70,)), 10, 72, 72, kv_heads=kv_heads))
+    _check_blocks(make_inputs(Case("70", (70,)), 10, 72, 72, kv_heads=kv_heads))
 
 
 @pytest.mark.parametrize("dtype", {torch.float32, torch.float16, DTYPE}, ids=str)
 def test_blocks_of_every_dtype(dtype):
-    _check_blocks(_inputs(RAGGED, 2, 72, 72, dtype=dtype))
+    _check_blocks(make_inputs(RAGGED, 2, 72, 72, dtype=dtype))
 
 
 def test_blocks_of_other_layouts():
-    q, k, v, cu_seqlens, cos, sin = _inputs(Case("two", (90, 161)), 2, 72, 72)
+    q, k, v, cu_seqlens, cos, sin = make_inputs(Case("two", (90, 161)), 2, 72, 72)
     heads_first = q.transpose(0, 1).contiguous().transpose(0, 1)
     # Rows of 2 * 72 + 1 elements: nothing is aligned to more than one element.
     odd = torch.zeros(251, 2 * 72 + 1, dtype=q.dtype, device=DEVICE)
@@ -124,13 +99,13 @@ def test_blocks_of_other_layouts():
 
 @pytest.mark.parametrize("rotary_dim", [72, 40])
 def test_blocks_of_tables_in_fp32(rotary_dim):
-    q, k, v, cu_seqlens, cos, sin = _inputs(RAGGED, 2, 72, rotary_dim)
+    q, k, v, cu_seqlens, cos, sin = make_inputs(RAGGED, 2, 72, rotary_dim)
     _check_blocks((q, k, v, cu_seqlens, cos.float(), sin.float()))
     _check_blocks((q, k, v, cu_seqlens, cos, sin.float()))
 
 
 def test_blocks_of_offsets_beyond_the_last_row():
-    q, k, v, _, cos, sin = _inputs(Case("140", (140,)), 1, 64, 64)
+    q, k, v, _, cos, sin = make_inputs(Case("140", (140,)), 1, 64, 64)
     for offsets in ([0, 10, 7, 20], [0, 130, 900, 20], [0, 0, 140, 0]):
         cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
         _check_blocks((q, k, v, cu_seqlens, cos, sin))
@@ -138,9 +113,8 @@ def test_blocks_of_offsets_beyond_the_last_row():
 
 @pytest.mark.gpu
 def test_blocks_of_many_sequences():
-    # More than are searched at once; the interpreter would take minutes.
-    case = Case("many", tuple(i % 3 for i in range(1100)), zeros=4)
-    _check_blocks(_inputs(case, 1, 32))
+    # A program for each sequence: the interpreter would take minutes.
+    _check_blocks(make_inputs(MANY, 1, 32))
 
 
 def test_it_compiles_for_gpus_that_are_not_here(tmp_path):
@@ -176,7 +150,7 @@ def test_order_of_columns():
 def test_blocks_stand_for_the_inputs():
     """What is stored means the input: independent of how the reference stores it."""
     case = Case("two", (200, 60))
-    q, k, v, cu_seqlens, cos, sin = _inputs(case, 2, 72, 72)
+    q, k, v, cu_seqlens, cos, sin = make_inputs(case, 2, 72, 72)
     outs = dequantize_ref(
         quantize_blocks(q, k, v, cu_seqlens, cos, sin), cu_seqlens, case.rows, 72
     )
@@ -190,7 +164,7 @@ def test_blocks_stand_for_the_inputs():
 
 def test_scales_are_of_the_block_alone():
     case = Case("two", (256, 128), pad_rows=40)
-    q, k, v, cu_seqlens, _, _ = _inputs(case, 2, 64, pad_value=1e4)
+    q, k, v, cu_seqlens, _, _ = make_inputs(case, 2, 64, pad_value=1e4)
     for x in (q, k, v):
         x[: case.tokens] = 1.0
         x[128:256, 1] = -4.0
@@ -204,7 +178,7 @@ def test_scales_are_of_the_block_alone():
 def test_scales_know_no_row_of_the_next_block():
     # The half of D=88 is 11 runs: a tile of 128 rows is padded beyond them.
     case = Case("two", (256,))
-    q, k, v, cu_seqlens, cos, sin = _inputs(case, 1, 88, 88)
+    q, k, v, cu_seqlens, cos, sin = make_inputs(case, 1, 88, 88)
     for x in (q, k, v):
         x[128:] = 1e3
     _check_blocks((q, k, v, cu_seqlens, cos, sin))
@@ -212,7 +186,7 @@ def test_scales_know_no_row_of_the_next_block():
 
 def test_zeros_and_the_smallest_numbers():
     case = Case("three", (8, 8, 8))
-    q, k, v, cu_seqlens, _, _ = _inputs(case, 1, 64, dtype=torch.float32)
+    q, k, v, cu_seqlens, _, _ = make_inputs(case, 1, 64, dtype=torch.float32)
     for x in (q, k, v):
         x[:8] = 0.0
         x[8:16] *= 1e-42
@@ -223,7 +197,7 @@ def test_zeros_and_the_smallest_numbers():
 
 def test_bad_values_stay_in_their_sequence():
     case = Case("three", (130, 130, 130))
-    inputs = _inputs(case, 2, 72, 72)
+    inputs = make_inputs(case, 2, 72, 72)
     good = quantize_blocks(*inputs)
     for x in inputs[:3]:
         x[130:260:4] = float("nan")
@@ -233,47 +207,29 @@ def test_bad_values_stay_in_their_sequence():
     assert out.q_scale[:, [2, 3]].isfinite().all()
     for x, y in zip(out[:2] + out[3:], good[:2] + good[3:], strict=True):
         step = 1 if x.dim() == 2 else BLOCK
-        x, y = _bits(x), _bits(y)
+        x, y = bits(x), bits(y)
         assert torch.equal(x[:, : 2 * step], y[:, : 2 * step])
         # The last sequence starts at block 260 // 128 + 2.
         assert torch.equal(x[:, 4 * step : 6 * step], y[:, 4 * step : 6 * step])
 
 
-@pytest.mark.parametrize("case", params([RAGGED, *CASES[-3:]]))
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "width", "rotary_dim"),
-    [(2, 2, 72, 128, 72), (2, 1, 80, 80, None), (3, 1, 72, 80, 40), (1, 1, 64, 64, 64)],
-)
-def test_rows(case, heads, kv_heads, head_dim, width, rotary_dim):
-    inputs = _inputs(case, heads, head_dim, rotary_dim, kv_heads=kv_heads)
-    args = *inputs[:4], _scales(0.01, 0.02, 1e-3), width, *inputs[4:]
-    for out, expected in zip(
-        quantize_rows(*args), quantize_rows_ref(*args), strict=True
-    ):
-        assert out.is_contiguous() and out.shape == expected.shape
-        assert torch.equal(_bits(out), _bits(expected))
-        assert (out[case.tokens :].float() == 0).all()
-
-
 def test_quantize_rejects_what_it_cannot_read():
-    q, k, v, cu_seqlens, cos, sin = _inputs(Case("8", (8,)), 2, 64, 64)
+    q, k, v, cu_seqlens, cos, sin = make_inputs(Case("8", (8,)), 2, 64, 64)
     with pytest.raises(ValueError, match="together"):
         quantize_blocks(q, k, v, cu_seqlens, cos)
     with pytest.raises(ValueError, match="R / 2"):
         quantize_blocks(q, k, v, cu_seqlens, cos[:7], sin[:7])
     with pytest.raises(ValueError, match="float64"):
-        quantize_blocks(q, k, v, cu_seqlens, scales=_scales(1, 1, 1).double())
+        quantize_blocks(q, k, v, cu_seqlens, scales=make_scales(1, 1, 1).double())
     with pytest.raises(ValueError, match="one dtype"):
         quantize_blocks(q, k.float(), v, cu_seqlens)
-    with pytest.raises(ValueError, match="got 60"):
-        quantize_rows(q, k, v, cu_seqlens, _scales(1, 1, 1), 60)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [72, 80])
 @pytest.mark.parametrize("case", params(GPU_CASES))
 def test_blocks_as_the_engine_runs_them(case, head_dim):
-    inputs = _inputs(case, 16, head_dim, head_dim)
+    inputs = make_inputs(case, 16, head_dim, head_dim)
     _check_blocks(inputs)
     first, second = quantize_blocks(*inputs), quantize_blocks(*inputs)
     _assert_same(first, second, inputs[3], case.rows)
@@ -282,9 +238,9 @@ def test_blocks_as_the_engine_runs_them(case, head_dim):
 @pytest.mark.gpu
 def test_quantize_in_a_graph():
     lengths = [(300, 20, 0), (1, 319), (128, 128, 64)]
-    inputs = _inputs(Case("320", (320,), repeats=2), 4, 72, 72)
+    inputs = make_inputs(Case("320", (320,), repeats=2), 4, 72, 72)
     q, k, v, cu_seqlens, cos, sin = inputs
-    scales = _scales(0.01, 0.02, 0.01)
+    scales = make_scales(0.01, 0.02, 0.01)
     rows = q, k, v, cu_seqlens, scales, 128, cos, sin
     quantize_blocks(*inputs), quantize_rows(*rows)  # compile outside the capture
     graph = torch.cuda.CUDAGraph()
@@ -293,13 +249,15 @@ def test_quantize_in_a_graph():
         out_rows = quantize_rows(*rows)
     for seed, replayed in enumerate(lengths, start=1):
         case = Case("replay", replayed, repeats=3 - len(replayed))
-        for x, new in zip((q, k, v), _inputs(case, 4, 72, seed=seed)[:3], strict=True):
+        for x, new in zip(
+            (q, k, v), make_inputs(case, 4, 72, seed=seed)[:3], strict=True
+        ):
             x.copy_(new)
         cu_seqlens.copy_(case.cu_seqlens())
         graph.replay()
         _assert_same(out, quantize_blocks(*inputs), cu_seqlens, 320)
         for x, y in zip(out_rows, quantize_rows(*rows), strict=True):
-            assert torch.equal(_bits(x), _bits(y))
+            assert torch.equal(bits(x), bits(y))
 
 
 @pytest.mark.gpu
@@ -320,9 +278,9 @@ def test_quantize_of_more_than_int32_elements():
     )
     block = start // BLOCK + 1
     rows = slice(block * BLOCK, (block + 3) * BLOCK)
-    assert torch.equal(_bits(out.q[:, rows]), _bits(expected.q))
-    assert torch.equal(_bits(out.k[:, rows]), _bits(expected.k))
-    assert torch.equal(_bits(out.v[..., rows]), _bits(expected.v))
+    assert torch.equal(bits(out.q[:, rows]), bits(expected.q))
+    assert torch.equal(bits(out.k[:, rows]), bits(expected.k))
+    assert torch.equal(bits(out.v[..., rows]), bits(expected.v))
     assert torch.equal(out.v_scale[:, block : block + 3], expected.v_scale)
     scales = torch.tensor([0.01, 0.01, 0.01], device="cuda")
     for x, y in zip(
@@ -332,4 +290,4 @@ def test_quantize_of_more_than_int32_elements():
         ),
         strict=True,
     ):
-        assert torch.equal(_bits(x[part]), _bits(y))
+        assert torch.equal(bits(x[part]), bits(y))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rotary kernel returns the bits of the plain PyTorch reference."""
+"""The rotary kernel returns the bits of its reference, which is a complex product."""
 
 import pytest
 import torch
@@ -91,6 +91,45 @@ def test_rope_rejects_what_it_cannot_read():
             rope(bad_q, bad_k, cos, sin)
     with pytest.raises(ValueError, match="must be"):
         rope(q, k, cos[:, :31], sin)
+
+
+@pytest.mark.parametrize("rotary_dim", [80, 40])
+def test_rope_ref_is_a_complex_product(rotary_dim):
+    case = Case("9", (9,))
+    half = rotary_dim // 2
+    q, k, _ = make_qkv(case, 3, 80, torch.float32, kv_heads=1)
+    cos, sin = make_cos_sin(case, rotary_dim)
+    turn = torch.complex(cos, sin)[:, None]
+    for x, out in zip((q, k), rope_ref(q, k, cos, sin), strict=True):
+        assert out.is_contiguous()
+        turned = torch.complex(x[..., :half], x[..., half:rotary_dim]) * turn
+        expected = torch.cat((turned.real, turned.imag, x[..., rotary_dim:]), dim=-1)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+
+
+def test_rope_ref_rounds_once():
+    case = Case("64", (64,))
+    q, k, _ = make_qkv(case, 2, 64, torch.bfloat16)
+    cos, sin = make_cos_sin(case, 64)
+    rotated = rope_ref(q, k, cos, sin)
+    in_fp32 = rope_ref(q.float(), k.float(), cos, sin)
+    for out, expected in zip(rotated, in_fp32, strict=True):
+        assert torch.equal(out, expected.bfloat16())
+
+
+def test_rope_ref_rejects_shapes_that_do_not_fit():
+    case = Case("8", (8,))
+    q, k, _ = make_qkv(case, 2, 64, torch.float32)
+    cos, sin = make_cos_sin(case, 64)
+    for args in [
+        (q, k[:7], cos, sin),
+        (q, k[..., :32], cos, sin),
+        (q, k, cos[:7], sin[:7]),
+        (q, k, cos, sin[:, :16]),
+        (q[..., :32], k[..., :32], cos, sin),
+    ]:
+        with pytest.raises(ValueError, match="must be"):
+            rope_ref(*args)
 
 
 def test_stride_unit_is_the_widest_load_that_fits():

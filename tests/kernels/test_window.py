@@ -63,6 +63,14 @@ def test_window_of_every_case(case, heads, kv_heads, head_dim, dtype):
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=atol)
 
 
+def test_window_of_grouped_heads():
+    case = Case("two", (20, 5))
+    q, k, v, cos, sin = _inputs(case, 4, 64, torch.float16, kv_heads=2)
+    out = attention(q, k, v, case.cu_seqlens(DEVICE), 20, 64**-0.5, cos, sin)
+    expected = _expected(q, k, v, cos, sin, case)
+    assert relative_error(out, expected) < TOLERANCES[torch.float16]
+
+
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 40, 88])
 def test_window_turns_as_rope_does(head_dim):
     dtype = torch.float16
@@ -201,6 +209,18 @@ def test_window_in_a_graph_of_other_lengths(with_rope):
         assert (out[case.tokens :] == 0).all()
         eager = attention(*fresh, case.cu_seqlens("cuda"), 64, 0.1, *turn)
         assert torch.equal(out, eager)
+
+
+@pytest.mark.gpu
+def test_window_clears_padding_beyond_int32():
+    # Inputs of one row, repeated: only the output is large.
+    case = Case("one", (64,), pad_rows=2**31 // (16 * 80) + 200)
+    row = torch.ones(1, 16, 80, dtype=torch.bfloat16, device="cuda")
+    x = row.expand(case.rows, 16, 80)
+    out = attention(x, x, x, case.cu_seqlens("cuda"), 64, 0.1)
+    assert out.numel() > 2**31
+    assert (out[:64] == 1).all()
+    assert not out[64:].any()
 
 
 @pytest.mark.gpu

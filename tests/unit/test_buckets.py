@@ -61,6 +61,21 @@ def test_max_len_is_a_power_of_two_up_to_128k():
     assert bucket_max_len(300 * 1024) == 384 * 1024
 
 
+@pytest.mark.parametrize("n", [2**k for k in range(6, 17)])
+def test_max_len_of_a_power_of_two_and_one_more(n):
+    assert [bucket_max_len(n - 1), bucket_max_len(n)] == [n, n]
+    assert bucket_max_len(n + 1) == 2 * n
+
+
+@pytest.mark.parametrize("bucket", [bucket_num_seqs, bucket_max_len])
+def test_one_more_than_a_bucket_is_the_next_ones(bucket):
+    n = 1
+    for _ in range(20):
+        full = bucket(n)
+        assert bucket(full) == full < bucket(full + 1)
+        n = full + 1
+
+
 @pytest.mark.parametrize("n", [0, -1])
 def test_nothing_has_no_bucket(n):
     with pytest.raises(ValueError, match=f"num_seqs={n}"):

@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels import _triton, flash
-from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, find_sequence
+from vllm_flashinfer_vit.kernels._triton import (
+    Launch,
+    cached_by_layout,
+    find_sequence,
+    last_row,
+    split_width,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -285,6 +291,48 @@ def test_blocks_find_their_sequence(cu_seqlens: list[int], block: int) -> None:
     # Each sequence has the blocks that its rows fill.
     for n, (start, end) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False)):
         assert expected.count(n) >= -((start - end) // block) or end <= start
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _last_kernel(cu_seqlens_ptr, found_ptr, num_seqs):
+    tl.store(found_ptr, last_row(cu_seqlens_ptr, num_seqs))
+
+
+@pytest.mark.parametrize(
+    "cu_seqlens",
+    [
+        pytest.param([0], id="no-sequence"),
+        pytest.param([0, 7, 9], id="two"),
+        pytest.param([0, 7, 9, 0, 0], id="zero-tail"),
+        pytest.param([0, 7, 9, 9, 9], id="repeated-tail"),
+        pytest.param([*range(1024), 0], id="the-last-of-a-tile"),
+        pytest.param([*range(1025)], id="the-first-of-the-next-tile"),
+        pytest.param([*range(0, 4400, 4), 0, 0], id="more-than-a-tile"),
+        pytest.param([0] * 2100 + [5, 400] + [0] * 1000, id="far-from-the-front"),
+    ],
+)
+def test_the_last_row_is_found_in_any_tile(cu_seqlens: list[int]) -> None:
+    found = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
+    offsets = torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
+    _last_kernel[(1,)](offsets, found, len(cu_seqlens) - 1)
+    assert found.item() == max(cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    ("width", "least", "parts"),
+    [
+        (64, 16, (64, 0)),
+        (80, 16, (64, 16)),
+        (72, 16, (64, 16)),
+        (96, 16, (64, 32)),
+        (72, 32, (64, 32)),
+        (120, 16, (64, 64)),
+    ],
+)
+def test_a_width_is_cut_into_powers_of_two(
+    width: int, least: int, parts: tuple[int, int]
+) -> None:
+    assert split_width(width, least) == parts
 
 
 def test_a_padded_graph_launches_no_block_per_slot_and_length(

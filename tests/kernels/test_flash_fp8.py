@@ -80,6 +80,13 @@ def test_fp8_of_every_head_dim(attention, head_dim):
     _assert_right(attention(quantized, *args), quantized, case, args)
 
 
+def test_fp8_of_grouped_heads(attention):
+    case = Case("two", (140, 5))
+    _, quantized = _quantized(case, 4, 64, kv_heads=2)
+    args = _args(case, 64)
+    _assert_right(attention(quantized, *args), quantized, case, args)
+
+
 def test_fp8_of_blocks_of_unlike_scales(attention):
     """The scales of k and v change from block to block by orders of magnitude."""
     case = Case("one", (600,))
@@ -174,6 +181,35 @@ def test_fp8_as_the_engine_runs_it(attention, case, head_dim):
     out = attention(quantized, *args)
     _assert_right(out, quantized, case, args)
     assert torch.equal(attention(quantized, *args), out)
+
+
+@pytest.mark.gpu
+def test_fp8_of_many_sequences(attention):
+    # More than either kernel searches at once, and padding after them.
+    case = Case("many", (130, 1, 0, 64) * 400, zeros=700, pad_rows=100)
+    _, quantized = _quantized(case, 4, 72, kv_heads=2)
+    args = _args(case, 72)
+    _assert_right(attention(quantized, *args), quantized, case, args)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_fp8_beyond_int32(attention):
+    # The output has 2.2e9 elements, and so have the quantised tensors.
+    case = Case("1700x1000", (1000,) * 1700, pad_rows=1000)
+    qkv = torch.empty(case.rows, 3, 16, 80, dtype=DTYPE, device="cuda").normal_()
+    qkv = qkv.unbind(1)
+    args = _args(case, 80)
+    out = attention(quantize_blocks(*qkv, args[0]), *args)
+    assert out.numel() > 2**31
+    assert not out[case.tokens :].any()
+    one = Case("one", (1000,))
+    args = _args(one, 80)
+    # First, around 2^31 elements of the output and of q, and last.
+    for sequence in (0, 1397, 1398, 1676, 1677, 1678, 1699):
+        rows = slice(1000 * sequence, 1000 * (sequence + 1))
+        quantized = quantize_blocks(*(x[rows] for x in qkv), args[0])
+        assert torch.equal(attention(quantized, *args), out[rows])
 
 
 @pytest.mark.gpu

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain PyTorch references against code that shares nothing with them."""
+"""The plain PyTorch reference against code that shares nothing with it."""
 
 import pytest
 import torch
 
-from cases import CASES, TOLERANCES, Case, make_cos_sin, make_qkv, params
+from cases import CASES, TOLERANCES, Case, make_qkv, params
 from vllm_flashinfer_vit.kernels import attention_ref as reference_attention
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
-from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 
@@ -101,42 +100,3 @@ def test_attention_rejects_bad_tensors():
         attention_ref(q, k.mT.contiguous().mT, v, cu_seqlens, 8, 1.0)
     with pytest.raises(ValueError, match="T and D of q"):
         attention_ref(q, k, v[:, :, :32], cu_seqlens, 8, 1.0)
-
-
-@pytest.mark.parametrize("rotary_dim", [80, 40])
-def test_rope_is_a_complex_product(rotary_dim):
-    case = Case("9", (9,))
-    half = rotary_dim // 2
-    q, k, _ = make_qkv(case, 3, 80, torch.float32, kv_heads=1)
-    cos, sin = make_cos_sin(case, rotary_dim)
-    turn = torch.complex(cos, sin)[:, None]
-    for x, out in zip((q, k), rope_ref(q, k, cos, sin), strict=True):
-        assert out.is_contiguous()
-        turned = torch.complex(x[..., :half], x[..., half:rotary_dim]) * turn
-        expected = torch.cat((turned.real, turned.imag, x[..., rotary_dim:]), dim=-1)
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-
-
-def test_rope_rounds_once():
-    case = Case("64", (64,))
-    q, k, _ = make_qkv(case, 2, 64, torch.bfloat16)
-    cos, sin = make_cos_sin(case, 64)
-    rotated = rope_ref(q, k, cos, sin)
-    in_fp32 = rope_ref(q.float(), k.float(), cos, sin)
-    for out, expected in zip(rotated, in_fp32, strict=True):
-        assert torch.equal(out, expected.bfloat16())
-
-
-def test_rope_rejects_shapes_that_do_not_fit():
-    case = Case("8", (8,))
-    q, k, _ = make_qkv(case, 2, 64, torch.float32)
-    cos, sin = make_cos_sin(case, 64)
-    for args in [
-        (q, k[:7], cos, sin),
-        (q, k[..., :32], cos, sin),
-        (q, k, cos[:7], sin[:7]),
-        (q, k, cos, sin[:, :16]),
-        (q[..., :32], k[..., :32], cos, sin),
-    ]:
-        with pytest.raises(ValueError, match="must be"):
-            rope_ref(*args)
