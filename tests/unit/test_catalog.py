@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records of kernels agree with each other, and with the functions they name."""
+
+import inspect
+
+import pytest
+
+from vllm_flashinfer_vit.kernels.catalog import KERNELS, Kernel, fp8_names
+
+_HALF = ["q", "k", "v", "cu_seqlens", "max_seqlen", "scale"]
+_BLOCKS = [
+    "quantized",
+    "cu_seqlens",
+    "num_tokens",
+    "max_seqlen",
+    "scale",
+    "head_dim",
+    "dtype",
+]
+_ROWS = [*_HALF[:3], "scales", *_HALF[3:], "head_dim", "dtype"]
+_RECORDS = [pytest.param(kernel, id=name) for name, kernel in KERNELS.items()]
+
+
+def test_names_are_in_order() -> None:
+    assert list(KERNELS) == sorted(KERNELS)
+    assert all(name == kernel.name for name, kernel in KERNELS.items())
+
+
+@pytest.mark.parametrize("kernel", _RECORDS)
+def test_the_entry_takes_what_the_op_hands_over(kernel: Kernel) -> None:
+    expected = {"blocks": _BLOCKS, "rows": _ROWS, None: _HALF}[kernel.quantized]
+    if kernel.rotates:
+        expected = [*expected, "cos", "sin"]
+    assert list(inspect.signature(kernel.load()).parameters) == expected
+
+
+@pytest.mark.parametrize("kernel", _RECORDS)
+def test_fallbacks_serve_the_same_layers(kernel: Kernel) -> None:
+    if kernel.fallback is None:
+        return
+    other = KERNELS[kernel.fallback]
+    assert other.is_fp8 == kernel.is_fp8
+    assert other.max_len is None
+    assert other.fallback is None, "a fallback that fails falls to another class"
+
+
+@pytest.mark.parametrize("kernel", _RECORDS)
+def test_needs_and_layout_agree(kernel: Kernel) -> None:
+    assert kernel.needs.is_fp8 == kernel.is_fp8 == (kernel.name in fp8_names())
+    assert kernel.is_reference == (kernel.needs.capability is None)
+    assert kernel.builds_plans == kernel.needs.on_cudnn
+
+
+def test_every_fp8_kernel_on_a_gpu_is_tried_first() -> None:
+    untried = {
+        name
+        for name in fp8_names()
+        if not KERNELS[name].needs_trial and not KERNELS[name].is_reference
+    }
+    assert not untried
