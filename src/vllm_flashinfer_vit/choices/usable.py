@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import torch
 
 
+class NotServedError(ValueError):
+    """FLASHINFER or FP8 was asked for, and nothing in this package can serve it."""
+
+
 def kernel_verdict(
     kernel: str, stack: Stack, head_dim: int, dtype: "torch.dtype | str"
 ) -> Verdict:

@@ -20,17 +20,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.choices.trial import attempt
-from vllm_flashinfer_vit.choices.usable import usable_choices
+from vllm_flashinfer_vit.choices.usable import NotServedError, usable_choices
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.versions import check_vllm
 from vllm_flashinfer_vit.settings import ENV_KERNEL, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
-
-
-class NotServedError(ValueError):
-    """FLASHINFER was asked for, and nothing in this package can serve it."""
 
 
 def flashinfer_requested() -> bool:

@@ -22,8 +22,11 @@ from vllm.model_executor.models.vision import get_multimodal_config
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices.lookup import Choice, fp8_ranges
 from vllm_flashinfer_vit.choices.trial import attempt
-from vllm_flashinfer_vit.choices.usable import serves_fp8, usable_choices
-from vllm_flashinfer_vit.engine.selection import NotServedError
+from vllm_flashinfer_vit.choices.usable import (
+    NotServedError,
+    serves_fp8,
+    usable_choices,
+)
 from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Versions: those that the package was written for, and how they are written."""
 
+from collections.abc import Mapping
+
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 SUPPORTED_VLLM = ("0.25.1", "0.33.0")
+
+# vLLM's own switch between its two model runners.
+ENV_V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 FLASHINFER_RANGE = SpecifierSet(">=0.6.11,<0.8")
 CUDNN_FRONTEND_RANGE = SpecifierSet(">=1.18")
@@ -43,6 +48,27 @@ def check_vllm(version: str) -> str | None:
     if found.release < first.release or too_new:
         return f"{wanted}; vLLM {version} is installed."
     return None
+
+
+def runner_note(vllm: str, env: Mapping[str, str]) -> str | None:
+    """Say if this vLLM's model runner would ignore encoder CUDA graphs.
+
+    Args:
+        vllm: vLLM's version.
+        env: The environment to judge.
+    """
+    # The V2 runner is the default for dense models, and has encoder CUDA graphs from
+    # 0.28 on.
+    if Version(vllm).release[:2] >= (0, 28):
+        return None
+    asked = env.get(ENV_V2_RUNNER, "").strip().lower()
+    if asked in ("0", "false"):
+        return None
+    who = f"set by {ENV_V2_RUNNER}" if asked else "its default for dense models"
+    return (
+        f"vLLM {vllm} ignores cudagraph_mm_encoder with the V2 model runner ({who}); "
+        f"set {ENV_V2_RUNNER}=0 for encoder CUDA graphs."
+    )
 
 
 def format_cudnn(version: int | None) -> str:
