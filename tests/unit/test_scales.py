@@ -4,6 +4,7 @@
 import json
 import math
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from vllm_flashinfer_vit.fp8.scale_files import (
     ScaleFile,
     from_amax,
 )
+from vllm_flashinfer_vit.machine import files
+from vllm_flashinfer_vit.machine.files import FileError
 
 MADE_BY = {
     "command": "test",
@@ -119,27 +122,27 @@ def _made_by(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (_layer(q=None), f"'{SECOND}': the scale of q is missing"),
-        (_layer(k=0), f"'{SECOND}': the scale of k is 0"),
-        (_layer(k=-1.0), f"'{SECOND}': the scale of k is -1"),
-        (_layer(k=1e-60), f"'{SECOND}': the scale of k is 1e-60"),
-        (_layer(v=math.nan), f"'{SECOND}': the scale of v is nan"),
-        (_layer(v=math.inf), f"'{SECOND}': the scale of v is inf"),
-        (_layer(v=10**400), f"'{SECOND}': the scale of v is 10"),
-        (_layer(v="1"), f"'{SECOND}': the scale of v is '1', not a number"),
-        (_layer(v=True), f"'{SECOND}': the scale of v is True, not a number"),
-        (_layer(amax=None), f"'{SECOND}': amax is NoneType"),
+        (_layer(q=None), f"layers['{SECOND}'].q is missing"),
+        (_layer(k=0), f"layers['{SECOND}'].k is 0"),
+        (_layer(k=-1.0), f"layers['{SECOND}'].k is -1"),
+        (_layer(k=1e-60), f"layers['{SECOND}'].k is 1e-60"),
+        (_layer(v=math.nan), f"layers['{SECOND}'].v is nan"),
+        (_layer(v=math.inf), f"layers['{SECOND}'].v is inf"),
+        (_layer(v=10**400), f"layers['{SECOND}'].v is 10"),
+        (_layer(v="1"), f"layers['{SECOND}'].v is '1', not a number"),
+        (_layer(v=True), f"layers['{SECOND}'].v is True, not a number"),
+        (_layer(amax=None), f"layers['{SECOND}'].amax is missing"),
         (
             _layer(amax={"q": -1, "k": 1, "v": 1}),
-            f"'{SECOND}': the abs-max of q is -1.0",
+            f"layers['{SECOND}'].amax.q is -1",
         ),
-        (_layer(head_dim=0), f"'{SECOND}': head_dim is 0"),
-        (_top("schema", "vllm-flashinfer-vit/fp8-scales/2"), "its schema is"),
-        (_top("schema", None), "its schema is None"),
-        (_top("layers", []), "its layers are list"),
+        (_layer(head_dim=0), f"layers['{SECOND}'].head_dim is 0"),
+        (_top("schema", "vllm-flashinfer-vit/fp8-scales/2"), "schema is"),
+        (_top("schema", None), "schema is None, not"),
+        (_top("layers", []), "layers is [], not an object"),
         (_top("layers", {}), "it holds no layer"),
-        (_top("layers", {FIRST: 1.0}), f"'{FIRST}' is float, not an object"),
-        (_top("made_by", None), "made_by is missing"),
+        (_top("layers", {FIRST: 1.0}), f"layers['{FIRST}'] is 1.0, not an object"),
+        (_top("made_by", None), "made_by is None, not an object"),
         (_made_by("model", 1), "made_by.model is 1, not a string"),
         (_made_by("margin", 0), "made_by.margin is 0"),
     ],
@@ -161,12 +164,13 @@ def test_a_file_that_breaks_the_schema_is_refused(
     ("document", "what"),
     [
         ("", "Expecting value"),
-        ("[]", "no JSON object"),
+        ("[]", "the document is [], not an object"),
         ("{}", "holds no layer"),
         ('{"a": 1}', "holds no layer"),
         (scales.dumps(made())[:-40], ""),
-        ({FIRST: {"q": 1.0, "v": 1.0}}, f"'{FIRST}': the scale of k is missing"),
-        ({"schema": SCHEMA.replace("fp8-scales", "choices")}, "its schema is"),
+        ("[" * 200_000, "too deeply nested"),
+        ({FIRST: {"q": 1.0, "v": 1.0}}, f"['{FIRST}'].k is missing"),
+        ({"schema": SCHEMA.replace("fp8-scales", "choices")}, "schema is"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_refused(
@@ -276,26 +280,70 @@ class TestSaving:
         with pytest.raises(ScaleError, match="model 'another', not of 'some/model'"):
             scales.check_mergeable(path, "some/model")
 
+    def test_says_that_another_process_makes_the_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "scales.json"
+        monkeypatch.setattr(scales, "_SAVE_TIMEOUT_S", 0.0)
+        with (
+            files.locked(path),
+            pytest.raises(FileError, match=r"scales\.json is being made by another"),
+        ):
+            scales.save(made(), path)
+
+    def test_what_cannot_be_written_is_said_before(self, tmp_path: Path) -> None:
+        with pytest.raises(FileError, match="it is a folder"):
+            scales.check_mergeable(tmp_path, "some/model")
+
+    def test_a_failure_keeps_the_old_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "scales.json"
+        scales.save(made(), path)
+
+        def fail(*args: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(FileError, match=r"scales\.json .*No space"):
+            scales.save(made({"third": AMAX[FIRST]}), path)
+        assert scales.read(path) == made()
+        assert [one.name for one in tmp_path.iterdir()] == ["scales.json"]
+
+    def test_scales_that_would_be_refused_are_not_written(self, tmp_path: Path) -> None:
+        path = tmp_path / "scales.json"
+        wide = made({FIRST: (QKV(1e38, 1.0, 1.0), 72)}, margin=1e30)
+        with pytest.raises(ScaleError, match=rf"scales\.json .*'{FIRST}'\]\.q is 2"):
+            scales.write(wide, path)
+        assert not path.exists()
+
     def test_many_processes_lose_nothing(self, tmp_path: Path) -> None:
         path = tmp_path / "scales.json"
         context = multiprocessing.get_context("spawn")
+        # None starts before all are there: else one may have ended by then.
+        barrier = context.Barrier(4)
         children = [
-            context.Process(target=_save_one, args=(path, index)) for index in range(4)
+            context.Process(target=_save_some, args=(path, index, barrier))
+            for index in range(4)
         ]
         for child in children:
             child.start()
         for child in children:
-            child.join(60)
+            child.join(120)
         assert [child.exitcode for child in children] == [0] * 4
         layers = scales.read(path).layers
         assert layers["shared"].amax == (40.0, 1.0, 1.0)
-        assert {f"own.{index}.{n}" for index in range(4) for n in range(5)} < set(
+        assert {f"own.{index}.{n}" for index in range(4) for n in range(SAVES)} < set(
             layers
         )
 
 
-def _save_one(path: Path, index: int) -> None:
+SAVES = 20
+
+
+def _save_some(path: Path, index: int, barrier: Any) -> None:
     one = QKV(1.0, 1.0, 1.0)
-    for n in range(5):
+    barrier.wait(120)
+    for n in range(SAVES):
         shared = QKV(10.0 * (index + 1), 1.0, 1.0)
         scales.save(made({"shared": (shared, 72), f"own.{index}.{n}": (one, 72)}), path)

@@ -6,26 +6,34 @@ margin / 448` for the largest absolute value `amax` of a layer's rotated q or k,
 vLLM itself also reads the files that this package writes, and the other way round.
 """
 
-import fcntl
 import json
 import math
-import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from vllm_flashinfer_vit.kernels.formats import E4M3_MAX
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    RootModel,
+)
 
-SCHEMA = "vllm-flashinfer-vit/fp8-scales/1"
+from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, FP32_TINY
+from vllm_flashinfer_vit.machine import files
+from vllm_flashinfer_vit.machine.documents import read_json, validated
+
+_Schema = Literal["vllm-flashinfer-vit/fp8-scales/1"]
+SCHEMA: _Schema = "vllm-flashinfer-vit/fp8-scales/1"
 
 # Kernels read scales as fp32.
-_FP32_TINY = 2.0**-126
 _FP32_MAX = (2 - 2.0**-23) * 2.0**127
 
-_PARTS = ("q", "k", "v")
-_MADE_BY = ("command", "version", "vllm", "model", "method")
+# Ranks that save at once need milliseconds each; an engine must not wait for more.
+_SAVE_TIMEOUT_S = 10.0
 
 
 class ScaleError(ValueError):
@@ -112,8 +120,7 @@ def read(path: Path) -> ScaleFile:
         ScaleError: The file cannot be used.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        return _parse(document)
+        return _parse(read_json(path))
     except (OSError, ValueError) as error:
         raise ScaleError(
             f"the file of FP8 scales {path} cannot be used: {error}; make another by "
@@ -122,20 +129,18 @@ def read(path: Path) -> ScaleFile:
 
 
 def write(scales: ScaleFile, path: Path) -> None:
-    """Write a file; whoever reads it meanwhile sees the old or the new one.
+    """Write a file, see `files.write`.
 
     Raises:
         ScaleError: The file would be refused when read.
-        OSError: The file cannot be written.
+        FileError: The file cannot be written.
     """
     text = dumps(scales)
-    _parse(json.loads(text))
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+        _parse(json.loads(text))
+    except ValueError as error:
+        raise ScaleError(f"scales for {path} cannot be used: {error}") from error
+    files.write(path, text.encode())
 
 
 def merge(old: ScaleFile, new: ScaleFile) -> ScaleFile:
@@ -170,8 +175,10 @@ def check_mergeable(path: Path, model: str) -> None:
     """Check, before hours of serving, that scales can be saved to a path.
 
     Raises:
+        FileError: The file cannot be written.
         ScaleError: There is a file, and it is not of this package or of another model.
     """
+    files.check(path)
     if not path.exists():
         return
     there = read(path)
@@ -199,21 +206,13 @@ def save(new: ScaleFile, path: Path) -> ScaleFile:
 
     Raises:
         ScaleError: The file there is not of this model.
-        OSError: The file cannot be written.
+        FileError: The file cannot be written, or `calibrate` is making it.
     """
-    with _locked(path):
+    with files.locked(path, _SAVE_TIMEOUT_S):
         check_mergeable(path, new.made_by["model"])
         merged = merge(read(path), new) if path.exists() else new
         write(merged, path)
     return merged
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    # The file itself is replaced, so a lock on it would not hold the next one up.
-    with open(path.with_name(f".{path.name}.lock"), "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def scales_for(
@@ -289,75 +288,108 @@ def _parse(document: Any) -> ScaleFile:
     """Check a document.
 
     Raises:
-        ScaleError: It has none of the known forms.
+        ValueError: It has none of the known forms.
     """
-    if not isinstance(document, dict):
-        raise ScaleError("it holds no JSON object")
-    own = "schema" in document
-    if own and document["schema"] != SCHEMA:
-        raise ScaleError(f"its schema is {document['schema']!r}, not {SCHEMA!r}")
+    if isinstance(document, dict) and "schema" not in document:
+        return _parse_upstream(document)
+    checked = validated(_Document, document)
+    return ScaleFile(
+        {
+            name: LayerScales(row.qkv, row.amax.qkv, row.head_dim)
+            for name, row in checked.layers.items()
+        },
+        checked.made_by.margin,
+        checked.made_by.model_dump(exclude={"margin"}),
+    )
+
+
+def _parse_upstream(document: dict[str, Any]) -> ScaleFile:
     nested = document.get("layers")
-    if own and not isinstance(nested, dict):
-        raise ScaleError(f"its layers are {type(nested).__name__}, not an object")
-    # vLLM skips what is no object at the top level, such as a comment.
-    rows = nested if isinstance(nested, dict) else document
-    layers = {
-        name: _parse_layer(name, row, own)
-        for name, row in rows.items()
-        if own or isinstance(row, dict)
+    # vLLM skips what is no object, such as a comment.
+    rows = {
+        name: row
+        for name, row in (nested if isinstance(nested, dict) else document).items()
+        if isinstance(row, dict)
     }
+    checked = validated(_Upstream, _some_layer(rows))
+    return ScaleFile(
+        {
+            name: LayerScales(row.qkv, QKV(*(x * E4M3_MAX for x in row.qkv)), None)
+            for name, row in checked.root.items()
+        }
+    )
+
+
+def _some_layer(layers: dict[str, Any]) -> dict[str, Any]:
     if not layers:
-        raise ScaleError("it holds no layer")
-    if not own:
-        return ScaleFile(layers)
-    made_by = document.get("made_by")
-    if not isinstance(made_by, dict):
-        raise ScaleError("made_by is missing")
-    for name in _MADE_BY:
-        if not isinstance(made_by.get(name), str):
-            raise ScaleError(f"made_by.{name} is {made_by.get(name)!r}, not a string")
-    margin = _positive(made_by.get("margin"), "made_by.margin")
-    return ScaleFile(layers, margin, {name: made_by[name] for name in _MADE_BY})
+        raise ValueError("it holds no layer")
+    return layers
 
 
-def _parse_layer(name: str, row: Any, own: bool) -> LayerScales:
-    where = f"layer {name!r}"
-    if not isinstance(row, dict):
-        raise ScaleError(f"{where} is {type(row).__name__}, not an object")
-    scale = []
-    for part in _PARTS:
-        value = row.get(part, None if own else row.get(f"{part}_scale"))
-        scale.append(_positive(value, f"{where}: the scale of {part}"))
-    scales = QKV(*scale)
-    if not own:
-        return LayerScales(scales, QKV(*(x * E4M3_MAX for x in scales)), None)
-    amax = row.get("amax")
-    if not isinstance(amax, dict):
-        raise ScaleError(f"{where}: amax is {type(amax).__name__}, not an object")
-    seen = []
-    for part in _PARTS:
-        value = _number(amax.get(part), f"{where}: the abs-max of {part}")
-        if value < 0:
-            raise ScaleError(f"{where}: the abs-max of {part} is {value}, negative")
-        seen.append(value)
-    head_dim = row.get("head_dim")
-    if type(head_dim) is not int or head_dim < 1:
-        raise ScaleError(f"{where}: head_dim is {head_dim!r}, not a positive integer")
-    return LayerScales(scales, QKV(*seen), head_dim)
+def _is_scale(value: float) -> float:
+    if not FP32_TINY <= value <= _FP32_MAX:
+        raise ValueError("it must be positive and finite, in fp32 too")
+    return value
 
 
-def _number(value: Any, what: str) -> float:
-    if value is None:
-        raise ScaleError(f"{what} is missing")
-    if type(value) not in (int, float):
-        raise ScaleError(f"{what} is {value!r}, not a number")
-    if not abs(value) <= _FP32_MAX:
-        raise ScaleError(f"{what} is {value}, not finite in fp32")
-    return float(value)
+def _is_amax(value: float) -> float:
+    if not 0 <= value <= _FP32_MAX:
+        raise ValueError("it must not be negative, and finite in fp32")
+    return value
 
 
-def _positive(value: Any, what: str) -> float:
-    number = _number(value, what)
-    if number < _FP32_TINY:
-        raise ScaleError(f"{what} is {number}; it must be positive, and so in fp32")
-    return number
+_Scale = Annotated[float, AfterValidator(_is_scale)]
+_Amax = Annotated[float, AfterValidator(_is_amax)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Three(_Part):
+    q: float
+    k: float
+    v: float
+
+    @property
+    def qkv(self) -> QKV:
+        return QKV(self.q, self.k, self.v)
+
+
+class _AmaxRow(_Three):
+    q: _Amax
+    k: _Amax
+    v: _Amax
+
+
+class _Row(_Three):
+    q: _Scale
+    k: _Scale
+    v: _Scale
+    amax: _AmaxRow
+    head_dim: int = Field(ge=1)
+
+
+class _MadeBy(_Part):
+    command: str
+    version: str
+    vllm: str
+    model: str
+    method: str
+    margin: _Scale
+
+
+class _Document(_Part):
+    schema_: _Schema = Field(alias="schema")
+    made_by: _MadeBy
+    layers: Annotated[dict[str, _Row], AfterValidator(_some_layer)]
+
+
+class _UpstreamRow(_Three):
+    q: _Scale = Field(validation_alias=AliasChoices("q", "q_scale"))
+    k: _Scale = Field(validation_alias=AliasChoices("k", "k_scale"))
+    v: _Scale = Field(validation_alias=AliasChoices("v", "v_scale"))
+
+
+class _Upstream(RootModel[dict[str, _UpstreamRow]]):
+    pass
