@@ -2,7 +2,7 @@
 """Shared fixtures: GPU tests skip without a GPU, unwritten memory shows as NaN."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +22,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def plain_kernel() -> Iterator[None]:
+    """Let plain PyTorch attend on a GPU, too: a test of what is around the kernels
+    then holds there as it does here, in fp32 and at any head dim."""
+    from vllm_flashinfer_vit.settings import ENV_KERNEL
+
+    with pytest.MonkeyPatch.context() as context:
+        if HAS_GPU:
+            context.setenv(ENV_KERNEL, "reference")
+        yield
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from _models import noise
+from _towers import DEVICE
 from torch import nn
 
 from vllm_flashinfer_vit import patches
@@ -82,7 +83,7 @@ def build(
         checkpoint=None,
         full_depth=2,
     )
-    return build_tower(spec, backend=backend, dtype=dtype, device="cpu", seed=seed)
+    return build_tower(spec, backend=backend, dtype=dtype, device=DEVICE, seed=seed)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from vllm_flashinfer_vit.towers.tower import Tower, TowerSpec, build_tower
 
 HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
 
 cpu_only = pytest.mark.skipif(
     HAS_GPU, reason="vLLM has one platform per process, and here it is the GPU"
@@ -56,7 +57,7 @@ def small_spec(family: str, checkpoint: Path | None = None) -> TowerSpec:
 def small_tower(
     family: str, backend: str = "FLASHINFER", dtype: torch.dtype = torch.float32
 ) -> Tower:
-    return build_tower(small_spec(family), backend=backend, dtype=dtype, device="cpu")
+    return build_tower(small_spec(family), backend=backend, dtype=dtype, device=DEVICE)
 
 
 def pixels(spec: TowerSpec, grids: list[list[int]], seed: int = 0) -> torch.Tensor:

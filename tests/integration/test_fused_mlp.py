@@ -30,6 +30,7 @@ from _blocks import (
     outputs,
 )
 from _models import noise
+from _towers import DEVICE, HAS_GPU, cpu_only
 from torch import nn
 from torch.nn.functional import gelu, linear, silu
 
@@ -42,14 +43,12 @@ from vllm_flashinfer_vit.settings import Settings
 from vllm_flashinfer_vit.towers import tower
 from vllm_flashinfer_vit.towers.tower import Tower
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(),
-    reason="vLLM has one platform per process, and here it is the GPU",
-)
+pytestmark = pytest.mark.usefixtures("plain_kernel")
 
 NAMES = {patch.name for patch in qwen_ops.PATCHES}
 without = functools.partial(_blocks.without, *QUACK_QKV.values())
 LINEAR_ACT = quack_linear.linear_act
+GET_PROPERTIES = torch.cuda.get_device_properties
 ROWS = sum(t * h * w for t, h, w in GRIDS)
 ACTIVATIONS = {"qwen2_vl": QUICK_GELU, "qwen2_5_vl": SWIGLU, "qwen3_vl": TANH_GELU}
 FIRST = {"qwen2_vl": "fc1", "qwen2_5_vl": "gate_up_proj", "qwen3_vl": "linear_fc1"}
@@ -58,6 +57,11 @@ ACT = {"qwen2_vl": "act", "qwen2_5_vl": "act_fn", "qwen3_vl": "act_fn"}
 build = functools.partial(_blocks.build, dtype=torch.bfloat16)
 # Two units of bf16 for one rounding less in each block.
 TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
+
+
+def rows_of(*shape: int) -> torch.Tensor:
+    """Return noise in bf16, where towers are."""
+    return noise(*shape).to(DEVICE, torch.bfloat16)
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +121,10 @@ def set_capturing(monkeypatch: pytest.MonkeyPatch, value: bool) -> None:
 
 
 def set_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    properties = SimpleNamespace(multi_processor_count=count)
+    real = GET_PROPERTIES(0) if HAS_GPU else None
+    names = [name for name in dir(real) if not name.startswith("_")]
+    values = {name: getattr(real, name) for name in names}
+    properties = SimpleNamespace(**{**values, "multi_processor_count": count})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
@@ -175,7 +182,7 @@ def build_mlp(
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     options = {} if act is None else {"act_layer": lambda: act}
-    with context.running(), set_default_torch_dtype(dtype):
+    with context.running(), set_default_torch_dtype(dtype), torch.device(DEVICE):
         if family == "qwen2_vl":
             return Qwen2VisionMLP(64, size, quant_config=quant_config, **options)
         cls, default = {
@@ -242,7 +249,7 @@ def test_rows_decide(
     block = build_mlp(family, context)
     fill_and_finish(block, context)
     calls.clear()
-    x = noise(4096, 1, 64).bfloat16()
+    x = rows_of(4096, 1, 64)
 
     def check(least: int) -> None:
         some = x[:least]
@@ -273,11 +280,11 @@ def test_a_capture_is_looked_for_where_it_decides(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
     with context.running():
         for rows in (1023, 1024, 4095, 4096):
-            block(noise(rows, 64).bfloat16())
+            block(rows_of(rows, 64))
         assert asked == [1024, 4095]
         # Without CUDA there is nothing to ask.
         monkeypatch.setattr(quack_linear, "can_read", lambda x: False)
-        block(noise(1024, 64).bfloat16())
+        block(rows_of(1024, 64))
     assert len(asked) == 2
 
 
@@ -296,7 +303,7 @@ def test_rows_choose_the_tile(
     calls.clear()
     with context.running():
         for rows in (2048, 4096):
-            block(noise(rows, 64).bfloat16())
+            block(rows_of(rows, 64))
     activation = ACTIVATIONS[family]
     assert calls == [(2048, activation, 160), (4096, activation, 192)]
 
@@ -310,7 +317,7 @@ def test_what_the_kernel_cannot_read(
     fill_and_finish(built, context)
     calls.clear()
     monkeypatch.setattr(quack_linear, "can_read", lambda x: x.stride(0) % 8 == 0)
-    wide = noise(4096, 68).bfloat16()
+    wide = rows_of(4096, 68)
     with context.running():
         found = built(wide[:, :64])
         assert not calls
@@ -326,7 +333,7 @@ def test_without_bias(family: str, calls: list[Call]) -> None:
     built = build_mlp(family, context, bias=False)
     assert is_fused(family, built)
     fill_and_finish(built, context)
-    x = noise(4096, 64).bfloat16()
+    x = rows_of(4096, 64)
     with context.running():
         assert relative_error(built(x)[:-1], built(x[:-1])) < TOLERANCE
     assert calls[-1] == (4096, ACTIVATIONS[family], 160)
@@ -436,6 +443,7 @@ def test_has_quack(
     assert qwen_ops._has_quack() is has_quack
 
 
+@cpu_only
 def test_not_on_this_machine() -> None:
     assert not is_fused("qwen3_vl", mlp(build("qwen3_vl")))
 
@@ -573,7 +581,7 @@ def test_compiled_blocks_stay_as_they_are(family: str, calls: list[Call]) -> Non
     calls.clear()
     torch.compiler.reset()
     compiled = torch.compile(built, backend="eager", fullgraph=True)
-    x = noise(4096, 64).bfloat16()
+    x = rows_of(4096, 64)
     with context.running():
         found = compiled(x)
         assert not calls
@@ -617,7 +625,7 @@ def build_attention(
 
     is_qwen2 = family == "qwen2_vl"
     cls = Qwen2VisionAttention if is_qwen2 else Qwen2_5_VisionAttention
-    with context.running(), set_default_torch_dtype(dtype):
+    with context.running(), set_default_torch_dtype(dtype), torch.device(DEVICE):
         return cls(64, 2, width, quant_config=quant_config)
 
 
@@ -650,7 +658,7 @@ class TestQkv:
         qkv = build_attention(family, context).qkv
         fill_and_finish(nn.ModuleList([qkv]), context)
         calls.clear()
-        x = noise(4096, 64).bfloat16()
+        x = rows_of(4096, 64)
         with context.running():
             for is_capturing, least in ((False, 4096), (True, 2048)):
                 set_capturing(monkeypatch, is_capturing)

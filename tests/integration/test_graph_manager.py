@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from _towers import FAMILIES, cpu_only, pixels, small_tower
+from _towers import DEVICE, FAMILIES, pixels, small_tower
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -27,7 +27,7 @@ from vllm_flashinfer_vit.settings import (  # noqa: E402
 )
 from vllm_flashinfer_vit.towers.tower import Tower  # noqa: E402
 
-pytestmark = cpu_only
+pytestmark = pytest.mark.usefixtures("plain_kernel")
 
 # Modality and grids in patches: one image, ragged ones, a video of several frames, one
 # that fills its budget, thin strips with the most windows.
@@ -62,7 +62,7 @@ def request(modality: str, values: torch.Tensor, grids: Sequence[Any]) -> dict:
 
 def run(manager: Any, tower: Tower, modality: str, grids: Any) -> torch.Tensor:
     with tower.running():
-        values = pixels(tower.spec, grids)
+        values = pixels(tower.spec, grids).to(DEVICE)
         return torch.cat(manager.execute(request(modality, values, grids)))
 
 
@@ -167,9 +167,7 @@ class TestReplay:
         with simulated_graphs():
             manager = build_manager(tower, max_tokens=160, **LIMITS)
             capture(manager, tower)
-            with mock.patch(
-                _KERNEL_LOOKUP, lambda _: attend
-            ):
+            with mock.patch(_KERNEL_LOOKUP, lambda _: attend):
                 run(manager, tower, *BATCHES[1])
         for end, out in seen:
             assert 0 < end < out.shape[0]
@@ -276,7 +274,7 @@ class TestReplay:
 
         tower = small_tower(family)
         modality, grids = BATCHES[0]
-        values = pixels(tower.spec, grids)
+        values = pixels(tower.spec, grids).to(DEVICE)
         padded: dict[int, torch.Tensor] = {}
         with simulated_graphs():
             manager = build_manager(tower, max_tokens=160, **LIMITS)

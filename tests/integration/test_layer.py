@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from shutil import which
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from _models import engine, noise, offsets
+from _towers import DEVICE, HAS_GPU, cpu_only
 
 from cases import Case, attention_eager, make_cos_sin, make_qkv, relative_error
 from vllm_flashinfer_vit import patches
@@ -27,18 +29,22 @@ from vllm_flashinfer_vit.settings import (
 )
 from vllm_flashinfer_vit.towers.tower import Tower
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(),
-    reason="vLLM has one platform per process, and here it is the GPU",
-)
+pytestmark = pytest.mark.usefixtures("plain_kernel", "on_device")
 
 HEADS, HEAD_DIM = 4, 16
 SCALE = HEAD_DIM**-0.5
 
 
 @pytest.fixture(scope="module")
-def flashinfer() -> Tower:
-    return engine("FLASHINFER")
+def flashinfer(plain_kernel: None) -> Tower:
+    return engine("FLASHINFER", device=DEVICE)
+
+
+@pytest.fixture
+def on_device() -> Iterator[None]:
+    """Make tensors where the layer is."""
+    with torch.device(DEVICE) if HAS_GPU else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +60,7 @@ def patched(flashinfer: Tower) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sdpa() -> Tower:
-    return engine("TORCH_SDPA")
+    return engine("TORCH_SDPA", device=DEVICE)
 
 
 def build(tower: Tower, **kwargs: Any) -> torch.nn.Module:
@@ -120,7 +126,10 @@ def test_another_backend_gets_the_class_in_the_tree(sdpa: Tower) -> None:
 
     layer = build(sdpa)
     assert type(layer) is MMEncoderAttention
-    assert layer._forward_method.__func__ is MMEncoderAttention.forward_cpu
+    stock = (
+        MMEncoderAttention.forward_cuda if HAS_GPU else MMEncoderAttention.forward_cpu
+    )
+    assert layer._forward_method.__func__ is stock
 
 
 def test_the_kernel_for_many_sequences_is_prepared_and_said(
@@ -199,7 +208,9 @@ class TestModelPatches:
 def qkv(tokens: int) -> tuple[torch.Tensor, ...]:
     """q, k, v `[1, T, H, D]`, strided views of one projection."""
     batch = Case("", (tokens,))
-    return tuple(x[None] for x in make_qkv(batch, HEADS, HEAD_DIM, torch.float32))
+    return tuple(
+        x[None] for x in make_qkv(batch, HEADS, HEAD_DIM, torch.float32, device=DEVICE)
+    )
 
 
 BAD_CALLS = {
@@ -217,11 +228,11 @@ BAD_CALLS = {
     ),
     "offsets-elsewhere": (
         lambda q, k, v: (q, k, v, offsets([4, 6]).to("meta")),
-        r"'a.layer': cu_seqlens is on meta, the query on cpu",
+        r"'a.layer': cu_seqlens is on meta, the query on c(pu|uda)",
     ),
     "key-elsewhere": (
         lambda q, k, v: (q, k.to("meta"), v),
-        r"'a.layer': .* are on cpu, meta, cpu",
+        r"'a.layer': .* are on (cpu|cuda:0), meta, (cpu|cuda:0)",
     ),
     "mixed-dtypes": (
         lambda q, k, v: (q, k, v.half()),
@@ -258,6 +269,7 @@ class TestConstruction:
         with pytest.raises(ValueError, match=r"'fastest': use one of auto, cudnn"):
             build(flashinfer)
 
+    @cpu_only
     @pytest.mark.parametrize("kernel", ["cudnn", "flash_attn"])
     def test_forced_kernel_that_cannot_run(
         self, kernel: str, monkeypatch: pytest.MonkeyPatch
@@ -332,9 +344,11 @@ def test_sequences(
     batch: Case, kv_heads: int, head_dim: int, flashinfer: Tower
 ) -> None:
     layer = build(flashinfer, head_size=head_dim, num_kv_heads=kv_heads)
-    q, k, v = make_qkv(batch, HEADS, head_dim, torch.float32, kv_heads=kv_heads)
+    q, k, v = make_qkv(
+        batch, HEADS, head_dim, torch.float32, kv_heads=kv_heads, device=DEVICE
+    )
     longest = torch.tensor(batch.max_seqlen, dtype=torch.int32)
-    out = layer(q[None], k[None], v[None], batch.cu_seqlens(), longest)
+    out = layer(q[None], k[None], v[None], batch.cu_seqlens(DEVICE), longest)
     expected = attention_eager(q, k, v, batch, head_dim**-0.5)
     assert out.shape == (1, batch.rows, HEADS, head_dim)
     assert out.is_contiguous()
@@ -450,9 +464,11 @@ BATCH = Case("", (7, 12, 5), zeros=1)
 def test_op_is_well_behaved(packed: bool, rotary_dim: int, flashinfer: Tower) -> None:
     from vllm_flashinfer_vit.ops import attention as ops
 
-    q, k, v = make_qkv(BATCH, HEADS, HEAD_DIM, torch.float32, kv_heads=2)
-    cos, sin = make_cos_sin(BATCH, rotary_dim) if rotary_dim else (None, None)
-    cu_seqlens = BATCH.cu_seqlens() if packed else None
+    q, k, v = make_qkv(BATCH, HEADS, HEAD_DIM, torch.float32, kv_heads=2, device=DEVICE)
+    cos, sin = (None, None)
+    if rotary_dim:
+        cos, sin = make_cos_sin(BATCH, rotary_dim, device=DEVICE)
+    cu_seqlens = BATCH.cu_seqlens(DEVICE) if packed else None
     longest = torch.tensor(BATCH.max_seqlen) if packed else None
     length = 0 if packed else BATCH.rows // 2
     args = (q, k, v, cos, sin, cu_seqlens, longest, length, SCALE, "*:reference")
