@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What kernels and their references agree on: sizes, tensors that they pass on, checks.
 
-Nothing here needs Triton, so that a reference runs where there is none.
+Nothing here needs Triton, so that a reference runs where there is none; and what needs
+only a number loads no torch.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Self
+from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+if TYPE_CHECKING:
+    import torch
 
 # Tokens of a sequence that share a scale in `QuantizedQKV`.
 BLOCK = 128
@@ -73,6 +77,8 @@ class DynamicScales(NamedTuple):
     @classmethod
     def on(cls, device: torch.device | str) -> Self:
         """Return the state of a layer that has seen nothing."""
+        import torch
+
         return cls(
             amax=torch.zeros(3, device=device),
             history=torch.zeros(HISTORY, 3, device=device),
