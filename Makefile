@@ -12,11 +12,18 @@ PYTHONS := 3.11 3.12 3.13
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(VLLM)
 
-.PHONY: help setup resolve encode doctor test test-gpu lint types check ci clean
+# One thread for each of two processes: with more, they wait for each other on two
+# cores. An environment variable, since tests start processes of their own, too.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Tests of a file mostly run in one process, which keeps the towers it has built.
+IN_PARALLEL ?= -n 2 --dist worksteal
+
+.PHONY: help setup resolve encode doctor test test-all test-gpu lint types check clean
 
 help:
 	@echo "make encode   install, then encode the example images"
-	@echo "make test     install, then run the tests"
+	@echo "make test     install, then run the tests of the fast tier, in five minutes"
+	@echo "make test-all all tests that need no GPU; make test-gpu those that do"
 	@echo "make doctor   install, then report what this machine can run"
 	@echo "make lint types   ruff and mypy"
 
@@ -49,7 +56,10 @@ doctor: $(STAMP)
 	$(BIN)/vllm-flashinfer-vit doctor
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q
+	$(ONE_THREAD) $(BIN)/python -m pytest -q $(IN_PARALLEL) -m "not extended and not gpu"
+
+test-all: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest -q $(IN_PARALLEL) -m "not gpu"
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
