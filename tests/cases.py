@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches that every attention kernel is tested on, and how exact it must be."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -104,9 +106,37 @@ GPU_CASES = [
 ]
 
 
-def params(cases: list[Case]) -> list:
-    """The cases with their ids, for `pytest.mark.parametrize`."""
-    return [pytest.param(case, id=case.name) for case in cases]
+# Triton's interpreter takes seconds for these; each is odd in no way of its own.
+LARGE = frozenset({"windows-ragged-26x38", "one-image-26x38", "mixed-images"})
+
+
+def params(cases: list[Case], extended: Collection[str] = ()) -> list:
+    """The cases with their ids, for `pytest.mark.parametrize`.
+
+    Args:
+        cases: In any order.
+        extended: Names of those that only `make test-all` runs.
+    """
+    return [
+        pytest.param(
+            case,
+            id=case.name,
+            marks=[pytest.mark.extended] * (case.name in extended),
+        )
+        for case in cases
+    ]
+
+
+def values(fast: Iterable[Any], extended: Iterable[Any]) -> list:
+    """Values for `pytest.mark.parametrize`, some of them for `make test-all` only."""
+    return [
+        *fast,
+        *(pytest.param(*_row(x), marks=pytest.mark.extended) for x in extended),
+    ]
+
+
+def _row(value: Any) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def make_qkv(

@@ -4,7 +4,15 @@
 import pytest
 import torch
 
-from cases import CASES, GPU_CASES, Case, make_cos_sin, make_qkv, params
+from cases import (
+    CASES,
+    GPU_CASES,
+    LARGE,
+    Case,
+    make_cos_sin,
+    make_qkv,
+    params,
+)
 from vllm_flashinfer_vit.kernels.absmax import absmax, update
 from vllm_flashinfer_vit.kernels.absmax_ref import absmax_ref, update_ref
 from vllm_flashinfer_vit.kernels.formats import HISTORY, DynamicScales
@@ -31,7 +39,7 @@ def _absmax(inputs, function=absmax) -> torch.Tensor:
     return amax
 
 
-@pytest.mark.parametrize("case", params(CASES + GPU_CASES * (DEVICE == "cuda")))
+@pytest.mark.parametrize("case", params(CASES + GPU_CASES * (DEVICE == "cuda"), LARGE))
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "rotary_dim"),
     [(2, 1, 72, 72), (1, 1, 80, None), (1, 1, 88, 40)],

@@ -4,7 +4,16 @@
 import pytest
 import torch
 
-from cases import CASES, TOLERANCES, Case, make_qkv, params, relative_error
+from cases import (
+    CASES,
+    LARGE,
+    TOLERANCES,
+    Case,
+    make_qkv,
+    params,
+    relative_error,
+    values,
+)
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.flash import attention
 
@@ -27,13 +36,10 @@ def _assert_right(out, qkv, case: Case, scale: float) -> None:
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("case", params(CASES))
+@pytest.mark.parametrize("case", params(CASES, extended=LARGE))
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "dtype"),
-    [
-        (1, 1, 80, torch.float32),
-        (2, 1, 72, torch.float16),
-    ],
+    values([(1, 1, 80, torch.float32)], extended=[(2, 1, 72, torch.float16)]),
     ids=str,
 )
 def test_flash_of_every_case(case, heads, kv_heads, head_dim, dtype):

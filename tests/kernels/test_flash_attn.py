@@ -138,6 +138,7 @@ def test_vllm_takes_the_arguments(attention, calls):
     assert "head_size" in inspect.signature(get_flash_attn_version).parameters
 
 
+@pytest.mark.extended
 def test_version_4_compiles_for_hopper():
     """No GPU is needed to see whether this vLLM's does."""
     script = Path(__file__).with_name("compile_flash_attn_4.py")

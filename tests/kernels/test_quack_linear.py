@@ -126,6 +126,7 @@ def assert_as_exact_as_cublas(
     assert relative_error(out, expected) <= 1.05 * relative_error(unfused, expected)
 
 
+@pytest.mark.extended
 def test_quack_compiles_for_hopper(tmp_path):
     """QuACK changes between releases; no GPU is needed to see whether it compiles."""
     script = Path(__file__).with_name("compile_quack.py")

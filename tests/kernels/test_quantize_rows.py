@@ -5,7 +5,12 @@ import pytest
 import torch
 from _quantized import MANY, RAGGED, bits, make_inputs, make_scales
 
-from cases import CASES, Case, params
+from cases import (
+    CASES,
+    LARGE,
+    Case,
+    params,
+)
 from vllm_flashinfer_vit.kernels.quantize_ref import quantize_rows_ref
 from vllm_flashinfer_vit.kernels.quantize_rows import quantize_rows
 
@@ -21,7 +26,7 @@ def check(case, *args) -> None:
         assert (out[case.tokens :].float() == 0).all()
 
 
-@pytest.mark.parametrize("case", params([RAGGED, *CASES[-3:]]))
+@pytest.mark.parametrize("case", params([RAGGED, *CASES[-3:]], extended=LARGE))
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "width", "rotary_dim"),
     [(2, 2, 72, 128, 72), (2, 1, 80, 80, None), (3, 1, 72, 80, 40), (1, 1, 64, 64, 64)],

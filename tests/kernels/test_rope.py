@@ -4,7 +4,12 @@
 import pytest
 import torch
 
-from cases import Case, make_cos_sin, make_qkv
+from cases import (
+    Case,
+    make_cos_sin,
+    make_qkv,
+    values,
+)
 from vllm_flashinfer_vit.kernels._triton import stride_unit
 from vllm_flashinfer_vit.kernels.rope import rope
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
@@ -30,7 +35,7 @@ def _assert_same_bits(q, k, cos, sin) -> None:
     ("head_dim", "rotary_dim"),
     [(64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (128, 64), (80, 40), (6, 2)],
 )
-@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 16), (3, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), values([(3, 1)], [(16, 16)]))
 def test_rope_of_projection_views(head_dim, rotary_dim, heads, kv_heads, dtype):
     case = Case("37", (37,))
     q, k, _ = make_qkv(case, heads, head_dim, dtype, kv_heads=kv_heads, device=DEVICE)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from cases import (
+    LARGE,
     SHORT_CASES,
     TOLERANCES,
     Case,
@@ -13,6 +14,7 @@ from cases import (
     make_qkv,
     params,
     relative_error,
+    values,
     window_lengths,
 )
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
@@ -43,13 +45,10 @@ def _expected(q, k, v, cos, sin, case: Case) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("case", params(SHORT_CASES))
+@pytest.mark.parametrize("case", params(SHORT_CASES, extended=LARGE))
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "dtype"),
-    [
-        (3, 3, 80, torch.float32),
-        (2, 1, 72, torch.float16),
-    ],
+    values([(3, 3, 80, torch.float32)], extended=[(2, 1, 72, torch.float16)]),
     ids=str,
 )
 def test_window_of_every_case(case, heads, kv_heads, head_dim, dtype):
@@ -71,7 +70,7 @@ def test_window_of_grouped_heads():
     assert relative_error(out, expected) < TOLERANCES[torch.float16]
 
 
-@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 40, 88])
+@pytest.mark.parametrize("head_dim", values([64, 72, 80], [40, 88, 96, 128]))
 def test_window_turns_as_rope_does(head_dim):
     dtype = torch.float16
     case = Case("ragged", (20, 1, 32, 0))
