@@ -11,10 +11,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from vllm_flashinfer_vit.choices.lookup import Choice  # noqa: E402
-from vllm_flashinfer_vit.engine.selection import NotServedError  # noqa: E402
+from vllm_flashinfer_vit.choices.usable import NotServedError  # noqa: E402
 from vllm_flashinfer_vit.fp8 import policy as fp8  # noqa: E402
 from vllm_flashinfer_vit.fp8 import scale_files as scales  # noqa: E402
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError  # noqa: E402
+from vllm_flashinfer_vit.fp8.state import (  # noqa: E402
+    EngineScales,
+    ScaleState,
+    made_by_engine,
+)
 from vllm_flashinfer_vit.kernels.formats import DynamicScales  # noqa: E402
 from vllm_flashinfer_vit.settings import (  # noqa: E402
     ENV_FP8_SCALES,
@@ -41,16 +46,20 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         choices=PLANS["block"],
         compile_mm_encoder=False,
     )
-    vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(model="some/model"), compilation_config=config
-    )
+    vllm_config = engine_config()
+    vllm_config.compilation_config = config
     monkeypatch.setattr(fp8, "get_multimodal_config", lambda: config)
     monkeypatch.setattr(fp8, "get_current_vllm_config", lambda: vllm_config)
     monkeypatch.setattr(fp8, "resolve_fp8", lambda *args: config.choices)
-    monkeypatch.setattr(fp8, "_saving", None)
-    monkeypatch.setattr(fp8, "_states", set())
-    monkeypatch.setattr(fp8, "_layers", set())
     return config
+
+
+def engine_config() -> SimpleNamespace:
+    """Return what an engine's layers and its worker have in common."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model="some/model"),
+        compilation_config=SimpleNamespace(),
+    )
 
 
 def policy(**settings: Any) -> fp8.Policy | None:
@@ -66,7 +75,7 @@ def required(**settings: Any) -> fp8.Policy:
 def put_scales(folder: Path, *names: str) -> Path:
     path = folder / "scales.json"
     amax = {name: (QKV(448.0, 44.8, 4.48), 72) for name in names}
-    made_by = {**fp8.made_by_engine("some/model"), "command": "test"}
+    made_by = {**made_by_engine("some/model"), "command": "test"}
     scales.write(scales.from_amax(amax, 1.0, made_by), path)
     return path
 
@@ -80,7 +89,7 @@ class TestResolve:
         choices = tuple(Choice(kernel, None, "") for kernel in left)
         refusals = {refused: f"{refused}: it cannot"}
         monkeypatch.setattr(fp8, "usable_choices", lambda *_, **__: (choices, refusals))
-        return fp8.resolve_fp8.__wrapped__(96, torch.bfloat16, None)
+        return fp8.resolve_fp8.__wrapped__(96, torch.bfloat16, None, None)
 
     def test_no_fp8_kernel_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(NotServedError, match="triton_fp8: it cannot"):
@@ -114,7 +123,7 @@ class TestPolicy:
         engine.choices = (Choice("triton", 4095, ""), Choice("flash_attn", None, ""))
         engine.mm_encoder_fp8_scale_save_path = str(tmp_path / "scales.json")
         assert required().observes
-        assert "of no length" in required().summary
+        assert "for no length" in required().summary
 
     def test_a_dtype_of_the_future(self, engine: SimpleNamespace) -> None:
         engine.mm_encoder_attn_dtype = "fp4"
@@ -180,17 +189,8 @@ class TestPolicy:
         found = required()
         assert (found.method, found.save, found.has_state) == ("block", True, True)
 
-    def test_a_path_that_scales_cannot_be_saved_to_is_said_at_once(
-        self, engine: SimpleNamespace, tmp_path: Path
-    ) -> None:
-        path = tmp_path / "upstream.json"
-        path.write_text('{"a": {"q": 1, "k": 1, "v": 1}}')
-        engine.mm_encoder_fp8_scale_save_path = str(path)
-        with pytest.raises(ScaleError, match="not written by this package"):
-            policy()
-
     def test_the_summary_says_from_which_length(self, engine: SimpleNamespace) -> None:
-        assert "from 4096 tokens on" in required().summary
+        assert "sequences of 4096 tokens or more, with" in required().summary
         engine.choices = (
             Choice("triton", 1024, ""),
             Choice("triton_fp8", 2048, ""),
@@ -198,7 +198,7 @@ class TestPolicy:
             Choice("flash_attn", 32768, ""),
             Choice("triton_fp8", None, ""),
         )
-        spans = "of 1025 to 8192 tokens and from 32769 tokens on"
+        spans = "sequences of 1025 to 8192 and of 32769 tokens or more, with"
         assert spans in required().summary
 
 
@@ -215,14 +215,19 @@ class TestSkippedLayers:
     def test_are_not_others(self, entry: str, engine: SimpleNamespace) -> None:
         assert policy(fp8_skip_layers=frozenset({entry})) is not None
 
+    @pytest.mark.parametrize("entry", ["visual.blocks.3", "3", "visual.blocks.3.attn"])
+    def test_a_longer_number_is_another_block(self, entry: str) -> None:
+        assert fp8.names(entry, "visual.blocks.3.attn.attn")
+        assert not fp8.names(entry, "visual.blocks.31.attn.attn")
+
     def test_unknown_ones_are_an_error(self, engine: SimpleNamespace) -> None:
-        layer = SimpleLayer(NAME)
-        fp8.enroll(layer)
-        fp8.check_names(None, Settings(fp8_skip_layers=frozenset({"3"})))
+        layers = EngineScales(engine_config())
+        layers.enroll(NAME, 72, None)
+        layers.check_names(None, Settings(fp8_skip_layers=frozenset({"3"})))
         with pytest.raises(
             NotServedError, match=f"{ENV_FP8_SKIP_LAYERS} names '7'.*{NAME}"
         ):
-            fp8.check_names(None, Settings(fp8_skip_layers=frozenset({"3", "7"})))
+            layers.check_names(None, Settings(fp8_skip_layers=frozenset({"3", "7"})))
 
     def test_compiled_blocks_cannot_differ(self, engine: SimpleNamespace) -> None:
         engine.compile_mm_encoder = True
@@ -230,23 +235,17 @@ class TestSkippedLayers:
             policy(fp8_skip_layers=frozenset({"3"}))
 
 
-class SimpleLayer(torch.nn.Module):
-    def __init__(self, layer_name: str) -> None:
-        super().__init__()
-        self.layer_name = layer_name
-
-
 class TestForcedKernel:
     def test_must_be_one_of_fp8(self) -> None:
         with pytest.raises(NotServedError, match=f"{ENV_KERNEL}=triton contradicts"):
-            fp8.resolve_fp8(72, torch.bfloat16, "triton")
+            fp8.resolve_fp8(72, torch.bfloat16, "triton", None)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
     def test_that_cannot_run_says_why(self) -> None:
         with pytest.raises(
-            NotServedError, match=r"triton_fp8: it needs an NVIDIA GPU.*leave|Leave"
+            NotServedError, match=r"triton_fp8: it needs an NVIDIA GPU.*Leave"
         ):
-            fp8.resolve_fp8(72, torch.bfloat16, "triton_fp8")
+            fp8.resolve_fp8(72, torch.bfloat16, "triton_fp8", None)
 
 
 class TestState:
@@ -256,25 +255,26 @@ class TestState:
         path = put_scales(tmp_path, NAME, "other")
         engine.mm_encoder_fp8_scale_path = str(path)
         found = required()
-        state = fp8.ScaleState(found, NAME, 72)
+        layers = EngineScales(engine_config())
+        state = layers.enroll(NAME, 72, found)
+        assert state is not None
         torch.testing.assert_close(state.scales, torch.tensor([1.0, 0.1, 0.01]))
         state.scales.zero_()
         state.reset()
         torch.testing.assert_close(state.scales, torch.tensor([1.0, 0.1, 0.01]))
         assert not state.state_dict()
-        fp8.enroll(SimpleLayer(NAME))
         with pytest.raises(ScaleError, match="'other'.*is none of this model"):
-            fp8.check_names(found, Settings())
+            layers.check_names(found, Settings())
 
     def test_a_layer_that_the_file_lacks(
         self, engine: SimpleNamespace, tmp_path: Path
     ) -> None:
         engine.mm_encoder_fp8_scale_path = str(put_scales(tmp_path, "other"))
         with pytest.raises(ScaleError, match=NAME):
-            fp8.ScaleState(required(), NAME, 72)
+            ScaleState(required(), NAME, 72)
 
     def test_is_what_the_kernels_take(self, engine: SimpleNamespace) -> None:
-        state = fp8.ScaleState(required(fp8_scales="dynamic"), NAME, 72)
+        state = ScaleState(required(fp8_scales="dynamic"), NAME, 72)
         for name, tensor in DynamicScales.on("cpu")._asdict().items():
             buffer = getattr(state, name)
             assert (buffer.dtype, buffer.shape) == (tensor.dtype, tensor.shape)
@@ -283,6 +283,100 @@ class TestState:
 
 STEP = SimpleNamespace(scheduled_encoder_inputs={"request": [0]})
 TEXT_STEP = SimpleNamespace(scheduled_encoder_inputs={})
+NAMES = (NAME, NAME.replace("3", "4"))
+
+
+class Engine:
+    """An engine of two layers, as its worker sees it."""
+
+    def __init__(self, policy: fp8.Policy, names: tuple[str, ...] = NAMES) -> None:
+        self.config = engine_config()
+        layers = EngineScales.of(self.config)
+        enrolled = [layers.enroll(name, 72, policy) for name in names]
+        self.states = [state for state in enrolled if state is not None]
+        # As its layers do.
+        self.layers = layers
+
+    def step(self, scheduler_output: Any = STEP) -> None:
+        found = EngineScales.find(self.config)
+        assert found is not None
+        found.after_step(scheduler_output)
+
+
+class TestEngines:
+    """Two engines, or two towers, in one process know nothing of each other."""
+
+    def test_layers_of_one_engine_share_a_record(self) -> None:
+        config = engine_config()
+        first = EngineScales.of(config)
+        # vLLM derives configs for parts of a model, with the same compilation config.
+        part = SimpleNamespace(**vars(config))
+        assert EngineScales.of(part) is first
+        assert EngineScales.find(part) is first
+        assert EngineScales.of(engine_config()) is not first
+
+    def test_a_record_goes_with_its_layers(self) -> None:
+        config = engine_config()
+        layers = EngineScales.of(config)
+        layers.enroll(NAME, 72, None)
+        del layers
+        assert EngineScales.find(config) is None
+
+    def test_names_are_those_of_the_engine(
+        self, engine: SimpleNamespace, tmp_path: Path
+    ) -> None:
+        engine.mm_encoder_fp8_scale_path = str(put_scales(tmp_path, *NAMES))
+        found = required()
+        whole, part = Engine(found), Engine(found, NAMES[:1])
+        whole.layers.check_names(found, Settings())
+        with pytest.raises(ScaleError, match=f"{NAMES[1]!r}.*is none of this model"):
+            part.layers.check_names(found, Settings())
+        skip = Settings(fp8_skip_layers=frozenset({"4"}))
+        whole.layers.check_names(None, skip)
+        with pytest.raises(NotServedError, match="names '4'"):
+            part.layers.check_names(None, skip)
+
+    def test_each_counts_and_saves_what_it_saw(
+        self, engine: SimpleNamespace, tmp_path: Path
+    ) -> None:
+        engines = []
+        for name in ("one.json", "two.json"):
+            engine.mm_encoder_fp8_scale_save_path = str(tmp_path / name)
+            engines.append(Engine(required()))
+        one, two = engines
+        one.states[0].history[0] = 1.0
+        two.states[1].history[0] = 2.0
+        for _ in range(15):
+            one.step()
+            two.step()
+        two.layers.forget_dummies()
+        assert one.states[0].history.any() and not two.states[1].history.any()
+        one.step()
+        two.step()
+        assert list(scales.read(tmp_path / "one.json").layers) == [NAMES[0]]
+        assert not (tmp_path / "two.json").exists()
+
+    def test_the_worker_finds_its_own(
+        self, engine: SimpleNamespace, tmp_path: Path
+    ) -> None:
+        from vllm_flashinfer_vit.patches import fp8_scales
+
+        engine.mm_encoder_fp8_scale_save_path = str(tmp_path / "new.json")
+        one, two = Engine(required()), Engine(required())
+        forget, count = (
+            patch.replace(lambda *args: args[1:]) for patch in fp8_scales.PATCHES
+        )
+        worker = SimpleNamespace(vllm_config=one.config)
+        one.states[0].history[0] = two.states[0].history[0] = 3.0
+        forget(worker)
+        assert not one.states[0].history.any() and two.states[0].history.all(1).any()
+        one.states[0].history[0] = 3.0
+        for _ in range(16):
+            assert count(worker, STEP) == (STEP,)
+        assert scales.read(tmp_path / "new.json").layers[NAME].amax == (3.0, 3.0, 3.0)
+        # A worker whose engine has no FP8 layer goes on as ever.
+        other = SimpleNamespace(vllm_config=engine_config())
+        assert (forget(other), count(other, STEP)) == ((), (STEP,))
 
 
 class TestSaving:
@@ -292,18 +386,14 @@ class TestSaving:
         engine.mm_encoder_fp8_scale_save_path = str(path)
         return path
 
-    def states(self) -> list[fp8.ScaleState]:
-        names = [NAME, NAME.replace("3", "4")]
-        return [fp8.ScaleState(required(), name, 72) for name in names]
-
     def test_at_the_16th_pass_and_never_again(self, path: Path) -> None:
-        states = self.states()
+        saving = Engine(required())
         for i in range(16):
-            for state in states:
+            for state in saving.states:
                 state.history[i] = torch.tensor([1.0 + i, 2.0, 3.0])
-            fp8.after_step(TEXT_STEP)
+            saving.step(TEXT_STEP)
             assert not path.exists()
-            fp8.after_step(STEP)
+            saving.step()
         file = scales.read(path)
         assert file.layers[NAME].amax == (16.0, 2.0, 3.0)
         assert len(file.layers) == 2
@@ -311,53 +401,58 @@ class TestSaving:
         assert file.made_by["model"] == "some/model"
         path.unlink()
         for _ in range(32):
-            fp8.after_step(STEP)
+            saving.step()
         assert not path.exists()
 
     def test_dummies_do_not_count(self, path: Path) -> None:
-        states = self.states()
+        saving = Engine(required())
+        states = saving.states
         for state in states:
             state.history.fill_(1e6)
             state.position.fill_(5)
         for _ in range(15):
-            fp8.after_step(STEP)
+            saving.step()
         buffers = [state.history.data_ptr() for state in states]
-        fp8.forget_dummies()
+        saving.layers.forget_dummies()
         # Captured graphs hold the addresses.
         assert buffers == [state.history.data_ptr() for state in states]
         assert all(not state.position.any() for state in states)
         for state in states:
             state.history[0] = 2.0
         for _ in range(15):
-            fp8.after_step(STEP)
+            saving.step()
         assert not path.exists()
-        fp8.after_step(STEP)
+        saving.step()
         assert scales.read(path).layers[NAME].amax == (2.0, 2.0, 2.0)
 
     def test_a_rank_without_images_waits(self, path: Path) -> None:
-        states = self.states()
+        saving = Engine(required())
         for _ in range(20):
-            fp8.after_step(STEP)
+            saving.step()
         assert not path.exists()
-        states[0].history[0] = 1.0
-        fp8.after_step(STEP)
+        saving.states[0].history[0] = 1.0
+        saving.step()
         assert list(scales.read(path).layers) == [NAME]
 
     def test_ranks_are_merged(self, path: Path) -> None:
         for rank in range(2):
-            states = self.states()
-            for state in states:
+            saving = Engine(required())
+            for state in saving.states:
                 state.history[0] = torch.tensor([1.0 + rank, 2.0 - rank, 1.0])
             for _ in range(16):
-                fp8.after_step(STEP)
-            fp8._states.clear()
+                saving.step()
         assert scales.read(path).layers[NAME].amax == (2.0, 2.0, 1.0)
+
+    def test_a_path_that_cannot_be_saved_to_is_said_at_once(self, path: Path) -> None:
+        path.write_text('{"a": {"q": 1, "k": 1, "v": 1}}')
+        with pytest.raises(ScaleError, match="not written by this package"):
+            Engine(required())
 
     def test_an_engine_outlives_a_full_disk(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        states = self.states()
-        states[0].history[0] = 1.0
+        saving = Engine(required())
+        saving.states[0].history[0] = 1.0
         calls = []
 
         def full(*args: Any) -> None:
@@ -366,5 +461,5 @@ class TestSaving:
 
         monkeypatch.setattr(scales, "save", full)
         for _ in range(32):
-            fp8.after_step(STEP)
+            saving.step()
         assert len(calls) == 1

@@ -14,24 +14,26 @@ from vllm_flashinfer_vit.patches.patch import Patch
 
 
 def _forget_dummies(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_flashinfer_vit.fp8.state import EngineScales
+
     @functools.wraps(original)
     def compile_or_warm_up_model(self: Any) -> Any:
         result = original(self)
-        from vllm_flashinfer_vit.fp8 import policy as fp8
-
-        fp8.forget_dummies()
+        if (engine := EngineScales.find(self.vllm_config)) is not None:
+            engine.forget_dummies()
         return result
 
     return compile_or_warm_up_model
 
 
 def _count_passes(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_flashinfer_vit.fp8.state import EngineScales
+
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         result = original(self, scheduler_output)
-        from vllm_flashinfer_vit.fp8 import policy as fp8
-
-        fp8.after_step(scheduler_output)
+        if (engine := EngineScales.find(self.vllm_config)) is not None:
+            engine.after_step(scheduler_output)
         return result
 
     return execute_model

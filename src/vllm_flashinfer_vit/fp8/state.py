@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The FP8 scales that the layers of an engine keep, and how they are saved.
+
+A layer has its own on the device. What concerns all layers of an engine, such as names
+and saving, is in one record, which each of them holds.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from vllm.logger import init_logger
+
+from vllm_flashinfer_vit import __version__
+from vllm_flashinfer_vit.choices.usable import NotServedError
+from vllm_flashinfer_vit.fp8 import scale_files as scales
+from vllm_flashinfer_vit.fp8.policy import Policy, names
+from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError
+from vllm_flashinfer_vit.kernels.formats import HISTORY, DynamicScales
+from vllm_flashinfer_vit.settings import ENV_FP8_SKIP_LAYERS, Settings
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
+
+
+class ScaleState(nn.Module):
+    """One layer's scales on the device, so that a captured graph moves them on.
+
+    Its tensors are those of `formats.DynamicScales`; static scales are `scales`.
+    """
+
+    amax: torch.Tensor
+    history: torch.Tensor
+    position: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, policy: Policy, layer_name: str, head_dim: int) -> None:
+        """Make the buffers on the default device.
+
+        Raises:
+            ScaleError: The file of static scales cannot be used for this layer.
+        """
+        super().__init__()
+        self.layer_name = layer_name
+        self.head_dim = head_dim
+        self._static = QKV(1.0, 1.0, 1.0)
+        if policy.scale_path is not None:
+            file = scales.read(policy.scale_path)
+            self._static = scales.scales_for(
+                file, policy.scale_path, layer_name, head_dim
+            ).scale
+        # Not persistent: no checkpoint has them, and dummy weights overwrite the rest.
+        for name, value in (
+            ("amax", torch.zeros(3, dtype=torch.float32)),
+            ("history", torch.zeros(HISTORY, 3, dtype=torch.float32)),
+            ("position", torch.zeros(1, dtype=torch.int32)),
+            ("scales", torch.ones(3, dtype=torch.float32)),
+        ):
+            self.register_buffer(name, value, persistent=False)
+        self.reset()
+
+    @property
+    def scales_on_device(self) -> DynamicScales:
+        """The same tensors as the op takes them."""
+        return DynamicScales(self.amax, self.history, self.position, self.scales)
+
+    def reset(self) -> None:
+        """Forget what was seen, in place."""
+        self.amax.zero_()
+        self.history.zero_()
+        self.position.zero_()
+        self.scales.copy_(torch.tensor(self._static, dtype=torch.float32, device="cpu"))
+
+
+@dataclass
+class _Saving:
+    """What is to be saved, and how far it is.
+
+    Attributes:
+        path: The file.
+        margin: What the abs-max is multiplied by.
+        states: Of the layers that are saved.
+        passes: Steps with an encoder pass so far.
+        done: Whether it was tried; an engine saves once.
+    """
+
+    path: Path
+    margin: float
+    states: list[ScaleState]
+    passes: int = 0
+    done: bool = False
+
+
+class EngineScales:
+    """One engine's layers that are asked for FP8: names, states, and saving.
+
+    Each layer holds it, so that it goes with the last one.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Begin without layers; use `of`, which gives all layers of an engine one."""
+        # Held, so that its id, by which `of` finds this, is not another one's.
+        self._compilation_config = vllm_config.compilation_config
+        self._model: str = vllm_config.model_config.model
+        self._layer_names: set[str] = set()
+        self._states: list[ScaleState] = []
+        self._saving: _Saving | None = None
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "EngineScales":
+        """Return the record of the engine that is being built, made if it is the first.
+
+        Args:
+            vllm_config: The engine's, or one that vLLM derived from it for a part of
+                the model.
+        """
+        found = cls.find(vllm_config)
+        if found is None:
+            found = _ENGINES[id(vllm_config.compilation_config)] = cls(vllm_config)
+        return found
+
+    @classmethod
+    def find(cls, vllm_config: Any) -> "EngineScales | None":
+        """Return an engine's record, or None if no layer of it is asked for FP8."""
+        return _ENGINES.get(id(vllm_config.compilation_config))
+
+    def enroll(
+        self, layer_name: str, head_dim: int, policy: Policy | None
+    ) -> ScaleState | None:
+        """Count a layer among those that settings and scale files may name.
+
+        Args:
+            layer_name: The layer's name in vLLM.
+            head_dim: Its head dim in elements.
+            policy: How it attends in FP8, or None if it does not.
+
+        Returns:
+            What the layer keeps on the default device, or None if it keeps nothing.
+
+        Raises:
+            ScaleError: The file of static scales cannot be used for this layer, or
+                scales cannot be saved to the path that settings name.
+        """
+        self._layer_names.add(layer_name)
+        if policy is None or not policy.has_state:
+            return None
+        state = ScaleState(policy, layer_name, head_dim)
+        self._states.append(state)
+        if policy.save_path is not None:
+            if self._saving is None or self._saving.done:
+                scales.check_mergeable(policy.save_path, self._model)
+                self._saving = _Saving(policy.save_path, policy.save_margin, [])
+            self._saving.states.append(state)
+        return state
+
+    def check_names(self, policy: Policy | None, settings: Settings) -> None:
+        """Check that settings and the scale file name only layers that there are.
+
+        Call it when the whole model is built.
+
+        Raises:
+            NotServedError: `ENV_FP8_SKIP_LAYERS` names another one.
+            ScaleError: The scale file does.
+        """
+        layer_names = sorted(self._layer_names)
+        for entry in sorted(settings.fp8_skip_layers):
+            if not any(names(entry, layer_name) for layer_name in layer_names):
+                raise NotServedError(
+                    f"{ENV_FP8_SKIP_LAYERS} names {entry!r}, which is no layer or "
+                    f"block; the layers are {', '.join(layer_names)}"
+                )
+        if policy is not None and policy.scale_path is not None:
+            path = policy.scale_path
+            scales.check_no_others(scales.read(path), path, layer_names)
+
+    def forget_dummies(self) -> None:
+        """Forget what all layers saw; call it when the engine has warmed up."""
+        for state in self._states:
+            state.reset()
+        if self._saving is not None:
+            self._saving.passes = 0
+
+    def after_step(self, scheduler_output: Any) -> None:
+        """Count a step of the engine; save scales after the 16th with an encoder pass.
+
+        Nothing is read from the device before that, and all layers' history in one go
+        then.
+        """
+        saving = self._saving
+        if (
+            saving is None
+            or saving.done
+            or not getattr(scheduler_output, "scheduled_encoder_inputs", None)
+        ):
+            return
+        saving.passes += 1
+        if saving.passes < HISTORY:
+            return
+        seen = _observed(saving.states)
+        # A rank of a data-parallel encoder may have had no image yet.
+        if not seen:
+            return
+        saving.done = True
+        path = saving.path
+        try:
+            new = scales.from_amax(seen, saving.margin, made_by_engine(self._model))
+            file = scales.save(new, path)
+        except (OSError, ScaleError) as error:
+            logger.error("the FP8 scales were not saved to %s: %s", path, error)
+            return
+        logger.info("Saved FP8 scales of %d layers to %s", len(file.layers), path)
+
+
+# An index: each record is held by its layers. vLLM hands an engine's compilation config
+# on to the configs that it derives for parts of a model.
+_ENGINES: "WeakValueDictionary[int, EngineScales]" = WeakValueDictionary()
+
+
+def made_by_engine(model: str) -> dict[str, str]:
+    """Return the fingerprint of a file that an engine saves."""
+    return {
+        "command": "vLLM's mm_encoder_fp8_scale_save_path",
+        "version": __version__,
+        "vllm": version("vllm"),
+        "model": model,
+        "method": f"abs-max of {HISTORY} passes",
+    }
+
+
+def _observed(states: Iterable[ScaleState]) -> dict[str, tuple[QKV, int]]:
+    """Read the abs-max and head dim of layers that saw anything, by name."""
+    states = sorted(states, key=lambda state: state.layer_name)
+    rows = torch.stack([state.history for state in states]).amax(dim=1).tolist()
+    return {
+        state.layer_name: (QKV(*row), state.head_dim)
+        for state, row in zip(states, rows, strict=True)
+        if any(row)
+    }
