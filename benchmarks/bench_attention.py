@@ -35,13 +35,14 @@ from common import (
     attention_fp32,
     check_error,
     device,
+    layer_plan,
     print_row,
     relative_error,
     result_row,
     results_path,
     take_turns,
 )
-from vllm_flashinfer_vit.commands.tune import capture, fp8_call, scale_method
+from vllm_flashinfer_vit.choices.clock import capture
 
 NUM_HEADS = 16
 # Six images: 256 x 256, 560 x 560, 1280 x 720, 1920 x 1080, 1024 x 1024 and 352 x 608
@@ -234,24 +235,24 @@ def plugin_run(kernel: str | None, bench: str, problem: Problem) -> Run:
         bench: One of `BENCHES`.
         problem: The case.
     """
-    from vllm_flashinfer_vit.choices.lookup import encode, select
-    from vllm_flashinfer_vit.engine.selection import resolve
-    from vllm_flashinfer_vit.fp8.policy import resolve_fp8
-    from vllm_flashinfer_vit.ops.attention import attention
+    from vllm_flashinfer_vit.choices.measure import own_scales
+    from vllm_flashinfer_vit.kernels.catalog import KERNELS
+    from vllm_flashinfer_vit.ops.attention import attention, fp8_attention
+    from vllm_flashinfer_vit.ops.batch import Batch
 
     is_fp8 = is_fp8_provider(f"plugin-{kernel}")
-    look_up = resolve_fp8 if is_fp8 else resolve
     forced = None if kernel == "fp8" else kernel
-    plan = encode(look_up(problem.q.shape[2], problem.q.dtype, forced))
+    plan = layer_plan(problem.q.shape[2], problem.q.dtype, forced, is_fp8=is_fp8)
     if bench == "attention":
         q, k, v, cos, sin = problem.q, problem.k, problem.v, None, None
     else:
         (q, k, v), cos, sin = problem.parts(), problem.cos, problem.sin
-    inputs = (q, k, v, cos, sin, problem.cu_seqlens, problem.max_seqlen)
+    batch = Batch(q, k, v, cos, sin, problem.cu_seqlens, problem.max_seqlen)
     if is_fp8:
-        method = scale_method(select(plan, max(problem.lens)))
-        return fp8_call(inputs, problem.scale, plan, method)
-    return lambda: attention(*inputs, 0, problem.scale, plan)
+        record = KERNELS[plan.kernel_for(max(problem.lens))]
+        fp8 = own_scales(record, q.device)
+        return lambda: fp8_attention(batch, problem.scale, plan, fp8)
+    return lambda: attention(batch, problem.scale, plan)
 
 
 def is_fp8_provider(provider: str) -> bool:
@@ -261,12 +262,12 @@ def is_fp8_provider(provider: str) -> bool:
 
 def provider_names() -> list[str]:
     """Return the providers that this machine offers."""
-    from vllm_flashinfer_vit.settings import KERNEL_NAMES
+    from vllm_flashinfer_vit.kernels.catalog import KERNELS
 
     if device().type == "cpu":
         # By its own choice, FP8 serves longer sequences than the smoke test has.
         return ["stock-torch_sdpa", "plugin", "plugin-reference_fp8"]
-    forced = [f"plugin-{n}" for n in KERNEL_NAMES if not n.startswith("reference")]
+    forced = [f"plugin-{name}" for name, k in KERNELS.items() if not k.is_reference]
     return ["stock-flash_attn", "stock-flashinfer", "plugin", "plugin-fp8", *forced]
 
 

@@ -41,7 +41,7 @@ from common import (
     results_path,
     rounds_within,
 )
-from vllm_flashinfer_vit.commands.tune import capture, order_of_turn
+from vllm_flashinfer_vit.choices.clock import capture, order_of_turn
 
 Grids = tuple[tuple[int, int, int], ...]
 
@@ -139,7 +139,8 @@ class Worker:
 
     def __init__(self, contender: Contender, model: str, depth: int | None) -> None:
         """Build the tower and make sure that it is the one that the name promises."""
-        from vllm_flashinfer_vit.towers.tower import build_tower, resolve_spec
+        from vllm_flashinfer_vit.towers.spec import resolve_spec
+        from vllm_flashinfer_vit.towers.tower import build_tower
 
         torch.set_float32_matmul_precision("highest")
         self._dtype = DTYPES.get(contender.dtype, torch.float32)

@@ -32,14 +32,11 @@ from common import (
     result_row,
     results_path,
 )
-from vllm_flashinfer_vit.commands.tune import order_of_turn
-from vllm_flashinfer_vit.settings import (
-    ENV_KERNEL,
-    FP8_KERNELS,
-    KERNEL_NAMES,
-    SERVES_UP_TO,
-)
-from vllm_flashinfer_vit.towers.tower import build_tower, resolve_spec
+from vllm_flashinfer_vit.choices.clock import order_of_turn
+from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
+from vllm_flashinfer_vit.settings import ENV_KERNEL
+from vllm_flashinfer_vit.towers.spec import resolve_spec
+from vllm_flashinfer_vit.towers.tower import build_tower
 
 # Lengths of the sequences. None keeps a GPU busy for longer than the host needs.
 CASES = {
@@ -66,7 +63,7 @@ class Layer:
             tower = build_tower(
                 resolve_spec(model, random_weights=True, depth=1),
                 backend=name.upper() if is_stock else "FLASHINFER",
-                attn_dtype="fp8" if name in FP8_KERNELS else None,
+                attn_dtype="fp8" if name in fp8_names() else None,
                 dtype=DTYPES[DTYPE],
                 device=device(),
                 plugin=not is_stock,
@@ -115,15 +112,14 @@ def provider_names() -> list[str]:
     """Return the providers that this machine offers."""
     if device().type == "cpu":
         return ["stock-torch_sdpa", "plugin"]
-    left_out = {"reference", "reference_fp8"}
-    forced = [f"plugin-{name}" for name in KERNEL_NAMES if name not in left_out]
+    forced = [f"plugin-{name}" for name, k in KERNELS.items() if not k.is_reference]
     return ["stock-flash_attn", "plugin", *forced]
 
 
 def serves(provider: str, lens: Sequence[int]) -> bool:
     """Return whether a provider's kernel takes sequences of these lengths."""
-    kernel = provider.partition("-")[2]
-    return max(lens) <= SERVES_UP_TO.get(kernel, max(lens))
+    kernel = KERNELS.get(provider.partition("-")[2])
+    return kernel is None or kernel.max_len is None or max(lens) <= kernel.max_len
 
 
 def sample_ms(run: Run, calls: int) -> float:

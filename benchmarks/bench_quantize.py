@@ -39,7 +39,7 @@ from common import (
     results_path,
     take_turns,
 )
-from vllm_flashinfer_vit.commands.tune import capture
+from vllm_flashinfer_vit.choices.clock import capture
 from vllm_flashinfer_vit.kernels.quantize_ref import column_order
 
 BENCH_CASES = ("1x4096", "1x8160", "1x15376", "1x35344", "8x1024", "8x4096", "mixed")

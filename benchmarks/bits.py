@@ -37,7 +37,8 @@ from common import (
 
 # The only imports of the package: an older commit may have them elsewhere.
 from vllm_flashinfer_vit.choices.clock import capture
-from vllm_flashinfer_vit.towers.tower import Tower, build_tower, resolve_spec
+from vllm_flashinfer_vit.towers.spec import resolve_spec
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
 Key = tuple[str, ...]
 

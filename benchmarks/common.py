@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from vllm_flashinfer_vit.commands.tune import order_of_turn
+from vllm_flashinfer_vit.choices.clock import order_of_turn
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # An attention kernel with fp32 accumulation stays an order of magnitude below these.
@@ -66,7 +67,8 @@ class Environment:
     @classmethod
     def probe(cls, argv: Sequence[str] | None = None) -> "Environment":
         """Ask this machine; `argv` stands for `sys.argv`."""
-        from vllm_flashinfer_vit.machine.support import format_cudnn, probe
+        from vllm_flashinfer_vit.machine.probe import probe
+        from vllm_flashinfer_vit.machine.versions import format_cudnn
 
         stack = probe()
         return cls(
@@ -363,6 +365,26 @@ def _spread(count: int, most: int | None) -> list[int]:
     if most is None or count <= most:
         return list(range(count))
     return [round(i * (count - 1) / (most - 1)) for i in range(most)]
+
+
+def layer_plan(
+    head_dim: int, dtype: torch.dtype, forced: str | None, *, is_fp8: bool
+) -> Any:
+    """Return the plan of a layer on this machine.
+
+    Args:
+        head_dim: D, in elements.
+        dtype: Activation dtype.
+        forced: A kernel's name, or None for the package's own choice.
+        is_fp8: Whether the layer attends in FP8.
+    """
+    from vllm_flashinfer_vit.choices.lookup import plan_of
+    from vllm_flashinfer_vit.engine.selection import resolve
+    from vllm_flashinfer_vit.fp8.policy import resolve_fp8
+    from vllm_flashinfer_vit.settings import Settings
+
+    look_up = resolve_fp8 if is_fp8 else resolve
+    return plan_of(look_up(head_dim, dtype, forced, Settings.from_env().tuned_dir))
 
 
 class Clock:

@@ -92,7 +92,7 @@ def fill_tower(model: torch.nn.Module) -> None:
     Dummy weights are so small that the biases alone make up the embeddings.
     """
     from vllm_flashinfer_vit.blocks.quack_linear import aligned_method
-    from vllm_flashinfer_vit.towers.tower import fill_with_random_weights
+    from vllm_flashinfer_vit.towers.weights import fill_with_random_weights
 
     with ExitStack() as stack:
         # What the package padded must get the values that stock's weights get.

@@ -35,6 +35,7 @@ from common import (
     Failures,
     attention_fp32,
     device,
+    layer_plan,
     relative_error,
     results_path,
 )
@@ -181,12 +182,14 @@ def cosine(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 def fp8_kernels(head_dim: int) -> list[str]:
     """Return the FP8 kernels that run here."""
-    from vllm_flashinfer_vit.fp8.policy import attempt
-    from vllm_flashinfer_vit.settings import FP8_KERNELS
+    from vllm_flashinfer_vit.choices.trial import attempt
+    from vllm_flashinfer_vit.kernels.catalog import KERNELS
 
     if device().type == "cpu":
         return ["reference_fp8"]
-    kernels = sorted(name for name in FP8_KERNELS if not name.startswith("reference"))
+    kernels = sorted(
+        name for name, k in KERNELS.items() if k.is_fp8 and not k.is_reference
+    )
     found = []
     for kernel in kernels:
         if reason := attempt(kernel, head_dim, torch.bfloat16):
@@ -209,13 +212,11 @@ class Layer:
 
     def bf16(self, qkv: QKV) -> tuple[str, torch.Tensor]:
         """Return the package's own choice of a kernel and its output."""
-        from vllm_flashinfer_vit.choices.lookup import encode, select
-        from vllm_flashinfer_vit.engine.selection import resolve
         from vllm_flashinfer_vit.ops.attention import attention
 
-        plan = encode(resolve(qkv.q.shape[2], qkv.q.dtype, None))
-        out = attention(*qkv, None, None, *self._metadata(), plan)
-        return select(plan, qkv.q.shape[0]), out
+        plan = layer_plan(qkv.q.shape[2], qkv.q.dtype, None, is_fp8=False)
+        out = attention(self._batch(qkv), self._scale, plan)
+        return plan.kernel_for(qkv.q.shape[0]), out
 
     def fp8(
         self, kernel: str, method: str, passes: Sequence[QKV], scales: torch.Tensor
@@ -229,28 +230,24 @@ class Layer:
             scales: `[3]` fp32, for `static`.
         """
         from vllm_flashinfer_vit.kernels.formats import DynamicScales
-        from vllm_flashinfer_vit.ops.attention import fp8_attention
+        from vllm_flashinfer_vit.ops.attention import Fp8, fp8_attention
+        from vllm_flashinfer_vit.ops.plan import Plan
 
-        state: tuple[torch.Tensor | None, ...] = (None, None, None, None)
-        if method == "static":
-            state = (None, None, None, scales)
-        elif method == "dynamic":
+        state = None
+        if method != "block":
             state = DynamicScales.on(scales.device)
+        if method == "static":
+            state = state._replace(scales=scales)
+        fp8 = Fp8(method, state=state)
         for qkv in passes if method == "dynamic" else passes[-1:]:
-            out = fp8_attention(
-                *qkv,
-                None,
-                None,
-                *self._metadata(),
-                f"*:{kernel}",
-                method,
-                False,
-                *state,
-            )
+            batch = self._batch(qkv)
+            out = fp8_attention(batch, self._scale, Plan.of(kernel), fp8)
         return out
 
-    def _metadata(self) -> tuple[Any, ...]:
-        return self._cu_seqlens, self._max_seqlen, 0, self._scale
+    def _batch(self, qkv: QKV) -> Any:
+        from vllm_flashinfer_vit.ops.batch import Batch
+
+        return Batch(*qkv, cu_seqlens=self._cu_seqlens, max_seqlen=self._max_seqlen)
 
 
 def attention_rows(
@@ -352,11 +349,12 @@ def recorded(tower: Any) -> Iterator[dict[str, list[QKV]]]:
     def watch(layer: Any) -> None:
         attend = layer.attend
 
-        def watched(q: Any, k: Any, v: Any, cos: Any, sin: Any, *rest: Any, **kw: Any):
+        def watched(batch: Any) -> torch.Tensor:
+            q, k, v, cos, sin = batch[:5]
             turned = (q, k) if cos is None else rotate(q, k, cos, sin)
             extremes = (torch.stack(x.aminmax()) for x in (*turned, v))
             seen[layer.layer_name].append(QKV(*extremes))
-            return attend(q, k, v, cos, sin, *rest, **kw)
+            return attend(batch)
 
         layer.attend = watched
 
@@ -402,7 +400,8 @@ def tower_rows(
     model: str, size: Size, failures: Failures
 ) -> Iterator[dict[str, object]]:
     """Compare a tower's embeddings of one image by every method."""
-    from vllm_flashinfer_vit.towers.tower import build_tower, resolve_spec
+    from vllm_flashinfer_vit.towers.spec import resolve_spec
+    from vllm_flashinfer_vit.towers.tower import build_tower
 
     spec = resolve_spec(model, random_weights=True, depth=size.depth)
     images = Images(spec, size)

@@ -181,17 +181,10 @@ def captured(manager: Any) -> dict[tuple[str, int], Captured]:
     Nothing may have been replayed: a replay writes its own lengths over the bounds in
     the buffers, although the graph keeps the kernels that were chosen by them.
     """
-    sets = manager.budget_graphs
-    # Before 0.24 there is one set, without a name.
-    if all(isinstance(budget, int) for budget in sets):
-        sets = {"default": sets}
     found = {}
-    for path, graphs in sets.items():
+    for path, graphs in manager.budget_graphs.items():
         for budget, graph in graphs.items():
-            buffers = getattr(graph, "input_buffers", None) or {
-                **graph.metadata_buffers,
-                "pixel_values": graph.input_buffer,
-            }
+            buffers = graph.input_buffers
             bounds = {
                 key: int(buffer)
                 for key, buffer in buffers.items()
@@ -207,7 +200,7 @@ def captured(manager: Any) -> dict[tuple[str, int], Captured]:
 
 
 class Encoder:
-    """A manager and the model behind it, as one call."""
+    """A manager and its model, as one call."""
 
     def __init__(self, manager: Any, model: Any, device: torch.device) -> None:
         self.manager = manager
@@ -305,7 +298,7 @@ class Encoder:
     @contextmanager
     def _bounded(self, graph: Captured) -> Iterator[None]:
         """Tell the layers a graph's bounds and mean of the lengths, not the batch's."""
-        from vllm_flashinfer_vit.ops import attention as ops
+        from vllm_flashinfer_vit.ops.batch import Ready
 
         visual = self._model.visual
         prepare = visual.prepare_encoder_metadata
@@ -318,9 +311,7 @@ class Encoder:
 
         with (
             mock.patch.object(visual, "prepare_encoder_metadata", bounded),
-            mock.patch.object(
-                ops, "_mean_len", lambda *_: graph.patches / graph.sequences
-            ),
+            mock.patch.object(Ready, "mean_len", graph.patches / graph.sequences),
         ):
             yield
 
@@ -339,7 +330,7 @@ class Encoder:
 
 
 def _filled(inputs: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return inputs of `count` patches: frames of one token behind the batch's own."""
+    """Return inputs of `count` patches: frames of one token after the batch's own."""
     pixels = next(key for key in inputs if key.startswith("pixel_values"))
     grids = next(key for key in inputs if key.endswith("_grid_thw"))
     rest = count - inputs[pixels].shape[0]
@@ -423,7 +414,7 @@ def summary(found: Sequence[Found]) -> dict[str, Any]:
 
 
 def _worst(errors: Sequence[float]) -> str:
-    # `max` loses NaN behind a number.
+    # `max` loses NaN after a number.
     return f"{torch.tensor(errors).max().item():.2e}"
 
 
@@ -479,7 +470,7 @@ def serve(
 def times_of(
     encoder: Encoder, requests: Sequence[Request], limit_s: float
 ) -> list[float]:
-    """Time each request once, behind an untimed run, until the time is over."""
+    """Time each request once, after an untimed run, until the time is over."""
     samples: list[float] = []
     until = time.monotonic() + limit_s
     for seed, request in enumerate(requests):
@@ -629,7 +620,8 @@ def lock_of(options: Mapping[str, Any], folder: Path) -> Path:
 
 def small_tower(job: Job) -> Any:
     """Return a small tower of a job's model, on the CPU."""
-    from vllm_flashinfer_vit.towers.tower import NAMED_MODELS, TowerSpec, build_tower
+    from vllm_flashinfer_vit.towers.spec import NAMED_MODELS, TowerSpec
+    from vllm_flashinfer_vit.towers.tower import build_tower
 
     family, config = NAMED_MODELS[job.model]
     small = {"depth": 2, "num_heads": 4, "fullatt_block_indexes": [1]}

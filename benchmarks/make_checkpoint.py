@@ -15,7 +15,7 @@ from typing import Any
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from vllm_flashinfer_vit.towers.tower import NAMED_MODELS
+from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 
 LLM_LAYERS = 3
 LLM_WIDTH = 1024

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the benchmarks' figures, from CSV files and nothing else.
 
-Colours are Okabe and Ito's, which people with any colour vision tell apart; text and
-lines are a grey that shows on white and on black, and the background is transparent.
+Colours are Okabe and Ito's, which people with any colour vision tell apart, and a
+contender has the same one in every figure; text and lines are a grey that shows on
+white and on black, and the background is transparent.
 
     python benchmarks/plot.py encoder benchmarks/results/h200/encoder.csv \\
-        docs/figures/encoder.svg
+        docs/figures/encoder_graph.svg --modes graph \\
+        --providers stock-flash_attn plugin plugin-fp8
     python benchmarks/plot.py attention benchmarks/results/h200/attention.csv \\
-        docs/figures/attention.svg
+        docs/figures/attention.svg --benches qkv_attention --modes graph \\
+        --providers stock-flash_attn plugin plugin-hopper_fp8
 """
 
 import argparse
 import csv
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +30,35 @@ from matplotlib.patches import Patch
 from common import COLUMNS
 
 GREY = "#767676"
-COLOURS = (
-    "#999999",
-    "#E69F00",
-    "#0072B2",
-    "#56B4E9",
-    "#009E73",
-    "#CC79A7",
-    "#D55E00",
-    "#F0E442",
+COLOURS = {
+    "stock-flash_attn": "#999999",
+    "stock-flashinfer": "#DDDDDD",
+    "stock-torch_sdpa": "#666666",
+    "plugin": "#0072B2",
+    "plugin-fp8": "#D55E00",
+    "plugin-hopper_fp8": "#E69F00",
+    "plugin-triton_fp8": "#CC79A7",
+    "plugin-triton": "#56B4E9",
+    "plugin-flash_attn": "#009E73",
+    "plugin-flash_attn_4": "#004D3B",
+    "plugin-cudnn": "#F0E442",
+    "plugin-cudnn_fp8": "#8B7D00",
+    "plugin-triton_window": "#7B3294",
+    "plugin-reference": "#000000",
+    "plugin-reference_fp8": "#444444",
+}
+# Under every figure whose cases have such names.
+CASE_NAMES = (
+    "NxL: N images of L patches each; video16x1024: 16 frames of 1024 patches; "
+    "mixed: six images of 256 to 8160 patches;\n"
+    "win64xN: N windows of 64 patches. Bars: medians; whiskers: 20th and 80th "
+    "percentile."
 )
+MODE_NAMES = {"graph": "CUDA graph replay", "eager": "eager mode"}
+BENCH_NAMES = {
+    "attention": "attention alone",
+    "qkv_attention": "from the QKV projection, with rotary embedding",
+}
 STYLE = {
     "font.size": 9,
     "svg.fonttype": "none",
@@ -89,6 +112,17 @@ def _unique(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
+def colour_of(provider: str) -> str:
+    """Return a contender's colour.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if provider not in COLOURS:
+        raise ValueError(f"{provider!r} has no colour: give it one in COLOURS")
+    return COLOURS[provider]
+
+
 @dataclass(frozen=True)
 class Span:
     """A bar: its case's label, and its percentiles from the least to the greatest."""
@@ -102,7 +136,7 @@ class Span:
 
 def _bars(axes: Any, spans: Sequence[Span], providers: Sequence[str]) -> None:
     """Draw a group of bars per case, with the 20th to 80th percentile as whiskers."""
-    cases = _unique(span.case for span in spans)
+    cases = sorted(_unique(span.case for span in spans), key=_case_order)
     width = 0.8 / len(providers)
     for index, provider in enumerate(providers):
         mine = [span for span in spans if span.provider == provider]
@@ -115,12 +149,21 @@ def _bars(axes: Any, spans: Sequence[Span], providers: Sequence[str]) -> None:
                 [span.high - span.middle for span in mine],
             ],
             error_kw={"ecolor": GREY, "elinewidth": 0.8},
-            color=COLOURS[index % len(COLOURS)],
+            color=colour_of(provider),
             label=provider,
         )
-    axes.set_xticks(range(len(cases)), cases)
+    labels = [case.replace("video", "video\n", 1) for case in cases]
+    axes.set_xticks(range(len(cases)), labels)
     axes.tick_params(axis="x", labelsize=7)
     axes.grid(axis="y")
+
+
+def _case_order(label: str) -> tuple[int, ...]:
+    """One image first, then several, video, mixed and windows, by their lengths."""
+    case = label.partition("\n")[0]
+    kinds = ("1x", "", "video", "mixed", "win")
+    kind = next(k for k in ("1x", "video", "mixed", "win", "") if case.startswith(k))
+    return kinds.index(kind), *map(int, reversed(re.findall(r"\d+", case)))
 
 
 def _relative_times(rows: Sequence[Row]) -> list[Span]:
@@ -167,8 +210,7 @@ def _draw(
         axes.set_ylabel(label)
     # Not those of a panel: bars that it lacks have no colour in its legend.
     handles = [
-        Patch(color=COLOURS[index % len(COLOURS)], label=provider)
-        for index, provider in enumerate(providers)
+        Patch(color=colour_of(provider), label=provider) for provider in providers
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
     where = _unique(
@@ -176,28 +218,43 @@ def _draw(
         f"{row['flashinfer']}, cuDNN {row['cudnn']}, commit {row['commit']}"
         for row in rows
     )
-    figure.supxlabel("\n".join(where), fontsize=7)
+    figure.supxlabel("\n".join([CASE_NAMES, *where]), fontsize=7)
     return figure
 
 
 def draw_encoder(rows: Sequence[Row]) -> Any:
     """Draw times of towers: a panel per model and mode, a group of bars per case."""
     panels = [
-        (f"{model}, {mode}, {dtype}; the time of the first bar under each case", part)
-        for (model, mode, dtype), part in _groups(rows, "model", "mode", "dtype")
+        (
+            (
+                f"{model}, {MODE_NAMES.get(mode, mode)}, {dtype}; under each case: "
+                f"the time of {part[0]['provider']}"
+            ),
+            part,
+        )
+        for (model, mode, dtype), part in sorted(
+            _groups(rows, "model", "mode", "dtype"), key=lambda group: group[0]
+        )
     ]
-    return _draw(rows, panels, _relative_times, "time, first bar = 1")
+    first = rows[0]["provider"]
+    return _draw(rows, panels, _relative_times, f"time, {first} = 1\n(lower is better)")
 
 
 def draw_attention(rows: Sequence[Row]) -> Any:
     """Draw TFLOP/s of the op: a panel per bench, head dim, dtype and mode."""
     panels = [
-        (f"{bench}, head dim {head_dim}, {dtype}, {mode}", part)
+        (
+            (
+                f"{BENCH_NAMES.get(bench, bench)}, head dim {head_dim}, {dtype}, "
+                f"{MODE_NAMES.get(mode, mode)}"
+            ),
+            part,
+        )
         for (bench, head_dim, dtype, mode), part in _groups(
             rows, "bench", "head_dim", "dtype", "mode"
         )
     ]
-    return _draw(rows, panels, _speeds, "TFLOP/s")
+    return _draw(rows, panels, _speeds, "TFLOP/s (higher is better)")
 
 
 DRAWINGS = {"encoder": draw_encoder, "attention": draw_attention}
@@ -209,6 +266,7 @@ def draw(
     target: Path,
     modes: Sequence[str] | None,
     providers: Sequence[str] | None = None,
+    benches: Sequence[str] | None = None,
 ) -> None:
     """Draw one figure.
 
@@ -218,6 +276,7 @@ def draw(
         target: SVG file to write.
         modes: Modes to show; None for all.
         providers: Providers to show; None for all.
+        benches: Benches of the attention op to show; None for all.
 
     Raises:
         ValueError: The results file is not one, or has no rows of these.
@@ -227,9 +286,10 @@ def draw(
         for row in read_rows(source)
         if (not modes or row["mode"] in modes)
         and (not providers or row["provider"] in providers)
+        and (not benches or row["bench"] in benches)
     ]
     if not rows:
-        wanted = ", ".join((*(modes or ()), *(providers or ())))
+        wanted = ", ".join((*(modes or ()), *(providers or ()), *(benches or ())))
         raise ValueError(f"{source} has no rows of {wanted}")
     with matplotlib.rc_context(STYLE):
         figure = DRAWINGS[kind](rows)
@@ -249,8 +309,16 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("--modes", nargs="+", help="modes to show; default all")
     parser.add_argument("--providers", nargs="+", help="default all")
+    parser.add_argument("--benches", nargs="+", help="default all")
     args = parser.parse_args()
-    draw(args.kind, args.source, args.target, args.modes, args.providers)
+    draw(
+        args.kind,
+        args.source,
+        args.target,
+        args.modes,
+        args.providers,
+        args.benches,
+    )
     print(f"drew {args.target}")
 
 

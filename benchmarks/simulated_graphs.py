@@ -47,7 +47,7 @@ def simulated_graphs() -> Iterator[None]:
     @functools.wraps(original)
     def capture(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        for path, graphs in _graph_sets(self).items():
+        for path, graphs in self.budget_graphs.items():
             for meta in graphs.values():
                 if meta.graph.run is None:
                     meta.graph.run = _forward(self.model, meta, path)
@@ -65,31 +65,15 @@ def simulated_graphs() -> Iterator[None]:
         yield
 
 
-def _graph_sets(manager: Any) -> dict[str, dict[Any, Any]]:
-    graphs = manager.budget_graphs
-    # Before 0.24 there is one set, without a name.
-    if all(isinstance(budget, int) for budget in graphs):
-        return {"": graphs}
-    return graphs
-
-
 def _forward(model: Any, meta: Any, path: str) -> Callable[[], None]:
-    before_0_23 = hasattr(meta, "metadata_buffers")
-    buffers = meta.metadata_buffers if before_0_23 else meta.input_buffers
     # Those without a dimension are on the host on a GPU machine, too.
     captured = {
         key: buffer if buffer is None or buffer.dim() else buffer.clone()
-        for key, buffer in buffers.items()
+        for key, buffer in meta.input_buffers.items()
     }
 
     def run() -> None:
-        if before_0_23:
-            pixels = {"pixel_values": meta.input_buffer, "image_grid_thw": []}
-            output = model.encoder_cudagraph_forward(pixels, {**captured})
-        elif path:
-            output = model.encoder_cudagraph_forward({**captured}, path=path)
-        else:
-            output = model.encoder_cudagraph_forward({**captured})
+        output = model.encoder_cudagraph_forward({**captured}, path=path)
         meta.output_buffer.copy_(output)
 
     return run
@@ -166,7 +150,4 @@ def build_manager(
 def capture(manager: Any, tower: Tower) -> None:
     """Capture all graphs of a manager; call it within `simulated_graphs`."""
     with tower.running():
-        if hasattr(manager, "graph_pool"):
-            manager.capture(None)
-        else:
-            manager.capture()
+        manager.capture(None)

@@ -1,24 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints a result file as the Markdown tables of README and docs.
+"""Prints result files as the Markdown tables of README and docs.
 
-    python benchmarks/table.py encoder benchmarks/results/h200/encoder.csv --mode graph
+    python benchmarks/table.py summary benchmarks/results/h200
     python benchmarks/table.py best benchmarks/results/h200/encoder.csv
+    python benchmarks/table.py encoder benchmarks/results/h200/encoder.csv --mode eager
     python benchmarks/table.py attention benchmarks/results/h200/attention.csv \
-        --bench qkv_attention --head-dim 80
+        --bench qkv_attention --providers stock-flash_attn plugin plugin-hopper_fp8
+
+Of repeated measurements the newest counts. A speed-up is only printed for two rows of
+one commit: measurements of two runs differ by more than what is compared.
 """
 
 import argparse
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 Row = Mapping[str, str]
 BASELINE = "stock-flash_attn"
 PLUGIN = "plugin"
 PLUGIN_FP8 = "plugin-fp8"
+# Shown as they are, and given a speed-up of their own.
+CHALLENGERS = (PLUGIN, PLUGIN_FP8, "plugin-hopper_fp8", "plugin-triton_fp8")
+MIXTURES = "first 100 random mixtures"
+GRAPH_CASES = (
+    "image 16x16",
+    "image 32x32",
+    "image 64x64",
+    "8 x (32x32)",
+    "20 x (20x20)",
+    MIXTURES,
+)
 _KEYS = ("model", "case", "provider", "mode", "dtype")
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a results file, oldest first."""
+    with path.open(newline="", encoding="utf-8") as source:
+        return list(csv.DictReader(source))
 
 
 def newest(rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]]) -> list[Row]:
@@ -26,71 +47,276 @@ def newest(rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]]) -> list[R
     return list({key(row): row for row in rows}.values())
 
 
+def speed_up(base: Row | None, row: Row | None, column: str = "p50_ms") -> float | None:
+    """Return how many times as fast `row` is; None if they are not of one run."""
+    if base is None or row is None or base["commit"] != row["commit"]:
+        return None
+    return float(base[column]) / float(row[column])
+
+
 def table(rows: list[Row], group: str) -> str:
-    """Write one Markdown table: a line a case, milliseconds, the plugin's speed-up."""
+    """Write a line a case: milliseconds, and how many times as fast as stock."""
     rows = newest(rows, lambda row: (row[group], row["case"], row["provider"]))
     providers = list(dict.fromkeys(row["provider"] for row in rows))
-    times: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    found: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
     for row in rows:
-        times[row[group], row["case"]][row["provider"]] = float(row["p50_ms"])
-    lines = [
-        f"| {group} | case | " + " | ".join(providers) + " | speed-up |",
-        "|" + "---|" * (len(providers) + 3),
-    ]
-    ratios: dict[str, list[float]] = defaultdict(list)
-    for (name, case), by_provider in times.items():
-        ratio = ""
-        if {BASELINE, PLUGIN} <= by_provider.keys():
-            ratios[name].append(by_provider[BASELINE] / by_provider[PLUGIN])
-            ratio = f"{ratios[name][-1]:.2f}"
-        cells = (format_ms(by_provider.get(provider)) for provider in providers)
-        lines.append(f"| {name} | {case} | {' | '.join(cells)} | {ratio} |")
-    for name, values in ratios.items():
-        empty = " | ".join([""] * len(providers))
-        lines.append(f"| {name} | geometric mean | {empty} | {_mean(values)} |")
-    return "\n".join(lines)
-
-
-def best_table(rows: list[Row]) -> str:
-    """Write stock's best time of all backends and modes, and the plugin's over it."""
-    rows = newest(rows, lambda row: tuple(row[name] for name in _KEYS))
-    challengers = [
-        p for p in (PLUGIN, PLUGIN_FP8) if any(r["provider"] == p for r in rows)
-    ]
-    heads = " | ".join(f"{provider} | speed-up" for provider in challengers)
-    lines = [
-        f"| model | case | stock | which | {heads} |",
-        "|" + "---|" * (4 + 2 * len(challengers)),
-    ]
-    ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for model, case in dict.fromkeys((row["model"], row["case"]) for row in rows):
-        mine = [row for row in rows if (row["model"], row["case"]) == (model, case)]
-        stock = _fastest(row for row in mine if row["provider"].startswith("stock-"))
-        if stock is None:
-            continue
-        backend = stock["provider"].removeprefix("stock-")
-        cells = [format_ms(float(stock["p50_ms"])), f"{backend} {stock['mode']}"]
+        found[row[group], row["case"]][row["provider"]] = row
+    challengers = [p for p in CHALLENGERS if p in providers]
+    heads = [group, "case", *providers, *(f"{p}: speed-up" for p in challengers)]
+    lines = _head(heads)
+    ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (name, case), by_provider in found.items():
+        cells = [_time(by_provider.get(provider)) for provider in providers]
         for provider in challengers:
-            best = _fastest(row for row in mine if row["provider"] == provider)
-            if best is None:
-                cells += [format_ms(None), ""]
-                continue
-            ratio = float(stock["p50_ms"]) / float(best["p50_ms"])
-            ratios[model, provider].append(ratio)
-            cells += [format_ms(float(best["p50_ms"])), f"{ratio:.2f}"]
-        lines.append(f"| {model} | {case} | {' | '.join(cells)} |")
-    for model in dict.fromkeys(model for model, _ in ratios):
-        means = (_mean(ratios[model, provider]) for provider in challengers)
-        cells = " | ".join(f" | {mean}" for mean in means)
-        lines.append(f"| {model} | geometric mean | | | {cells} |")
+            ratio = speed_up(by_provider.get(BASELINE), by_provider.get(provider))
+            cells.append("" if ratio is None else f"{ratio:.2f}")
+            if ratio is not None:
+                ratios[name][provider].append(ratio)
+        lines.append(_line([name, case, *cells]))
+    for name, by_challenger in ratios.items():
+        means = [mean(by_challenger[provider]) for provider in challengers]
+        lines.append(_line([name, "geometric mean", *[""] * len(providers), *means]))
     return "\n".join(lines)
 
 
-def _fastest(rows: Iterable[Row]) -> Row | None:
-    return min(rows, key=lambda row: float(row["p50_ms"]), default=None)
+class Best:
+    """Stock's best time of all backends and graph modes, and this package's over it.
+
+    Of each model only the rows of the commit count that measured this package last.
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        rows = [row for row in rows if row["mode"].endswith("graph")]
+        last = {
+            row["model"]: row["commit"] for row in rows if row["provider"] == PLUGIN
+        }
+        rows = [row for row in rows if row["commit"] == last.get(row["model"])]
+        self.rows = newest(rows, lambda row: tuple(row[name] for name in _KEYS))
+        present = {row["provider"] for row in self.rows}
+        self.challengers = [p for p in (PLUGIN, PLUGIN_FP8) if p in present]
+        self.models = list(dict.fromkeys(row["model"] for row in self.rows))
+
+    def cases(self, model: str) -> list[str]:
+        """Return a model's cases that stock runs."""
+        mine = (row for row in self.rows if row["model"] == model)
+        cases = dict.fromkeys(row["case"] for row in mine)
+        return [case for case in cases if self.stock(model, case)]
+
+    def stock(self, model: str, case: str) -> Row | None:
+        """Return stock's fastest row."""
+        return self._fastest(model, case, lambda name: name.startswith("stock-"))
+
+    def of(self, provider: str, model: str, case: str) -> Row | None:
+        """Return the fastest row of a provider."""
+        return self._fastest(model, case, lambda name: name == provider)
+
+    def mean(self, provider: str, model: str) -> str:
+        """Return the geometric mean of a provider's speed-ups."""
+        ratios = (
+            speed_up(self.stock(model, case), self.of(provider, model, case))
+            for case in self.cases(model)
+        )
+        return mean([ratio for ratio in ratios if ratio is not None])
+
+    def _fastest(
+        self, model: str, case: str, is_wanted: Callable[[str], bool]
+    ) -> Row | None:
+        mine = (
+            row
+            for row in self.rows
+            if (row["model"], row["case"]) == (model, case)
+            and is_wanted(row["provider"])
+        )
+        return min(mine, key=lambda row: float(row["p50_ms"]), default=None)
 
 
-def _mean(values: list[float]) -> str:
+def best_table(rows: Iterable[Row]) -> str:
+    """Write a line a case of `Best`."""
+    best = Best(rows)
+    heads = ["model", "case", "stock", "which"]
+    for provider in best.challengers:
+        heads += [provider, "speed-up"]
+    lines = _head(heads)
+    for model in best.models:
+        for case in best.cases(model):
+            stock = best.stock(model, case)
+            assert stock is not None
+            backend = stock["provider"].removeprefix("stock-")
+            cells = [model, case, _time(stock), f"{backend} {stock['mode']}"]
+            for provider in best.challengers:
+                row = best.of(provider, model, case)
+                ratio = speed_up(stock, row)
+                cells += [_time(row), "" if ratio is None else f"{ratio:.2f}"]
+            lines.append(_line(cells))
+    for model in best.models:
+        if best.cases(model):
+            cells = [model, "geometric mean", "", ""]
+            for provider in best.challengers:
+                cells += ["", best.mean(provider, model)]
+            lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def summary_table(encoder: list[Row], graphs: list[Row]) -> str:
+    """Write one line a model: the geometric means, and the requests of real engines."""
+    best = Best(encoder)
+    same = [row for row in best.rows if row["mode"] == "graph"]
+    lines = _head(
+        [
+            "speed-up in bf16, and with FP8 attention",
+            "over stock FLASH_ATTN in the same mode",
+            "over the best of stock's backends and modes",
+            "in a real engine, 100 random requests",
+        ]
+    )
+    for model in sorted(best.models):
+        bf16, fp8 = (
+            mean(
+                [
+                    ratio
+                    for case in best.cases(model)
+                    if (ratio := _same_mode(same, provider, model, case)) is not None
+                ]
+            )
+            for provider in (PLUGIN, PLUGIN_FP8)
+        )
+        engine = (
+            speed_up(
+                _request(graphs, model, BASELINE, "automatic"),
+                _request(graphs, model, PLUGIN, config),
+                "total_ms",
+            )
+            for config in ("automatic", "fp8")
+        )
+        engine_cells = ["-" if x is None else f"{x:.2f}" for x in engine]
+        lines.append(
+            _line(
+                [
+                    _short(model),
+                    f"{bf16}, {fp8}",
+                    f"{best.mean(PLUGIN, model)}, {best.mean(PLUGIN_FP8, model)}",
+                    ", ".join(engine_cells),
+                ]
+            )
+        )
+    return "\n".join(lines)
+
+
+def _same_mode(
+    rows: Iterable[Row], provider: str, model: str, case: str
+) -> float | None:
+    mine = {
+        row["provider"]: row
+        for row in rows
+        if (row["model"], row["case"]) == (model, case)
+    }
+    return speed_up(mine.get(BASELINE), mine.get(provider))
+
+
+def _request(
+    rows: Iterable[Row], model: str, provider: str, config: str, case: str = MIXTURES
+) -> Row | None:
+    wanted = (config, provider, model, case)
+    keys = ("config", "provider", "model", "case")
+    mine = [row for row in rows if tuple(row[key] for key in keys) == wanted]
+    return mine[-1] if mine else None
+
+
+def error_table(rows: Iterable[Row]) -> str:
+    """Write the least and the largest error against fp32 by model and contender."""
+    rows = newest(rows, lambda row: tuple(row[name] for name in _KEYS))
+    providers = [BASELINE, PLUGIN, PLUGIN_FP8]
+    lines = _head(["model", *providers])
+    for model in sorted({row["model"] for row in rows}):
+        cells = [_short(model)]
+        for provider in providers:
+            errors = [
+                float(row["rel_err"]) * 100
+                for row in rows
+                if (row["model"], row["provider"]) == (model, provider)
+            ]
+            ends = f"{min(errors):.2f} to {max(errors):.2f} %" if errors else "-"
+            cells.append(ends)
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def graph_table(rows: list[Row]) -> str:
+    """Write the tower's times in real engines, and what random mixtures took."""
+    lines = _head(
+        ["model", "engine", *GRAPH_CASES, "speed-up", "computed patches over real"]
+    )
+    for model in dict.fromkeys(row["model"] for row in rows):
+        base = _request(rows, model, BASELINE, "automatic")
+        for provider, config in (
+            (BASELINE, "automatic"),
+            (PLUGIN, "automatic"),
+            (PLUGIN, "fp8"),
+        ):
+            cells = [_short(model), provider + (", FP8" if config == "fp8" else "")]
+            for case in GRAPH_CASES:
+                row = _request(rows, model, provider, config, case)
+                total = case == MIXTURES
+                column = "total_ms" if total else "p50_ms"
+                cells.append("-" if row is None else f"{float(row[column]):.3g}")
+                if row is not None and total:
+                    cells[-1] = f"{float(row[column]):.0f}"
+            total_row = _request(rows, model, provider, config)
+            ratio = speed_up(base, total_row, "total_ms")
+            is_stock = provider == BASELINE
+            cells.append("" if is_stock or ratio is None else f"{ratio:.2f}")
+            padded = _request(rows, model, provider, config, "random mixtures")
+            value = padded["padded_over_real"] if padded else ""
+            cells.append(f"{float(value):.2f}" if value else "-")
+            lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def memory_table(rows: list[Row]) -> str:
+    """Write the most memory that each engine's process held, in MiB."""
+    keys = ("config", "provider", "model")
+    found = {tuple(row[key] for key in keys): row for row in rows}
+    contenders = list(dict.fromkeys(key[:2] for key in found))
+    lines = _head(["model", *(f"{c}: {p}" for c, p in contenders)])
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = (found.get((*contender, model)) for contender in contenders)
+        cells = (row["peak_memory_mib"] if row else "-" for row in mine)
+        lines.append(_line([_short(model), *cells]))
+    return "\n".join(lines)
+
+
+def host_table(rows: Iterable[Row]) -> str:
+    """Write what the host needs to launch one layer, in microseconds."""
+    rows = newest(rows, lambda row: (row["model"], row["case"], row["provider"]))
+    providers = list(dict.fromkeys(row["provider"] for row in rows))
+    times: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
+    for row in rows:
+        time_us = f"{float(row['p50_ms']) * 1e3:.0f}"
+        key = (_short(row["model"]), row["case"], row["commit"])
+        times[key][row["provider"]] = time_us
+    lines = _head(["model", "case", "commit", *providers])
+    for key, by_provider in times.items():
+        lines.append(_line([*key, *(by_provider.get(p, "-") for p in providers)]))
+    return "\n".join(lines)
+
+
+def quantize_table(rows: Iterable[Row]) -> str:
+    """Write TB/s of bytes read and written once, by head dim and case."""
+    rows = newest(rows, lambda row: (row["head_dim"], row["case"], row["provider"]))
+    providers = list(dict.fromkeys(row["provider"] for row in rows))
+    found: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        found[row["head_dim"], row["case"]][row["provider"]] = row
+    lines = _head(["head_dim", "case", *providers, "blocks over copy"])
+    for key, by_provider in found.items():
+        speeds = {p: float(row["tb_per_s"]) for p, row in by_provider.items()}
+        cells = [f"{speeds[p]:.2f}" if p in speeds else "-" for p in providers]
+        share = 100 * speeds["plugin-blocks"] / speeds["copy"]
+        lines.append(_line([*key, *cells, f"{share:.0f} %"]))
+    return "\n".join(lines)
+
+
+def mean(values: Sequence[float]) -> str:
     """The geometric mean with two digits, empty without values."""
     return f"{math.exp(sum(map(math.log, values)) / len(values)):.2f}" if values else ""
 
@@ -102,21 +328,65 @@ def format_ms(value: float | None) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def main() -> None:
-    """Read the arguments and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("encoder", "best", "attention"))
-    parser.add_argument("source", type=Path)
-    parser.add_argument("--mode", default="graph")
+def _time(row: Row | None) -> str:
+    return format_ms(None if row is None else float(row["p50_ms"]))
+
+
+def _short(model: str) -> str:
+    return model.removeprefix("Qwen/").removesuffix("-Instruct")
+
+
+def _head(names: Sequence[str]) -> list[str]:
+    return [_line(names), "|" + "---|" * len(names)]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+KINDS: Mapping[str, Callable[[list[Row]], str]] = {
+    "encoder": lambda rows: table(rows, "model"),
+    "best": best_table,
+    "attention": lambda rows: table(rows, "head_dim"),
+    "errors": error_table,
+    "graphs": graph_table,
+    "memory": memory_table,
+    "host": host_table,
+    "quantize": quantize_table,
+}
+# Kinds of which only one mode is compared.
+_DEFAULT_MODES = dict.fromkeys(("encoder", "attention", "errors", "quantize"), "graph")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=("summary", *KINDS))
+    parser.add_argument(
+        "source", type=Path, help="a results file; for summary their folder"
+    )
+    parser.add_argument("--vllm", help="rows of this version; needed if there are more")
+    parser.add_argument("--mode", help="default: graph, where one mode is compared")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--commit", help="default: the newest row of each")
     parser.add_argument("--bench")
     parser.add_argument("--head-dim")
-    args = parser.parse_args()
-    with args.source.open(newline="") as source:
-        rows = list(csv.DictReader(source))
+    parser.add_argument("--cases", nargs="+")
+    parser.add_argument("--providers", nargs="+")
+    return parser.parse_args(argv)
+
+
+def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[Row]:
+    """Return the rows of a file that the options ask for.
+
+    Raises:
+        SystemExit: There are none, or they are of several versions of vLLM.
+    """
     wanted = {
-        "mode": None if args.kind == "best" else args.mode,
+        "vllm": args.vllm,
+        "mode": mode,
         "dtype": args.dtype,
         "commit": args.commit,
         "bench": args.bench,
@@ -124,14 +394,33 @@ def main() -> None:
     }
     rows = [
         row
-        for row in rows
-        if all(value is None or row[name] == value for name, value in wanted.items())
+        for row in read(path)
+        if all(v is None or row.get(name, v) == v for name, v in wanted.items())
+        and (args.cases is None or row["case"] in args.cases)
+        and (args.providers is None or row["provider"] in args.providers)
     ]
-    if args.kind == "best":
-        print(best_table(rows))
-    else:
-        print(table(rows, "model" if args.kind == "encoder" else "head_dim"))
+    if not rows:
+        raise SystemExit(f"{path} has no such rows")
+    if len(versions := sorted({row["vllm"] for row in rows})) > 1:
+        raise SystemExit(f"{path} has vLLM {', '.join(versions)}: name one with --vllm")
+    return rows
+
+
+def render(argv: Sequence[str] | None = None) -> str:
+    """Return the table that the arguments ask for.
+
+    Raises:
+        SystemExit: As `wanted_rows`, or the arguments are wrong.
+    """
+    args = parse_args(argv)
+    if args.kind == "summary":
+        encoder = wanted_rows(args.source / "encoder.csv", args, None)
+        return summary_table(
+            encoder, wanted_rows(args.source / "graphs.csv", args, None)
+        )
+    mode = args.mode or _DEFAULT_MODES.get(args.kind)
+    return KINDS[args.kind](wanted_rows(args.source, args, mode))
 
 
 if __name__ == "__main__":
-    main()
+    print(render())

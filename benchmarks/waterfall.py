@@ -43,6 +43,18 @@ CLASSES: Mapping[str, re.Pattern[str]] = {
     }.items()
 }
 OTHER = "other element-wise"
+# Tol's muted colours, none of which is a contender's in `plot.py`.
+CLASS_COLOURS = (
+    "#882255",
+    "#DDCC77",
+    "#332288",
+    "#88CCEE",
+    "#44AA99",
+    "#CC6677",
+    "#999933",
+    "#117733",
+    "#AA4499",
+)
 CONTENDERS = (
     ("stock-flash_attn", "eager"),
     ("stock-flash_attn", "fused"),
@@ -126,10 +138,10 @@ def draw(source: Path, target: Path) -> None:
     """
     import matplotlib
 
-    from plot import COLOURS, STYLE
-
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
+
+    from plot import STYLE
 
     with source.open(newline="", encoding="utf-8") as file:
         read = list(csv.DictReader(file))
@@ -141,7 +153,7 @@ def draw(source: Path, target: Path) -> None:
     panels: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         panels.setdefault((row["model"], row["case"]), []).append(row)
-    colours = dict(zip((*CLASSES, OTHER), (*COLOURS, "#444444"), strict=True))
+    colours = dict(zip((*CLASSES, OTHER), CLASS_COLOURS, strict=True))
     heights = [0.8 + 0.3 * len({_bar_name(r) for r in p}) for p in panels.values()]
     with matplotlib.rc_context(STYLE):
         figure, all_axes = plt.subplots(
@@ -155,7 +167,7 @@ def draw(source: Path, target: Path) -> None:
         for axes, (title, bars) in zip(all_axes[:, 0], panels.items(), strict=True):
             _stack(axes, bars, colours)
             axes.set_title(", ".join(title), loc="left")
-            axes.set_xlabel("GPU time, ms")
+            axes.set_xlabel("GPU time, ms (lower is better)")
         used = [name for name in colours if any(r["class"] == name for r in rows)]
         handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in used]
         figure.legend(handles, used, loc="outside upper right", ncols=5)
@@ -164,11 +176,25 @@ def draw(source: Path, target: Path) -> None:
             f"{row['commit']}"
             for row in rows
         )
-        figure.supxlabel("\n".join(where), fontsize=7)
+        names = "NxL: N images of L patches each."
+        figure.supxlabel("\n".join([names, *where]), fontsize=7)
         target.parent.mkdir(parents=True, exist_ok=True)
         # Without a date, so that the same rows give the same file.
         figure.savefig(target, format="svg", metadata={"Date": None})
         plt.close(figure)
+
+
+def text_colour(background: str) -> str:
+    """Return black or white, whichever is easier to read on a colour `#RRGGBB`."""
+    channels = (int(background[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+    )
+    luminance = sum(
+        w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True)
+    )
+    # Where the contrast with white equals the one with black, by WCAG 2.
+    return "black" if luminance > 0.179 else "white"
 
 
 def _bar_name(row: Row) -> str:
@@ -193,7 +219,7 @@ def _stack(axes: object, rows: Sequence[Row], colours: Mapping[str, str]) -> Non
                 f"{width:.3g}",
                 ha="center",
                 va="center",
-                color="black",
+                color=text_colour(colours[row["class"]]),
                 fontsize=7,
             )
         ends[name] += width

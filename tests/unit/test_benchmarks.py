@@ -2,59 +2,22 @@
 """The benchmarks' arithmetic, files and cases; nothing here is timed."""
 
 import csv
-import dataclasses
-import functools
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from _benchmarks import BENCHMARKS, ENVIRONMENT, make_row
 from hypothesis import given
 from hypothesis import strategies as st
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import bench_attention  # noqa: E402
-import bench_encoder  # noqa: E402
-import common  # noqa: E402
-import engine_check  # noqa: E402
-import graph_check  # noqa: E402
-import table  # noqa: E402
-import waterfall  # noqa: E402
-from simulated_graphs import build_manager, capture, simulated_graphs  # noqa: E402
-
-ENVIRONMENT = common.Environment(
-    gpu="NVIDIA H200",
-    vllm="0.25.1",
-    torch="2.11.0",
-    triton="3.6.0",
-    flashinfer="0.6.13",
-    cudnn="9.19.0",
-    commit="abc1234",
-    command="python benchmarks/bench_encoder.py",
-)
-
-
-def make_row(**changes):
-    arguments = {
-        "bench": "encoder",
-        "case": "1x4096",
-        "provider": "plugin",
-        "model": "Qwen/Qwen3-VL-8B-Instruct",
-        "head_dim": 72,
-        "dtype": "bf16",
-        "mode": "graph",
-        "samples_ms": [2.0, 1.0, 3.0],
-        "flops": 4e12,
-        "rel_err": 0.0123,
-        **changes,
-    }
-    return common.result_row(ENVIRONMENT, **arguments)
+import bench_attention
+import bench_encoder
+import common
+import engine_check
 
 
 def test_columns_are_the_published_ones():
@@ -342,68 +305,6 @@ def test_environment_of_a_process_does_not_stay(monkeypatch):
     assert "VLLM_FLASHINFER_VIT_KERNEL" not in os.environ
 
 
-def test_best_of_all_modes():
-    rows = [
-        make_row(provider="stock-flash_attn", mode="eager", samples_ms=[6.0]),
-        make_row(provider="stock-flash_attn", mode="compiled_graph", samples_ms=[4.0]),
-        make_row(provider="stock-flashinfer", mode="graph", samples_ms=[5.0]),
-        make_row(provider="plugin", mode="eager", samples_ms=[9.0]),
-        # Measured again: the newer row counts, though it is slower.
-        make_row(provider="plugin", mode="graph", samples_ms=[1.0]),
-        make_row(provider="plugin", mode="graph", samples_ms=[2.0]),
-        make_row(case="mixed", provider="stock-flash_attn", samples_ms=[1.0]),
-        make_row(case="mixed", provider="plugin", samples_ms=[2.0]),
-        make_row(case="1x256", provider="plugin"),
-    ]
-    lines = table.best_table(rows).splitlines()
-    model = rows[0]["model"]
-    assert lines[2:] == [
-        f"| {model} | 1x4096 | 4 | flash_attn compiled_graph | 2 | 2.00 |",
-        f"| {model} | mixed | 1 | flash_attn graph | 2 | 0.50 |",
-        f"| {model} | geometric mean | | |  | 1.00 |",
-    ]
-    rows.append(make_row(provider="plugin-fp8", samples_ms=[1.0]))
-    lines = table.best_table(rows).splitlines()
-    assert lines[2].endswith("| 2 | 2.00 | 1 | 4.00 |")
-    assert lines[3].endswith("| 2 | 0.50 | - |  |")
-    assert len({line.count("|") for line in lines}) == 1
-
-
-@pytest.mark.parametrize(
-    ("kernel", "name"),
-    [
-        ("_quantize_blocks_kernel", "quantizer"),
-        ("_rope_kernel", "rotary"),
-        ("void vllm::rotary_embedding_kernel<c10::BFloat16>", "rotary"),
-        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
-        ("_window_kernel", "attention"),
-        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_bias_TNT", "GEMM"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "GEMM"),
-        ("_sum_norm_kernel", "norm"),
-        ("void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>", "norm"),
-        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2", "norm"),
-        ("void at::native::reduce_kernel<512, 1, MeanOps<float>>", "norm"),
-        ("void vllm::act_and_mul_kernel<c10::BFloat16>", "activation"),
-        ("at::native::GeluCUDAKernelImpl(at::TensorIteratorBase&)", "activation"),
-        ("void at::native::CatArrayBatchedCopy_vectorized<...>", "copy"),
-        ("vectorized_elementwise_kernel<4, CUDAFunctor_add<BFloat16>>", "addition"),
-        ("BinaryFunctor<float, float, float, MulFunctor<float>>", waterfall.OTHER),
-    ],
-)
-def test_kernels_are_told_apart(kernel, name):
-    assert waterfall.class_of(kernel) == name
-
-
-def test_class_times_are_sums():
-    kernels = {"nvjet_a": 2.0, "_rope_kernel": 0.5, "nvjet_b": 1.0, "odd": 4.0}
-    assert waterfall.class_times(kernels) == {
-        "rotary": (0.5, 1),
-        "GEMM": (3.0, 2),
-        waterfall.OTHER: (4.0, 1),
-    }
-
-
 def engine_row(**changes):
     return {
         "config": "eager",
@@ -454,87 +355,6 @@ def test_compiled_engine_is_compared_with_eager_stock_once():
     ]
 
 
-@pytest.fixture
-def plot():
-    pytest.importorskip("matplotlib")
-    import plot
-
-    return plot
-
-
-@pytest.mark.parametrize("kind", ["encoder", "attention"])
-def test_figure_from_a_csv(plot, tmp_path, kind):
-    source, target = tmp_path / "rows.csv", tmp_path / "figures" / "a.svg"
-    log = common.CsvLog(source)
-    # 1x256 of the plugin is missing: a provider that cannot run leaves a gap.
-    for provider, case in [
-        ("stock-flash_attn", "1x256"),
-        ("stock-flash_attn", "mixed"),
-        ("plugin", "mixed"),
-    ]:
-        log.add(make_row(provider=provider, case=case))
-    plot.draw(kind, source, target, None)
-    svg = target.read_text()
-    for text in ("stock-flash_attn", "plugin", "1x256", "mixed", "NVIDIA H200"):
-        assert text in svg
-    first = target.read_bytes()
-    plot.draw(kind, source, target, ["graph"])
-    assert target.read_bytes() == first
-    with pytest.raises(ValueError, match="eager"):
-        plot.draw(kind, source, target, ["eager"])
-
-
-def test_equal_times_are_equal_speeds(plot):
-    # 119.4 * 1.2507 / 1.2507 is above 119.4, and matplotlib refuses such an error bar.
-    row = {"case": "a", "provider": "b", "tflops": "119.4"}
-    row |= dict.fromkeys(("p20_ms", "p50_ms", "p80_ms"), "1.2507")
-    (span,) = plot._speeds([row])
-    assert span.low == span.middle == span.high == 119.4
-
-
-def test_waterfall_from_a_csv(plot, tmp_path):
-    source, target = tmp_path / "rows.csv", tmp_path / "figures" / "a.svg"
-    columns = (*waterfall.COLUMNS, *waterfall.ENVIRONMENT_COLUMNS)
-    log = common.CsvLog(source, columns)
-    with pytest.raises(ValueError, match="no rows"):
-        waterfall.draw(source, target)
-    for provider, name, time_ms in [
-        ("stock-flash_attn", "GEMM", 20.0),
-        ("stock-flash_attn", "norm", 10.0),
-        ("plugin", "GEMM", 16.0),
-    ]:
-        values = ("a model", "8x4096", provider, "eager", "bf16", name, time_ms, 1)
-        row = dict(zip(waterfall.COLUMNS, values, strict=True))
-        log.add({**row, **dataclasses.asdict(ENVIRONMENT)})
-    waterfall.draw(source, target)
-    svg = target.read_text()
-    for text in ("stock-flash_attn", "plugin", "GEMM", "norm", "a model, 8x4096", "30"):
-        assert text in svg
-    assert "rotary" not in svg
-    first = target.read_bytes()
-    waterfall.draw(source, target)
-    assert target.read_bytes() == first
-
-
-def test_the_last_of_repeated_rows_is_drawn(plot, tmp_path):
-    path = tmp_path / "rows.csv"
-    log = common.CsvLog(path)
-    log.add(make_row(samples_ms=[1.0]))
-    log.add(make_row(samples_ms=[3.0]))
-    (row,) = plot.read_rows(path)
-    assert row["p50_ms"] == "3.0000"
-
-
-def test_other_files_are_not_drawn(plot, tmp_path):
-    path = tmp_path / "other.csv"
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="columns"):
-        plot.read_rows(path)
-    common.CsvLog(tmp_path / "empty.csv")
-    with pytest.raises(ValueError, match="no rows"):
-        plot.read_rows(tmp_path / "empty.csv")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has real cases")
 def test_attention_benchmark_runs_on_the_cpu(tmp_path):
     output = tmp_path / "attention.csv"
@@ -555,143 +375,3 @@ def test_attention_benchmark_runs_on_the_cpu(tmp_path):
         limit = common.FP8_GATE if "fp8" in row["provider"] else 0.01
         assert 0 < float(row["rel_err"]) < limit
     assert all(0 < float(row["p20_ms"]) <= float(row["p80_ms"]) for row in rows)
-
-
-def test_mixtures_are_seeded_and_fit() -> None:
-    requests = graph_check.mixtures(300, seed=0)
-    assert requests == graph_check.mixtures(300, seed=0)
-    assert requests != graph_check.mixtures(300, seed=1)
-    assert {modality for modality, _ in requests} == {"image", "video"}
-    for _, grids in requests:
-        assert 0 < graph_check.patches(grids) <= 4 * graph_check.MAX_TOKENS
-        assert all(h % 2 == w % 2 == 0 for _, h, w in grids)
-
-
-def test_fine_budgets_pad_the_mixtures_little() -> None:
-    from vllm_flashinfer_vit.graphs.sizes import fine_budgets
-
-    tokens = [
-        graph_check.patches(grids) // 4 for _, grids in graph_check.mixtures(300, 0)
-    ]
-    budgets = fine_budgets(64, graph_check.MAX_TOKENS)
-    padded = [next(b for b in budgets if b >= n) for n in tokens]
-    assert sum(padded) / sum(tokens) < 1.25
-    ratios = [b / n for b, n in zip(padded, tokens, strict=True)]
-    assert sum(ratios) / len(ratios) < 1.25
-
-
-def test_graph_rows_are_judged() -> None:
-    row = dict.fromkeys(graph_check.COLUMNS, "")
-    assert graph_check.judge(row) == []
-    row |= {"rel_err": "2e-2", "same_kernel_rel_err": "9e-3", "triton_kernels": 0}
-    assert graph_check.judge(row) == []
-    faults = graph_check.judge({**row, "same_kernel_rel_err": "2e-2", "cudnn_plans": 3})
-    assert faults == [
-        "graph and eager mode with the same kernels differ by 2e-2",
-        "3 cudnn_plans built within requests",
-    ]
-    assert graph_check.judge({**row, "same_kernel_rel_err": "nan"})
-
-
-def test_compared_requests_are_summed_up() -> None:
-    equal = graph_check.Found(0.0, True, 0.0, True, 80, 50, 6, 1)
-    other = graph_check.Found(math.nan, False, 1e-3, False, 20, 20, 1, 0)
-    assert graph_check.summary([equal, equal, other]) == {
-        "padded_over_real": "1.5000",
-        "graph_hits": 13,
-        "graph_misses": 2,
-        "rel_err": "nan",
-        "bitwise": "0.667",
-        "same_kernel_rel_err": "1.00e-03",
-        "same_kernel_bitwise": "0.667",
-    }
-    without_graphs = equal._replace(padded=0, real=0)
-    assert graph_check.summary([without_graphs])["padded_over_real"] == ""
-
-
-@pytest.fixture
-def unpatched() -> Iterator[None]:
-    yield
-    from vllm_flashinfer_vit import patches
-
-    for patch in reversed(patches.all_patches()):
-        patch.revert()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's platform is the GPU here")
-@pytest.mark.usefixtures("unpatched")
-@pytest.mark.parametrize("model", graph_check.MODELS)
-def test_graphs_are_compared_by_their_kernels(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
-    from vllm_flashinfer_vit.ops import attention as ops
-
-    # Another result by kernel, and by the bound that the kernel is given.
-    def attend(name, q, k, v, cu_seqlens, max_seqlen, scale):
-        factor = 1 + len(name) / 100 + max_seqlen / 10000
-        return attention_ref(q, k, factor * v, cu_seqlens, max_seqlen, scale)
-
-    monkeypatch.setattr(ops, "_kernel", lambda name: functools.partial(attend, name))
-    tower = graph_check.small_tower(graph_check.Job(model, "limits", "plugin"))
-    for layer in tower.attention_layers().values():
-        layer._plan = "20:reference,100:triton,*:flash_attn"
-    # Graphs of 64 and 256 patches hold all but the last image, which is too large.
-    grids = [[1, 10, 12], *[[1, 4, 4]] * 5, [1, 18, 18]]
-    with simulated_graphs(), tower.running(), torch.inference_mode():
-        manager = build_manager(tower, max_tokens=256, budgets=(16, 64), max_items=4)
-        capture(manager, tower)
-        encoder = graph_check.Encoder(
-            manager, manager.model.wrapped, torch.device("cpu")
-        )
-        inputs = encoder.inputs(("image", grids), 0)
-        with encoder.batches() as batches:
-            encoder.graph(inputs)
-        found = graph_check.compare(encoder, inputs)
-        graph = encoder.graph
-        monkeypatch.setattr(encoder, "graph", lambda inputs: graph(inputs).flip(0))
-        wrong = graph_check.compare(encoder, inputs)
-    served = [(batch.items, batch.graph and batch.graph.patches) for batch in batches]
-    assert served == [([1, 2, 3, 4], 64), ([5, 0], 256), ([6], None)]
-    assert found.rel_err > 1e-4
-    assert not found.bitwise
-    assert found[2:] == (0.0, True, 80, 50, 6, 1)
-    assert wrong.same_kernel_rel_err > graph_check.GATE
-
-
-def test_totals_are_of_common_prefixes() -> None:
-    assert graph_check.prefixes(300) == [100, 200, 300]
-    assert graph_check.prefixes(250) == [100, 200, 250]
-    assert graph_check.prefixes(8) == [8]
-
-
-def test_gpus_are_named_as_the_environment_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert graph_check.gpus_to_use(2, smoke=False) == ["0", "1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert graph_check.gpus_to_use(1, smoke=False) == ["5"]
-    with pytest.raises(SystemExit, match="--gpus 3, but there are 2"):
-        graph_check.gpus_to_use(3, smoke=False)
-    assert graph_check.gpus_to_use(3, smoke=True) == ["0", "1", "2"]
-
-
-def test_finished_engines_are_not_started_again(tmp_path: Path) -> None:
-    path = tmp_path / "graphs.csv"
-    job = graph_check.Job("Qwen/Qwen3-VL-8B-Instruct", "limits", "plugin")
-    log = common.CsvLog(path, graph_check.COLUMNS)
-    row = dict.fromkeys(graph_check.COLUMNS, "")
-    row |= {"commit": "abc", "model": job.model, "config": job.config}
-    log.add({**row, "provider": job.provider, "case": "image 16x16"})
-    assert graph_check.finished(path, "abc") == set()
-    log.add({**row, "provider": job.provider, "case": "random mixtures"})
-    assert graph_check.finished(path, "abc") == {job}
-    assert graph_check.finished(path, "def") == set()
-
-
-def test_stock_is_timed_where_it_is_right() -> None:
-    jobs = graph_check.jobs_for(graph_check.MODELS, tuple(graph_check.CONFIGS))
-    assert len(jobs) == 12
-    assert {j.config for j in jobs if j.provider != "plugin"} == {"automatic"}

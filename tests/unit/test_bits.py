@@ -4,32 +4,21 @@
 import csv
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from _benchmarks import BENCHMARKS, ENVIRONMENT
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import bits  # noqa: E402
-import common  # noqa: E402
+import bits
+import common
 
 MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
 
 
 def write_rows(path: Path, commit: str, hashes: dict[str, str], **changes: str) -> None:
-    environment = common.Environment(
-        gpu="NVIDIA H200",
-        vllm="0.25.1",
-        torch="2.11.0",
-        triton="3.6.0",
-        flashinfer="0.6.13",
-        cudnn="9.19.0",
-        commit=commit,
-        command="python benchmarks/bits.py",
-    )
+    environment = replace(ENVIRONMENT, commit=commit)
     log = common.CsvLog(path, bits.COLUMNS)
     for case, sha256 in hashes.items():
         row = {

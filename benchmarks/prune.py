@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drops rows of results that newer ones of the same stack replace.
+
+A row is replaced by a later one that measured the same thing with the same GPU, vLLM,
+torch, Triton, FlashInfer and cuDNN. The history of the file keeps what is dropped.
+`--commits` also drops the rows of every other commit, for contenders that nobody
+measured again and that have changed since.
+
+    python benchmarks/prune.py benchmarks/results/h200/attention.csv
+    python benchmarks/prune.py benchmarks/results/h200/encoder.csv \
+        --commits c244f98 781243b
+"""
+
+import argparse
+import csv
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+# What was measured, in the columns that a file has of these; the stack is the rest.
+IDENTITY = (
+    *("bench", "level", "config", "input", "seed", "method", "model", "case"),
+    *("provider", "kernel", "blocks", "class", "head_dim", "dtype", "mode", "tokens"),
+    *("gpu", "vllm", "torch", "triton", "flashinfer", "cudnn"),
+)
+
+Row = dict[str, str]
+
+
+def newest_rows(rows: Sequence[Row], commits: Collection[str] = ()) -> list[Row]:
+    """Return the rows that stay, in the order of the file.
+
+    Args:
+        rows: Oldest first.
+        commits: Whose rows stay at all; empty for every commit.
+    """
+    rows = [row for row in rows if not commits or row["commit"] in commits]
+    last = {
+        tuple(row.get(name) for name in IDENTITY): index
+        for index, row in enumerate(rows)
+    }
+    kept = set(last.values())
+    return [row for index, row in enumerate(rows) if index in kept]
+
+
+def main() -> None:
+    """Rewrite one file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, help="not bits.csv: it compares commits")
+    parser.add_argument("--commits", nargs="+", default=(), help="keep only these")
+    args = parser.parse_args()
+    with args.source.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    columns = reader.fieldnames or []
+    if "sha256" in columns:
+        raise SystemExit(f"{args.source} compares commits: nothing in it is replaced")
+    kept = newest_rows(rows, args.commits)
+    if not kept:
+        raise SystemExit(f"{args.source} has no rows of {', '.join(args.commits)}")
+    with args.source.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+    by_commit = Counter(row["commit"] for row in kept)
+    print(f"{args.source}: {len(kept)} of {len(rows)} rows stay: {dict(by_commit)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the generated tables of README and docs into their pages.
+
+A generated table stands between two comments, the first of which is its command:
+
+    <!-- python benchmarks/table.py best benchmarks/results/h200/encoder.csv -->
+    <!-- python docs/generate.py kernels -->
+    ...
+    <!-- end -->
+
+    python docs/generate.py             # write all pages
+    python docs/generate.py --check     # exit with 1 if a page is out of date
+    python docs/generate.py kernels     # print one table
+"""
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import table as results  # noqa: E402
+
+_BLOCK = re.compile(r"(<!-- python (\S+) (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def kernels() -> str:
+    """Write a line for each kernel of the catalog."""
+    from vllm_flashinfer_vit.kernels.catalog import KERNELS
+
+    lines = ["| kernel | what it is | head dims | sequences |", "|---|---|---|---|"]
+    for name, kernel in sorted(KERNELS.items(), key=lambda item: item[1].is_fp8):
+        dims = kernel.needs.head_dims
+        shown = f"{dims[0]} to {dims[1]}" if dims else "any"
+        lines.append(f"| `{name}` | {kernel.summary} | {shown} | {kernel.sequences} |")
+    return "\n".join(lines)
+
+
+def classes() -> str:
+    """Write which kernel serves which lengths on an H200, by dtype and head dim."""
+    from vllm_flashinfer_vit.choices.table import BUNDLED, read
+
+    table = read(BUNDLED, "NVIDIA H200")
+    assert table is not None
+    lines = ["| dtype | head dim | kernel by longest sequence |", "|---|---|---|"]
+    for name, parts in table.classes.items():
+        dtype, _, head_dim = name.partition("/")
+        texts = []
+        for part in parts:
+            upto = "longer" if part.max_len is None else f"up to {part.max_len}"
+            many = f" (many sequences: `{part.many}`)" if part.many else ""
+            texts.append(f"{upto} `{part.kernel}`{many}")
+        lines.append(f"| {dtype} | {head_dim} | {'; '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def settings() -> str:
+    """Write a line for each environment variable."""
+    from vllm_flashinfer_vit.settings import VARIABLES
+
+    lines = ["| variable | values | default | what it does |", "|---|---|---|---|"]
+    for one in VARIABLES:
+        lines.append(f"| `{one.name}` | {one.values} | {one.default} | {one.summary} |")
+    return "\n".join(lines)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "kernels": kernels,
+    "classes": classes,
+    "settings": settings,
+}
+
+
+def rendered(script: str, arguments: str) -> str:
+    """Return what one of the two scripts prints.
+
+    Raises:
+        ValueError: It is another script, or a table that is not known.
+    """
+    words = shlex.split(arguments)
+    if script == "benchmarks/table.py":
+        kind, source, *options = words
+        return results.render([kind, str(ROOT / source), *options])
+    if script == "docs/generate.py" and words and words[0] in TABLES:
+        return TABLES[words[0]]()
+    raise ValueError(f"no generated table: python {script} {arguments}")
+
+
+def filled(page: str) -> str:
+    """Return a page's text with every generated table as of now."""
+
+    def fill(match: re.Match[str]) -> str:
+        head, script, arguments, _, end = match.groups()
+        return f"{head}\n{rendered(script, arguments)}\n\n{end}"
+
+    return _BLOCK.sub(fill, page)
+
+
+def pages() -> list[Path]:
+    """Return the pages that may hold generated tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def main() -> None:
+    """Write or check the pages, or print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("table", nargs="?", choices=TABLES, help="print it")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    if args.table:
+        print(TABLES[args.table]())
+        return
+    stale = []
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        if filled(text) == text:
+            continue
+        stale.append(str(path.relative_to(ROOT)))
+        if not args.check:
+            path.write_text(filled(text), encoding="utf-8")
+    if stale:
+        print(f"{'out of date' if args.check else 'wrote'}: {', '.join(stale)}")
+    if stale and args.check:
+        raise SystemExit("run python docs/generate.py")
+
+
+if __name__ == "__main__":
+    main()

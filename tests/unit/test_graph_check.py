@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of encoder graphs in real engines: its requests, rows and comparisons."""
+
+import functools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from _benchmarks import BENCHMARKS  # noqa: F401, it puts the benchmarks on the path
+
+import common
+import graph_check
+from simulated_graphs import build_manager, capture, simulated_graphs
+
+
+def test_mixtures_are_seeded_and_fit() -> None:
+    requests = graph_check.mixtures(300, seed=0)
+    assert requests == graph_check.mixtures(300, seed=0)
+    assert requests != graph_check.mixtures(300, seed=1)
+    assert {modality for modality, _ in requests} == {"image", "video"}
+    for _, grids in requests:
+        assert 0 < graph_check.patches(grids) <= 4 * graph_check.MAX_TOKENS
+        assert all(h % 2 == w % 2 == 0 for _, h, w in grids)
+
+
+def test_fine_budgets_pad_the_mixtures_little() -> None:
+    from vllm_flashinfer_vit.graphs.sizes import fine_budgets
+
+    tokens = [
+        graph_check.patches(grids) // 4 for _, grids in graph_check.mixtures(300, 0)
+    ]
+    budgets = fine_budgets(64, graph_check.MAX_TOKENS)
+    padded = [next(b for b in budgets if b >= n) for n in tokens]
+    assert sum(padded) / sum(tokens) < 1.25
+    ratios = [b / n for b, n in zip(padded, tokens, strict=True)]
+    assert sum(ratios) / len(ratios) < 1.25
+
+
+def test_graph_rows_are_judged() -> None:
+    row = dict.fromkeys(graph_check.COLUMNS, "")
+    assert graph_check.judge(row) == []
+    row |= {"rel_err": "2e-2", "same_kernel_rel_err": "9e-3", "triton_kernels": 0}
+    assert graph_check.judge(row) == []
+    faults = graph_check.judge({**row, "same_kernel_rel_err": "2e-2", "cudnn_plans": 3})
+    assert faults == [
+        "graph and eager mode with the same kernels differ by 2e-2",
+        "3 cudnn_plans built within requests",
+    ]
+    assert graph_check.judge({**row, "same_kernel_rel_err": "nan"})
+
+
+def test_compared_requests_are_summed_up() -> None:
+    equal = graph_check.Found(0.0, True, 0.0, True, 80, 50, 6, 1)
+    other = graph_check.Found(math.nan, False, 1e-3, False, 20, 20, 1, 0)
+    assert graph_check.summary([equal, equal, other]) == {
+        "padded_over_real": "1.5000",
+        "graph_hits": 13,
+        "graph_misses": 2,
+        "rel_err": "nan",
+        "bitwise": "0.667",
+        "same_kernel_rel_err": "1.00e-03",
+        "same_kernel_bitwise": "0.667",
+    }
+    without_graphs = equal._replace(padded=0, real=0)
+    assert graph_check.summary([without_graphs])["padded_over_real"] == ""
+
+
+@pytest.fixture
+def unpatched() -> Iterator[None]:
+    yield
+    from vllm_flashinfer_vit import plugin
+
+    for patch in reversed(plugin.all_patches()):
+        patch.revert()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's platform is the GPU here")
+@pytest.mark.usefixtures("unpatched")
+@pytest.mark.parametrize("model", graph_check.MODELS)
+def test_graphs_are_compared_by_their_kernels(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+    from vllm_flashinfer_vit.ops import attention as ops
+    from vllm_flashinfer_vit.ops.plan import Plan
+
+    # Another result by kernel, and by the bound that the kernel is given.
+    def attend(name, q, k, v, cu_seqlens, max_seqlen, scale):
+        factor = 1 + len(name) / 100 + max_seqlen / 10000
+        return attention_ref(q, k, factor * v, cu_seqlens, max_seqlen, scale)
+
+    monkeypatch.setattr(ops, "_kernel", lambda name: functools.partial(attend, name))
+    tower = graph_check.small_tower(graph_check.Job(model, "limits", "plugin"))
+    for layer in tower.attention_layers().values():
+        layer._plan = Plan.decode("20:reference,100:triton,*:flash_attn")
+    # Graphs of 64 and 256 patches hold all but the last image, which is too large.
+    grids = [[1, 10, 12], *[[1, 4, 4]] * 5, [1, 18, 18]]
+    with simulated_graphs(), tower.running(), torch.inference_mode():
+        manager = build_manager(tower, max_tokens=256, budgets=(16, 64), max_items=4)
+        capture(manager, tower)
+        encoder = graph_check.Encoder(
+            manager, manager.model.wrapped, torch.device("cpu")
+        )
+        inputs = encoder.inputs(("image", grids), 0)
+        with encoder.batches() as batches:
+            encoder.graph(inputs)
+        found = graph_check.compare(encoder, inputs)
+        graph = encoder.graph
+        monkeypatch.setattr(encoder, "graph", lambda inputs: graph(inputs).flip(0))
+        wrong = graph_check.compare(encoder, inputs)
+    served = [(batch.items, batch.graph and batch.graph.patches) for batch in batches]
+    assert served == [([1, 2, 3, 4], 64), ([5, 0], 256), ([6], None)]
+    assert found.rel_err > 1e-4
+    assert not found.bitwise
+    assert found[2:] == (0.0, True, 80, 50, 6, 1)
+    assert wrong.same_kernel_rel_err > graph_check.GATE
+
+
+def test_totals_are_of_common_prefixes() -> None:
+    assert graph_check.prefixes(300) == [100, 200, 300]
+    assert graph_check.prefixes(250) == [100, 200, 250]
+    assert graph_check.prefixes(8) == [8]
+
+
+def test_gpus_are_named_as_the_environment_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert graph_check.gpus_to_use(2, smoke=False) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert graph_check.gpus_to_use(1, smoke=False) == ["5"]
+    with pytest.raises(SystemExit, match="--gpus 3, but there are 2"):
+        graph_check.gpus_to_use(3, smoke=False)
+    assert graph_check.gpus_to_use(3, smoke=True) == ["0", "1", "2"]
+
+
+def test_finished_engines_are_not_started_again(tmp_path: Path) -> None:
+    path = tmp_path / "graphs.csv"
+    job = graph_check.Job("Qwen/Qwen3-VL-8B-Instruct", "limits", "plugin")
+    log = common.CsvLog(path, graph_check.COLUMNS)
+    row = dict.fromkeys(graph_check.COLUMNS, "")
+    row |= {"commit": "abc", "model": job.model, "config": job.config}
+    log.add({**row, "provider": job.provider, "case": "image 16x16"})
+    assert graph_check.finished(path, "abc") == set()
+    log.add({**row, "provider": job.provider, "case": "random mixtures"})
+    assert graph_check.finished(path, "abc") == {job}
+    assert graph_check.finished(path, "def") == set()
+
+
+def test_stock_is_timed_where_it_is_right() -> None:
+    jobs = graph_check.jobs_for(graph_check.MODELS, tuple(graph_check.CONFIGS))
+    assert len(jobs) == 12
+    assert {j.config for j in jobs if j.provider != "plugin"} == {"automatic"}
