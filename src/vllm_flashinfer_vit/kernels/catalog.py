@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
 
+from vllm_flashinfer_vit.kernels.formats import MAX_WINDOW
 from vllm_flashinfer_vit.machine.verdicts import Needs
 
 
@@ -93,7 +94,11 @@ KERNELS: dict[str, Kernel] = {
             sequences="long",
             entry="cudnn_fp8:attention",
             needs=Needs(
-                "cudnn_fp8", is_fp8=True, head_dims=(8, 128), capability=(9, 0)
+                "cudnn_fp8",
+                is_fp8=True,
+                head_dims=(8, 128),
+                capability=(9, 0),
+                instead="VLLM_FLASHINFER_VIT_KERNEL=hopper_fp8",
             ),
             quantized="rows",
             fallback="triton_fp8",
@@ -161,7 +166,7 @@ KERNELS: dict[str, Kernel] = {
             name="triton",
             summary="one Triton pass, the head dim cut into a power of two and a rest, "
             "after one rotary pass",
-            sequences="any; best from 129 to 1024 tokens",
+            sequences="any; on an H200 most of 129 to 1024 tokens",
             entry="flash:attention",
             needs=_HALF_ON_TRITON,
         ),
@@ -180,7 +185,7 @@ KERNELS: dict[str, Kernel] = {
             sequences="up to 128 tokens",
             entry="window:attention",
             needs=_HALF_ON_TRITON,
-            max_len=128,
+            max_len=MAX_WINDOW,
             rotates=True,
         ),
     )

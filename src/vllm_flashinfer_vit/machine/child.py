@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 _TIMEOUT_S = 180
@@ -48,7 +49,9 @@ def run_isolated(
     for line in out.splitlines():
         _, mark, data = line.partition(_MARK)
         if mark:
-            facts.update(json.loads(data))
+            # A child that is killed may leave half a line.
+            with suppress(ValueError):
+                facts.update(json.loads(data))
     if status == 0:
         return facts, None
     if status is None:

@@ -16,7 +16,10 @@ from vllm_flashinfer_vit.machine.versions import (
 
 
 def stack_problems(stack: Stack) -> list[Problem]:
-    """List what is missing, broken or contradictory in a stack."""
+    """List what is missing, broken or contradictory in a stack.
+
+    What could not be read in probing, as the driver, is in `Stack.problems` alone.
+    """
     problems = []
     for name, package in PACKAGES.items():
         if getattr(stack, name) is None:
@@ -38,6 +41,19 @@ def stack_problems(stack: Stack) -> list[Problem]:
                     import_remedy(stack, module, error),
                 )
             )
+    problems += _cudnn_problems(stack)
+    if len({gpu.capability for gpu in stack.gpus}) > 1:
+        problems.append(
+            Problem(
+                "the GPUs differ in compute capability; this report is about the first",
+                "set CUDA_VISIBLE_DEVICES to GPUs of one kind",
+            )
+        )
+    return problems
+
+
+def _cudnn_problems(stack: Stack) -> list[Problem]:
+    problems = []
     if len(stack.cudnn_wheels) > 1:
         names = " and ".join(stack.cudnn_wheels)
         other = next(n for n in stack.cudnn_wheels if n != stack.cudnn_package)
@@ -65,13 +81,6 @@ def stack_problems(stack: Stack) -> list[Problem]:
                 f"one process runs two versions of cuDNN: torch "
                 f"{format_cudnn(stack.torch_cudnn)}, cudnn-frontend {loaded} ({where})",
                 "unset LD_LIBRARY_PATH, or take the folder of the other cuDNN out",
-            )
-        )
-    if len({gpu.capability for gpu in stack.gpus}) > 1:
-        problems.append(
-            Problem(
-                "the GPUs differ in compute capability; this report is about the first",
-                "set CUDA_VISIBLE_DEVICES to GPUs of one kind",
             )
         )
     return problems

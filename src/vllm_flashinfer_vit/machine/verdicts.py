@@ -36,13 +36,15 @@ class Needs:
     """What a kernel needs of a machine and of a layer.
 
     Attributes:
-        library: What it is made with, a key of `_LIBRARIES`.
+        library: What it runs on, a key of `_LIBRARIES`: `torch`, `triton`, `flash_attn`
+            for vLLM's choice of FlashAttention, `flash_attn_4`, `cudnn`, `cudnn_fp8`.
         is_fp8: Whether q, k and v are e4m3.
         head_dims: Least and largest head dim; it must be a multiple of 8, too. None
             for any.
         capability: The least CUDA compute capability; None for a kernel that needs no
             GPU, and takes any dtype.
         major: The only major compute capability that it is for, or None.
+        instead: What to do where its library runs here, but not for it.
     """
 
     library: str
@@ -50,6 +52,7 @@ class Needs:
     head_dims: tuple[int, int] | None = None
     capability: tuple[int, int] | None = (8, 0)
     major: int | None = None
+    instead: str | None = None
 
     @property
     def on_cudnn(self) -> bool:
@@ -58,13 +61,17 @@ class Needs:
 
 
 def judge(needs: Needs, stack: Stack, head_dim: int, dtype: str) -> Verdict:
-    """Judge whether a machine meets the needs.
+    """Judge whether a machine and a layer meet a kernel's needs.
 
     Args:
         needs: The kernel's.
-        stack: What the machine has.
+        stack: What the machine has; its first GPU counts.
         head_dim: Head dim in elements.
-        dtype: Name of the dtype that is attended in, `bfloat16`.
+        dtype: Name of the dtype that is attended in: `bfloat16`, or `FP8_DTYPE`.
+
+    Returns:
+        The verdict. Its reason names neither kernel nor head dim, so that kernels and
+        head dims can share it.
     """
     if needs.is_fp8 and dtype != FP8_DTYPE:
         return Verdict(
@@ -81,13 +88,16 @@ def judge(needs: Needs, stack: Stack, head_dim: int, dtype: str) -> Verdict:
             "--dtype bfloat16",
         )
     if needs.head_dims is not None:
-        smallest, largest = needs.head_dims
-        if head_dim % 8 or not smallest <= head_dim <= largest:
-            return Verdict(
-                False,
-                f"head dim {head_dim} is no multiple of 8 from {smallest} to {largest}",
-            )
-    return _capability_refusal(needs, stack) or _LIBRARIES[needs.library](stack)
+        least, most = needs.head_dims
+        if head_dim % 8 or not least <= head_dim <= most:
+            reason = f"it takes head dims of {least} to {most} that are multiples of 8"
+            return Verdict(False, reason)
+    if (refusal := _capability_refusal(needs, stack)) is not None:
+        return refusal
+    verdict = _LIBRARIES[needs.library](stack)
+    if not verdict.ok and verdict.remedy is None:
+        return verdict._replace(remedy=needs.instead)
+    return verdict
 
 
 def _capability_refusal(needs: Needs, stack: Stack) -> Verdict | None:
@@ -111,7 +121,8 @@ def _capability_refusal(needs: Needs, stack: Stack) -> Verdict | None:
 
 
 def _generation(capability: tuple[int, int]) -> str:
-    return f"{_dotted(capability)} ({_GENERATIONS[capability]})"
+    name = _GENERATIONS.get(capability)
+    return f"{_dotted(capability)} ({name})" if name else _dotted(capability)
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -204,7 +215,6 @@ def _cudnn_fp8_verdict(stack: Stack) -> Verdict:
             f"FP8 on Hopper needs cuDNN {format_cudnn(MIN_CUDNN_FP8_HOPPER)}; "
             f"{format_cudnn(loaded)} is loaded, and 9.19 runs an illegal instruction, "
             "which ends the CUDA context",
-            "VLLM_FLASHINFER_VIT_KERNEL=hopper_fp8",
         )
     if (loaded or MIN_CUDNN_FP8) < MIN_CUDNN_FP8:
         return Verdict(

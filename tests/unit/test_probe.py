@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine has: GPUs, libraries, and importing as little as possible."""
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _stacks import AMPERE, HOPPER, TURING
+
+import vllm_flashinfer_vit
+import vllm_flashinfer_vit.machine.probe as probing
+from vllm_flashinfer_vit.machine.probe import probe
+from vllm_flashinfer_vit.machine.stack import Gpu
+
+
+def _fake_nvml(gpus: list[Gpu]) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: b"580.65.06",
+        nvmlDeviceGetCount=lambda: len(gpus),
+        nvmlDeviceGetHandleByIndex=lambda i: gpus[i],
+        nvmlDeviceGetHandleByUUID=lambda uuid: gpus[int(uuid.removeprefix("GPU-"))],
+        nvmlDeviceGetMemoryInfo=lambda gpu: types.SimpleNamespace(
+            total=gpu.memory_bytes
+        ),
+        nvmlDeviceGetCudaComputeCapability=lambda gpu: gpu.capability,
+        nvmlDeviceGetName=lambda gpu: gpu.name,
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, (HOPPER, AMPERE)),
+        ("1", (AMPERE,)),
+        ("1, 0", (AMPERE, HOPPER)),
+        ("GPU-1", (AMPERE,)),
+        ("", ()),
+        ("-1", ()),
+        ("0,-1,1", (HOPPER,)),
+    ],
+)
+def test_gpus_follow_cuda_visible_devices(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: tuple[Gpu, ...]
+) -> None:
+    monkeypatch.setattr(probing, "_load_nvml", lambda: _fake_nvml([HOPPER, AMPERE]))
+    monkeypatch.setattr(probing, "report_libraries", lambda emit: None)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    stack = probe()
+    assert stack.gpus == expected
+    assert stack.driver == "580.65.06"
+    assert stack.capability == (expected[0].capability if expected else None)
+
+
+def test_a_broken_driver_is_a_stated_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> types.ModuleType:
+        raise OSError("driver/library version mismatch")
+
+    monkeypatch.setattr(probing, "_load_nvml", broken)
+    (problem,) = [p for p in probe().problems if "driver" in p.what]
+    assert "driver/library version mismatch" in problem.what
+    assert problem.remedy is not None
+    assert "nvidia-smi" in problem.remedy
+
+
+def test_libraries_are_read_only_where_a_gpu_can_use_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = []
+    facts = {"cudnn_backend": 92400, "import_errors": {}}
+
+    def report(emit: Callable[[dict[str, Any]], object]) -> None:
+        read.append(True)
+        emit(facts)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(probing, "report_libraries", report)
+    for gpus, count in (([], 0), ([TURING], 0), ([HOPPER], 1)):
+        monkeypatch.setattr(probing, "_load_nvml", lambda gpus=gpus: _fake_nvml(gpus))
+        stack = probe()
+        assert len(read) == count
+        assert stack.inspected is bool(count)
+    assert stack.cudnn_backend == 92400
+
+
+def test_libraries_may_be_left_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bool] = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(probing, "_load_nvml", lambda: _fake_nvml([HOPPER]))
+    monkeypatch.setattr(probing, "report_libraries", lambda emit: read.append(True))
+    assert probe(libraries=False).inspected is None
+    assert not read
+    assert probe().inspected is False
+    assert read
+
+
+def test_a_library_that_fails_to_import_does_not_hide_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken() -> dict[str, Any]:
+        raise RuntimeError("no libcudart")
+
+    libraries = {"torch": broken, "cudnn": lambda: {"cudnn_backend": 91900}}
+    monkeypatch.setattr(probing, "_LIBRARIES", libraries)
+    facts: dict[str, Any] = {}
+    probing.report_libraries(facts.update)
+    assert facts["cudnn_backend"] == 91900
+    assert facts["import_errors"] == {"torch": "RuntimeError: no libcudart"}
+
+
+def test_a_crash_is_blamed_on_the_module_that_was_being_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = {"torch_cuda": "13.0", "importing": "cudnn"}
+    monkeypatch.setattr(
+        probing,
+        "run_isolated",
+        lambda report, module: (facts, "crashed with signal 11"),
+    )
+    stack = probe(isolated=True)
+    assert stack.torch_cuda == "13.0"
+    assert stack.import_errors == {"cudnn": "crashed with signal 11"}
+    assert any("crashed with signal 11" in problem.what for problem in stack.problems)
+
+
+def test_importing_is_inert() -> None:
+    code = (
+        "import sys, vllm_flashinfer_vit.settings, vllm_flashinfer_vit.machine.probe, "
+        "vllm_flashinfer_vit.commands.cli, vllm_flashinfer_vit.commands.doctor_text; "
+        "print([m for m in ('vllm', 'torch', 'triton', 'flashinfer', 'cudnn') "
+        "if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_probing_imports_nothing_and_starts_no_cuda() -> None:
+    code = (
+        "import sys; from vllm_flashinfer_vit.machine.probe import probe; probe(); "
+        "loaded = [m for m in ('vllm', 'triton') if m in sys.modules]; "
+        "torch = sys.modules.get('torch'); "
+        "print(loaded, torch is not None and torch.cuda.is_initialized())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.stdout.strip() == "[] False"
+
+
+def test_probing_works_without_any_of_the_packages() -> None:
+    # -S leaves site-packages out, so that nothing is installed.
+    root = Path(vllm_flashinfer_vit.__file__).parents[1]
+    packaging = Path(__import__("packaging").__file__).parents[1] / "packaging"
+    code = (
+        "import sys, importlib.util, types; "
+        f"spec = importlib.util.spec_from_file_location('packaging', "
+        f"{str(packaging / '__init__.py')!r}, "
+        f"submodule_search_locations=[{str(packaging)!r}]); "
+        "sys.modules['packaging'] = importlib.util.module_from_spec(spec); "
+        f"sys.path.insert(0, {str(root)!r}); "
+        "from vllm_flashinfer_vit.machine.probe import probe; stack = probe(); "
+        "print(stack.vllm, stack.torch, stack.gpus, len(stack.problems))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("None None ()")

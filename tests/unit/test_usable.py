@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choices that are left of a table on a machine that lacks something."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from _stacks import HOPPER, STACK
+
+from vllm_flashinfer_vit.choices import lookup, usable
+from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.lookup import (
+    Choice,
+    choices_for,
+    fp8_ranges,
+    plan_of,
+)
+from vllm_flashinfer_vit.choices.table import Table
+from vllm_flashinfer_vit.choices.usable import usable_choices
+from vllm_flashinfer_vit.ops.plan import Class
+from vllm_flashinfer_vit.settings import ENV_KERNEL
+
+
+class TestAttempts:
+    """FlashAttention 4, which is compiled on this machine, and what serves without."""
+
+    @pytest.fixture(autouse=True)
+    def table(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        table = (
+            Choice("triton", 1024, "short"),
+            Choice("flash_attn_4", None, "long", "flash_attn"),
+        )
+        monkeypatch.setattr(lookup, "choices_for", lambda *_: table)
+
+    def kernels(self, error: str | None, forced: str | None = None) -> list[str]:
+        stack = replace(STACK, flash_attn=(2, 3, 4))
+        choices, refusals = usable_choices(
+            stack, 80, "bfloat16", forced, attempt=lambda kernel: error
+        )
+        text = f"flash_attn_4: {error}"
+        assert refusals == ({"flash_attn_4": text} if error else {})
+        return ["/".join(choice.kernels) for choice in choices]
+
+    def test_it_runs(self) -> None:
+        assert self.kernels(None) == ["triton", "flash_attn_4/flash_attn"]
+
+    def test_it_fails(self) -> None:
+        assert self.kernels("a test run fails") == ["triton", "flash_attn"]
+
+    def test_it_is_forced(self) -> None:
+        assert self.kernels(None, "flash_attn_4") == ["flash_attn_4"]
+
+    def test_it_fails_and_was_forced(self) -> None:
+        assert self.kernels("a test run fails", "flash_attn_4") == []
+
+    def test_nothing_of_it_is_there(self) -> None:
+        stack = replace(STACK, flash_attn=())
+        choices, refusals = usable_choices(stack, 80, "bfloat16")
+        assert [choice.kernel for choice in choices] == ["triton"]
+        assert choices[0].max_len is None
+        assert list(refusals) == ["flash_attn_4", "flash_attn"]
+
+
+class TestManySequences:
+    """A kernel that another one leaves many sequences to must run on the machine."""
+
+    STACK = replace(STACK, flash_attn=(4,))
+
+    @pytest.fixture
+    def tuned_dir(self, tmp_path: Path) -> Path:
+        """A table that names FlashAttention 4 alone of FlashAttention."""
+        gpu = STACK.gpus[0].name
+        few = Class(None, "flash_attn_4", "flash_attn")
+        rows = (Class(1024, "triton"), few._replace(max_len=4096))
+        classes = {
+            "bfloat16/80": (rows[0], few),
+            "float8_e4m3fn/80": (*rows, Class(None, "hopper_fp8")),
+        }
+        table = Table({"gpu": gpu, "vllm": "0.25.1"}, classes)
+        tuned.write(table, tmp_path / tuned.file_name(gpu))
+        return tmp_path
+
+    @pytest.mark.parametrize("fp8", [False, True])
+    def test_it_runs(self, fp8: bool, tuned_dir: Path) -> None:
+        choices, refusals = usable_choices(
+            STACK, 80, "bfloat16", tuned_dir=tuned_dir, fp8=fp8
+        )
+        assert plan_of(choices).kernel_for(4096, 16) == "flash_attn"
+        assert refusals == {}
+
+    @pytest.mark.parametrize("fp8", [False, True])
+    def test_it_cannot(self, fp8: bool, tuned_dir: Path) -> None:
+        choices, refusals = usable_choices(
+            self.STACK, 80, "bfloat16", tuned_dir=tuned_dir, fp8=fp8
+        )
+        plan = plan_of(choices)
+        assert plan.kernel_for(4096) == plan.kernel_for(4096, 16) == "flash_attn_4"
+        (refusal,) = refusals.values()
+        assert "flash_attn: vLLM 0.25.1 was built without FlashAttention" in refusal
+
+    def test_nor_can_the_other(self, tuned_dir: Path) -> None:
+        choices, refusals = usable_choices(
+            self.STACK,
+            80,
+            "bfloat16",
+            tuned_dir=tuned_dir,
+            attempt=lambda kernel: "a test run fails",
+        )
+        assert plan_of(choices).text == "*:triton"
+        assert list(refusals) == ["flash_attn_4", "flash_attn"]
+
+
+class TestUsableFp8Choices:
+    @pytest.fixture
+    def tuned_dir(self, tmp_path: Path) -> Path:
+        """A table by which long sequences run on the Hopper kernel."""
+        gpu = STACK.gpus[0].name
+        classes = (Class(4096, "triton"), Class(None, "hopper_fp8"))
+        table = Table({"gpu": gpu, "vllm": "0.25.1"}, {"float8_e4m3fn/80": classes})
+        tuned.write(table, tmp_path / tuned.file_name(gpu))
+        return tmp_path
+
+    def test_another_kernel_stands_in_for_one_that_fails(self, tuned_dir: Path) -> None:
+        tried = []
+
+        def attempt(kernel: str) -> str | None:
+            tried.append(kernel)
+            return "a test run fails" if kernel == "hopper_fp8" else None
+
+        choices, refusals = usable_choices(
+            STACK, 80, "bfloat16", tuned_dir=tuned_dir, fp8=True, attempt=attempt
+        )
+        assert tried == ["hopper_fp8", "triton_fp8"]
+        assert choices[-1].kernel == "triton_fp8"
+        assert "in place of hopper_fp8" in choices[-1].reason
+        assert refusals == {"hopper_fp8": "hopper_fp8: a test run fails"}
+
+    def test_no_kernel_is_left(self, tuned_dir: Path) -> None:
+        choices, refusals = usable_choices(
+            STACK,
+            80,
+            "bfloat16",
+            tuned_dir=tuned_dir,
+            fp8=True,
+            attempt=lambda kernel: "no",
+        )
+        assert not fp8_ranges(choices)
+        assert len(refusals) == 2
+
+    def test_a_kernel_that_is_refused_does_not_run(self, tuned_dir: Path) -> None:
+        ampere = replace(STACK, gpus=(STACK.gpus[0]._replace(capability=(8, 0)),))
+
+        def attempt(kernel: str) -> str | None:
+            raise AssertionError(kernel)
+
+        choices, refusals = usable_choices(
+            ampere, 80, "bfloat16", tuned_dir=tuned_dir, fp8=True, attempt=attempt
+        )
+        assert not fp8_ranges(choices)
+        assert "compute capability 8.9" in list(refusals.values())[-1]
+
+    def test_a_kernel_that_would_end_the_context_does_not_run_if_forced(self) -> None:
+        tried: list[str] = []
+        choices, refusals = usable_choices(
+            STACK, 80, "bfloat16", "cudnn_fp8", fp8=True, attempt=tried.append
+        )
+        assert choices == () and tried == []
+        assert "ends the CUDA context" in list(refusals.values())[0]
+
+    def test_a_forced_kernel_takes_every_length(self) -> None:
+        choices, _ = usable_choices(STACK, 80, "bfloat16", "triton_fp8", fp8=True)
+        assert [choice.kernel for choice in choices] == ["triton_fp8"]
+
+    def test_a_forced_kernel_has_no_stand_in(self) -> None:
+        choices, _ = usable_choices(
+            STACK, 80, "bfloat16", "hopper_fp8", fp8=True, attempt=lambda kernel: "no"
+        )
+        assert choices == ()
+
+
+def test_choices_are_those_of_the_table_where_all_run() -> None:
+    choices, refusals = usable_choices(STACK, 80, "bfloat16")
+    assert choices == choices_for(HOPPER.name, (9, 0), "bfloat16", 80)
+    assert refusals == {}
+
+
+def test_choices_drop_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = (Choice("cudnn", 1024, "short"), Choice("flash_attn", None, "long"))
+    monkeypatch.setattr(lookup, "choices_for", lambda *_: table)
+    stack = replace(STACK, flashinfer=None)
+    choices, refusals = usable_choices(stack, 80, "bfloat16")
+    assert choices == table[1:]
+    (refusal,) = refusals.values()
+    assert refusal.startswith("cudnn: flashinfer-python is not installed")
+    assert refusal.endswith('(pip install "flashinfer-python==0.6.13")')
+
+
+def test_a_forced_kernel_replaces_the_table() -> None:
+    choices, refusals = usable_choices(STACK, 80, "bfloat16", "reference")
+    assert choices == (Choice("reference", None, f"forced by {ENV_KERNEL}"),)
+    assert refusals == {}
+
+
+def test_a_forced_kernel_that_cannot_run_leaves_nothing() -> None:
+    stack = replace(STACK, gpus=())
+    choices, refusals = usable_choices(stack, 80, "bfloat16", "cudnn")
+    assert choices == ()
+    assert len(refusals) == 1
+
+
+def test_no_gpu_is_served_by_the_reference() -> None:
+    choices, _ = usable_choices(replace(STACK, gpus=()), 80, "bfloat16")
+    assert [choice.kernel for choice in choices] == ["reference"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "is_inspected"),
+    [("triton", False), ("flash_attn", False), ("cudnn", True)],
+)
+def test_libraries_wait_for_a_kernel_that_needs_them(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, is_inspected: bool
+) -> None:
+    read: list[bool] = []
+    monkeypatch.setattr(usable, "probe", lambda: read.append(True) or STACK)
+    bare = replace(STACK, cudnn_backend=None, inspected=None)
+    choices, refusals = usable_choices(bare, 80, "bfloat16", kernel)
+    assert [choice.kernel for choice in choices] == [kernel]
+    assert refusals == {}
+    assert bool(read) is is_inspected
