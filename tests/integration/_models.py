@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from vllm_flashinfer_vit.ops import attention as ops
-from vllm_flashinfer_vit.towers.tower import Tower, TowerSpec, build_tower
+from vllm_flashinfer_vit.towers.spec import TowerSpec
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
 Call = Callable[[], Any]
 Builder = Callable[[Any], tuple[nn.Module, Call]]

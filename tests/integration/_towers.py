@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_flashinfer_vit.towers.tower import Tower, TowerSpec, build_tower
+from vllm_flashinfer_vit.towers.spec import TowerSpec
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -2,6 +2,8 @@
 """vLLM's vision towers outside an engine: weights, results, and what is refused."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,14 @@ from _towers import FAMILIES, SMALL, cpu_only, pixels, small_spec, small_tower
 from safetensors.torch import load_file, save_file
 
 from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
-from vllm_flashinfer_vit.towers.tower import (
+from vllm_flashinfer_vit.towers.spec import (
     NAMED_MODELS,
     CheckpointError,
-    Tower,
     TowerError,
     TowerSpec,
-    build_tower,
     resolve_spec,
 )
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
 # A wide image with cut windows, one token, a square image, a video of two frames.
 GRIDS = [[1, 12, 20], [1, 2, 2], [1, 8, 8], [2, 6, 4]]
@@ -263,7 +264,32 @@ class TestDamagedCheckpoint:
         tensors = load_file(shard)
         tensors[name] = torch.zeros(3)
         save_file(tensors, shard)
-        with pytest.raises(CheckpointError, match=r"do not fit its config\.json"):
+        # vLLM's loaders assert shapes without a word.
+        with pytest.raises(
+            CheckpointError,
+            match=r"not fit its config\.json \(at blocks\.1\.\S+ of shape \(3,\): \w",
+        ):
+            _build(tmp_path)
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    def test_weights_that_are_not_finite(
+        self, checkpoint: tuple[Path, Any], tmp_path: Path, bad: float
+    ) -> None:
+        shard, name = _vision_shard(_copy(checkpoint[0], tmp_path))
+        tensors = load_file(shard)
+        tensors[name].view(-1)[-1] = bad
+        save_file(tensors, shard)
+        with pytest.raises(
+            CheckpointError, match=r"not finite in torch\.float32.*blocks"
+        ):
+            _build(tmp_path)
+
+    def test_deeply_nested_index(
+        self, checkpoint: tuple[Path, Any], tmp_path: Path
+    ) -> None:
+        _copy(checkpoint[0], tmp_path)
+        (tmp_path / "model.safetensors.index.json").write_text("[" * 200_000)
+        with pytest.raises(CheckpointError, match="too deeply nested"):
             _build(tmp_path)
 
     def test_no_weights(self, checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
@@ -281,6 +307,10 @@ class TestDamagedCheckpoint:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(CheckpointError, match=r"no weights of a vision tower"):
             _build(tmp_path)
+
+
+def _vision(**changes: Any) -> str:
+    return json.dumps({"model_type": "qwen2_5_vl", "vision_config": changes})
 
 
 class TestSpec:
@@ -310,6 +340,13 @@ class TestSpec:
         with pytest.raises(TowerError, match=rf"depth {depth} .* 1 to 32 blocks"):
             resolve_spec("Qwen/Qwen2-VL-2B-Instruct", random_weights=True, depth=depth)
 
+    def test_a_file_says_that_weights_are_random(self, tmp_path: Path) -> None:
+        name = "Qwen/Qwen2-VL-2B-Instruct"
+        spec = resolve_spec(name, random_weights=True)
+        assert spec.name == f"{name} (random weights)"
+        (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+        assert resolve_spec(str(tmp_path)).name == str(tmp_path)
+
     def test_unknown_model(self) -> None:
         with pytest.raises(TowerError, match=r"known are Qwen/Qwen2-VL-2B-Instruct"):
             resolve_spec("Qwen/Qwen9", random_weights=True)
@@ -325,6 +362,19 @@ class TestSpec:
             ("{", r"config\.json is not a model's config"),
             ("[]", r"config\.json is not a model's config"),
             ('{"model_type": "llama"}', r"'llama' is not supported; supported are"),
+            ("[" * 200_000, r"config\.json is .* too deeply nested"),
+            (_vision(num_heads=0), r"vision_config\.num_heads is 0: .* greater"),
+            (
+                _vision(depth="two"),
+                r"vision_config\.depth is 'two', not a whole number",
+            ),
+            (_vision(depth=True), r"vision_config\.depth is True, not a whole number"),
+            (_vision(depth=None), r"vision_config\.depth is None, not a whole number"),
+            (_vision(hidden_size=100), r"100 channels, which 16 heads cannot share"),
+            (
+                _vision(fullatt_block_indexes="all"),
+                r"fullatt_block_indexes is 'all', not a list",
+            ),
         ],
     )
     def test_bad_config(self, tmp_path: Path, text: str | None, message: str) -> None:
@@ -414,6 +464,16 @@ class TestCpuPlatform:
     def test_once_is_enough(self) -> None:
         assert use_cpu_platform()
         assert use_cpu_platform()
+
+    def test_modules_that_hold_the_platform_see_the_cpu(self) -> None:
+        # In a process of its own: here the platform was changed long ago.
+        code = (
+            "from vllm.platforms import current_platform as held\n"
+            "from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform\n"
+            "assert not held.is_cpu() and use_cpu_platform()\n"
+            "assert held.is_cpu() and held.device_type == 'cpu'\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
     def test_leaves_other_platforms_alone(
         self, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,6 @@ vLLM's CUDA wheel finds no platform there, and its CPU platform expects operator
 only the CPU wheel has. Vision towers need none of them, once they run on plain PyTorch.
 """
 
-import inspect
 import sys
 
 _MODELS = "vllm.model_executor.models."
@@ -39,7 +38,7 @@ def use_cpu_platform(*, force: bool = False) -> bool:
                 f"{loaded[0]} was imported for {platform.device_name} before "
                 "use_cpu_platform() was called; call it first in the process"
             )
-    # vLLM's modules hold this very object, so its class is what must change.
+    # Modules hold this very object and would not see another, so its class changes.
     platform.__class__ = _cpu_platform_class()
     _disable_pinned_memory()
     _replace_quick_gelu()
@@ -72,17 +71,13 @@ def _cpu_platform_class() -> type:
 
 def _disable_pinned_memory() -> None:
     # Some modules import this one's PIN_MEMORY, so it must be there to be changed.
-    import vllm.utils.torch_utils
+    import vllm.utils.torch_utils  # noqa: F401
     from vllm.utils.platform_utils import is_pin_memory_available
 
     is_pin_memory_available.cache_clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and hasattr(module, "PIN_MEMORY"):
             module.PIN_MEMORY = False  # type: ignore[attr-defined]
-    # vLLM 0.22 binds it as this function's default too.
-    copy = vllm.utils.torch_utils.async_tensor_h2d
-    if "pin_memory" in inspect.signature(copy).parameters:
-        copy.__defaults__ = (False,)
 
 
 def _replace_quick_gelu() -> None:

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tower: the models that are known by name, and those of checkpoint folders."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, Literal, NamedTuple, cast
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_flashinfer_vit.machine.documents import read_json, validated
+
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+
+
+class Classes(NamedTuple):
+    """A family's classes in vLLM: the model and, in its module, the tower."""
+
+    model: str
+    tower: str
+
+
+FAMILIES: Mapping[Family, Classes] = {
+    "qwen2_vl": Classes("Qwen2VLForConditionalGeneration", "Qwen2VisionTransformer"),
+    "qwen2_5_vl": Classes(
+        "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VisionTransformer"
+    ),
+    "qwen3_vl": Classes("Qwen3VLForConditionalGeneration", "Qwen3_VisionTransformer"),
+}
+
+
+class TowerError(ValueError):
+    """A tower cannot be built or called as asked; the message says what to change."""
+
+
+class CheckpointError(TowerError):
+    """A checkpoint directory lacks something, or holds something unreadable."""
+
+
+@dataclass(frozen=True)
+class TowerSpec:
+    """What to build.
+
+    Attributes:
+        family: Model family, as in the checkpoint's `model_type`.
+        vision_config: The `vision_config` of a Hugging Face `config.json`.
+        model: Model name or checkpoint folder, for people to read.
+        checkpoint: Folder to read weights from, or None for seeded random weights.
+        full_depth: Number of blocks of the whole tower; `depth` may be fewer.
+    """
+
+    family: Family
+    vision_config: Mapping[str, Any]
+    model: str
+    checkpoint: Path | None
+    full_depth: int
+
+    @property
+    def name(self) -> str:
+        """The model, and that its weights are random, for people and in files."""
+        return self.model if self.checkpoint else f"{self.model} (random weights)"
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks that are built."""
+        return self.vision_config["depth"]
+
+    @property
+    def merge_size(self) -> int:
+        """Patches per token, in each direction."""
+        return self.vision_config.get("spatial_merge_size", 2)
+
+    @property
+    def patch_size(self) -> int:
+        """Pixels per patch, in each direction."""
+        return self.vision_config.get("patch_size", 14)
+
+    @property
+    def patch_dim(self) -> int:
+        """Values per row of `pixel_values`."""
+        channels = self.vision_config.get(
+            "in_channels", self.vision_config.get("in_chans", 3)
+        )
+        frames = self.vision_config.get("temporal_patch_size", 2)
+        return channels * frames * self.patch_size**2
+
+
+def _qwen2_vl(hidden_size: int) -> dict[str, Any]:
+    return {
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_size": hidden_size,
+        "hidden_act": "quick_gelu",
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "in_channels": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+
+
+def _qwen2_5_vl(out_hidden_size: int, intermediate_size: int = 3420) -> dict[str, Any]:
+    return {
+        "depth": 32,
+        "hidden_size": 1280,
+        "hidden_act": "silu",
+        "intermediate_size": intermediate_size,
+        "num_heads": 16,
+        "in_channels": 3,
+        "out_hidden_size": out_hidden_size,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    }
+
+
+def _qwen3_vl(
+    out_hidden_size: int, hidden_size: int, intermediate_size: int, deepstack: list[int]
+) -> dict[str, Any]:
+    return {
+        "depth": 27 if hidden_size == 1152 else 24,
+        "hidden_size": hidden_size,
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": intermediate_size,
+        "num_heads": 16,
+        "in_channels": 3,
+        "out_hidden_size": out_hidden_size,
+        "num_position_embeddings": 2304,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "deepstack_visual_indexes": deepstack,
+    }
+
+
+_SMALL_QWEN3 = (1024, 4096, [5, 11, 17])
+_LARGE_QWEN3 = (1152, 4304, [8, 16, 24])
+
+NAMED_MODELS: Mapping[str, tuple[Family, Mapping[str, Any]]] = {
+    "Qwen/Qwen2-VL-2B-Instruct": ("qwen2_vl", _qwen2_vl(1536)),
+    "Qwen/Qwen2-VL-7B-Instruct": ("qwen2_vl", _qwen2_vl(3584)),
+    "Qwen/Qwen2.5-VL-3B-Instruct": ("qwen2_5_vl", _qwen2_5_vl(2048)),
+    "Qwen/Qwen2.5-VL-7B-Instruct": ("qwen2_5_vl", _qwen2_5_vl(3584)),
+    "Qwen/Qwen2.5-VL-72B-Instruct": ("qwen2_5_vl", _qwen2_5_vl(8192, 3456)),
+    "Qwen/Qwen3-VL-2B-Instruct": ("qwen3_vl", _qwen3_vl(2048, *_SMALL_QWEN3)),
+    "Qwen/Qwen3-VL-4B-Instruct": ("qwen3_vl", _qwen3_vl(2560, *_SMALL_QWEN3)),
+    "Qwen/Qwen3-VL-8B-Instruct": ("qwen3_vl", _qwen3_vl(4096, *_LARGE_QWEN3)),
+    "Qwen/Qwen3-VL-32B-Instruct": ("qwen3_vl", _qwen3_vl(5120, *_LARGE_QWEN3)),
+}
+
+
+def resolve_spec(
+    model: str, *, random_weights: bool = False, depth: int | None = None
+) -> TowerSpec:
+    """Find out which tower a user means.
+
+    Args:
+        model: A local Hugging Face checkpoint folder, or a name in `NAMED_MODELS`.
+        random_weights: Seeded random weights instead of a checkpoint's.
+        depth: Number of blocks to build, from the first on; None for all.
+
+    Raises:
+        TowerError: The model is unknown, or the depth is out of range.
+        CheckpointError: The folder's `config.json` is missing or not a Qwen-VL model's.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        family, config = _read_config(folder)
+    elif model in NAMED_MODELS:
+        if not random_weights:
+            raise TowerError(
+                f"{model} is a name, and no weights are downloaded: give the folder "
+                "of a local checkpoint, or ask for random weights"
+            )
+        family, config = NAMED_MODELS[model]
+    else:
+        raise TowerError(
+            f"{model!r} is neither a folder nor a known model; known are "
+            + ", ".join(NAMED_MODELS)
+        )
+    full_depth = config["depth"]
+    return TowerSpec(
+        family=family,
+        vision_config=_cut(config, full_depth if depth is None else depth),
+        model=model,
+        checkpoint=None if random_weights else folder,
+        full_depth=full_depth,
+    )
+
+
+def model_module(family: Family) -> ModuleType:
+    """Import vLLM's module of a family."""
+    return importlib.import_module(f"vllm.model_executor.models.{family}")
+
+
+_Size = Annotated[int, Field(ge=1)]
+
+
+class _VisionConfig(BaseModel):
+    """What a tower is built from; what is left out gets a default by transformers."""
+
+    model_config = ConfigDict(strict=True)
+
+    depth: _Size = 1
+    embed_dim: _Size = 1
+    hidden_size: _Size = 1
+    intermediate_size: _Size = 1
+    num_heads: _Size = 1
+    in_channels: _Size = 1
+    in_chans: _Size = 1
+    out_hidden_size: _Size = 1
+    patch_size: _Size = 1
+    spatial_merge_size: _Size = 1
+    temporal_patch_size: _Size = 1
+    window_size: _Size = 1
+    num_position_embeddings: _Size = 1
+    fullatt_block_indexes: list[int] = []
+    deepstack_visual_indexes: list[int] = []
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    model_type: str
+    vision_config: _VisionConfig = _VisionConfig()
+
+
+def _read_config(folder: Path) -> tuple[Family, Mapping[str, Any]]:
+    path = folder / "config.json"
+    try:
+        document = read_json(path)
+        family = validated(_Config, document).model_type
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist; give the folder of a Hugging Face checkpoint"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is not a model's config ({error}); download it again"
+        ) from None
+    if family not in FAMILIES:
+        raise CheckpointError(
+            f"{path}: model_type {family!r} is not supported; supported are "
+            + ", ".join(FAMILIES)
+        )
+    from transformers import AutoConfig
+
+    try:
+        # A saved config leaves defaults out; the config class puts them back.
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise CheckpointError(
+            f"{path} is not a model's config ({error}); download it again"
+        ) from error
+    vision_config = config.vision_config.to_dict()
+    width = vision_config.get("embed_dim", vision_config["hidden_size"])
+    if width % vision_config["num_heads"]:
+        raise CheckpointError(
+            f"{path}: vision_config has {width} channels, which "
+            f"{vision_config['num_heads']} heads cannot share; download it again"
+        )
+    return cast(Family, family), vision_config
+
+
+def _cut(config: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
+    full_depth = config["depth"]
+    if not 1 <= depth <= full_depth:
+        raise TowerError(
+            f"depth {depth} is out of range; this tower has 1 to {full_depth} blocks"
+        )
+    cut = {**config, "depth": depth}
+    if depth == full_depth:
+        return cut
+    if "fullatt_block_indexes" in cut:
+        # The whole tower ends with a full-attention block, so a part of it does too.
+        kept = {index for index in cut["fullatt_block_indexes"] if index < depth}
+        cut["fullatt_block_indexes"] = sorted(kept | {depth - 1})
+    if "deepstack_visual_indexes" in cut:
+        kept = {index for index in cut["deepstack_visual_indexes"] if index < depth}
+        cut["deepstack_visual_indexes"] = sorted(kept)
+    return cut

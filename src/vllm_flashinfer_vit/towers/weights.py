@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tower's weights: seeded random ones, or those of a checkpoint folder."""
+
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import nn
+
+from vllm_flashinfer_vit.machine.documents import read_json, validated
+from vllm_flashinfer_vit.towers.spec import (
+    FAMILIES,
+    CheckpointError,
+    TowerError,
+    TowerSpec,
+    model_module,
+)
+
+_VISUAL_PREFIXES = ("visual.", "model.visual.")
+_BLOCK = re.compile(r"blocks\.(\d+)\.")
+_DEEPSTACK = re.compile(r"deepstack_merger_list\.(\d+)\.")
+
+
+def fill_with_random_weights(visual: nn.Module, seed: int) -> None:
+    """Fill a tower's parameters with seeded random values, of bf16's precision.
+
+    Args:
+        visual: vLLM's module; parameters of the checkpoint's size.
+        seed: With a parameter's name and shape, decides its values.
+    """
+    generator = torch.Generator()
+    for name, parameter in visual.named_parameters():
+        if parameter.dim() == 1 and not name.endswith("bias"):
+            parameter.data.fill_(1.0)
+            continue
+        # Seeded by name, so that values depend on no other parameter.
+        generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        # Twice the usual width for Q and K: attention is peaked, as after training.
+        std = 0.04 if ".qkv." in name else 0.02
+        values = torch.empty(parameter.shape, dtype=torch.float32).normal_(
+            std=std, generator=generator
+        )
+        parameter.data.copy_(values.to(torch.bfloat16))
+
+
+def load_weights(visual: Any, spec: TowerSpec, folder: Path) -> None:
+    """Fill a tower's parameters with a checkpoint's.
+
+    Args:
+        visual: vLLM's module.
+        spec: What it was built from; weights of blocks that were not are skipped.
+        folder: A Hugging Face checkpoint with safetensors weights.
+
+    Raises:
+        CheckpointError: Weights are missing, do not fit or are not finite.
+    """
+    # What stays NaN was in no file, not even as a part of a stacked parameter.
+    for parameter in visual.parameters():
+        parameter.data.fill_(float("nan"))
+    model_cls = getattr(model_module(spec.family), FAMILIES[spec.family].model)
+    last = ""
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal last
+        for name, tensor in _read_weights(spec, folder, model_cls.hf_to_vllm_mapper):
+            last = f"{name} of shape {tuple(tensor.shape)}"
+            yield name, tensor
+
+    try:
+        visual.load_weights(weights())
+    except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+        if isinstance(error, TowerError):
+            raise
+        # vLLM's own assertions say nothing.
+        reason = str(error) or type(error).__name__
+        raise CheckpointError(
+            f"the vision weights in {folder} do not fit its config.json (at {last}: "
+            f"{reason}); download the checkpoint again"
+        ) from error
+    bad = [
+        (name, parameter.dtype)
+        for name, parameter in visual.named_parameters()
+        if not parameter.isfinite().all()
+    ]
+    if bad:
+        name, dtype = bad[0]
+        raise CheckpointError(
+            f"{folder} lacks {len(bad)} vision weights, or they are not finite in "
+            f"{dtype}; the first is {name}. Download the checkpoint again, or use "
+            "another dtype"
+        )
+
+
+def _read_weights(
+    spec: TowerSpec, folder: Path, mapper: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    for path, names in _files_with_vision_weights(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in names if names is not None else file.keys():
+                    if not name.startswith(_VISUAL_PREFIXES):
+                        continue
+                    (mapped,) = mapper.apply_list([name])
+                    own_name = mapped.removeprefix("visual.")
+                    if _is_built(own_name, spec):
+                        tensor = file.get_tensor(name)
+                        _refuse_quantized(path, name, tensor)
+                        yield own_name, tensor
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} does not exist, but the checkpoint's index lists it; download "
+                "the checkpoint again"
+            ) from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error}): it is truncated, or a pointer in "
+                "place of the file; download it again"
+            ) from error
+
+
+class _Index(BaseModel):
+    weight_map: dict[str, str]
+
+
+def _files_with_vision_weights(
+    folder: Path,
+) -> list[tuple[Path, list[str] | None]]:
+    index_path = folder / "model.safetensors.index.json"
+    single_path = folder / "model.safetensors"
+    if not index_path.exists():
+        if single_path.exists():
+            return [(single_path, None)]
+        raise CheckpointError(
+            f"{folder} holds neither {single_path.name} nor {index_path.name}; only "
+            "safetensors weights are read. Random weights need no file"
+        )
+    try:
+        weight_map = validated(_Index, read_json(index_path)).weight_map
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{index_path} is not an index of safetensors files ({error}); download "
+            "it again"
+        ) from None
+    files: dict[Path, list[str] | None] = {}
+    for name, file in weight_map.items():
+        if name.startswith(_VISUAL_PREFIXES):
+            names = files.setdefault(folder / file, [])
+            assert names is not None
+            names.append(name)
+    if not files:
+        raise CheckpointError(
+            f"{index_path} lists no weights of a vision tower; give the folder of the "
+            "whole vision-language model"
+        )
+    return sorted(files.items())
+
+
+def _is_built(name: str, spec: TowerSpec) -> bool:
+    taps = len(spec.vision_config.get("deepstack_visual_indexes", ()))
+    for pattern, count in ((_BLOCK, spec.depth), (_DEEPSTACK, taps)):
+        if (match := pattern.match(name)) and int(match[1]) >= count:
+            return False
+    return True
+
+
+def _refuse_quantized(path: Path, name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise CheckpointError(
+            f"{path}: {name} is {tensor.dtype}; quantized vision weights are not "
+            "supported here, give an unquantized checkpoint"
+        )
