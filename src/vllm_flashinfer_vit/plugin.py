@@ -8,8 +8,13 @@ from importlib.metadata import version
 
 from vllm_flashinfer_vit.machine.versions import check_vllm
 from vllm_flashinfer_vit.models import qwen2_5_vl, qwen2_vl, qwen3_vl
-from vllm_flashinfer_vit.patches import encoder_graphs, fp8_scales, patch, platform
-from vllm_flashinfer_vit.patches.patch import Patch, PatchError
+from vllm_flashinfer_vit.patches import encoder_graphs, fp8_scales, platform
+from vllm_flashinfer_vit.patches.patch import (
+    Patch,
+    PatchError,
+    apply_group,
+    revert_group,
+)
 from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
 
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
@@ -93,7 +98,7 @@ def apply_platform_patches() -> None:
     # Resolving the platform loads its module; no device is initialised.
     from vllm.platforms import current_platform  # noqa: F401
 
-    patch.apply(platform.PATCHES)
+    apply_group(platform.PATCHES)
 
 
 def apply_model_patches(settings: Settings) -> tuple[str, ...]:
@@ -121,7 +126,7 @@ def apply_model_patches(settings: Settings) -> tuple[str, ...]:
     # Runners import it after the model is built.
     importlib.import_module(encoder_graphs.MODULE)
     try:
-        patch.apply(_MODEL_PATCHES, settings.disabled_patches)
+        apply_group(_MODEL_PATCHES, settings.disabled_patches)
     except PatchError as error:
         if settings.strict:
             raise
@@ -136,7 +141,7 @@ def apply_graph_patches() -> None:
         PatchError: vLLM's manager is not what this package was written for.
     """
     importlib.import_module(encoder_graphs.MODULE)
-    patch.apply(encoder_graphs.PATCHES)
+    apply_group(encoder_graphs.PATCHES)
 
 
 def apply_fp8_patches(settings: Settings) -> None:
@@ -145,9 +150,9 @@ def apply_fp8_patches(settings: Settings) -> None:
     Raises:
         PatchError: vLLM's worker is not what this package was written for.
     """
-    patch.apply(fp8_scales.PATCHES, settings.disabled_patches)
+    apply_group(fp8_scales.PATCHES, settings.disabled_patches)
 
 
 def revert_all() -> None:
     """Put every original object back."""
-    patch.revert(all_patches())
+    revert_group(all_patches())

@@ -12,9 +12,10 @@ from _models import noise
 from _towers import DEVICE
 from torch import nn
 
-from vllm_flashinfer_vit import patches
+from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
-from vllm_flashinfer_vit.towers.tower import Tower, TowerSpec, build_tower
+from vllm_flashinfer_vit.towers.spec import TowerSpec
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
 # No multiple of 8, like 3420 and the 1710 and 855 of its ranks.
 SIZE, ALIGNED = 44, 64
@@ -90,7 +91,7 @@ def build(
 def without(*names: str) -> Iterator[None]:
     """Leave patches out of what is built, as the environment variable does."""
     model_patches = [
-        patch for patch in patches.all_patches() if not patch.name.startswith("select-")
+        patch for patch in plugin.all_patches() if not patch.name.startswith("select-")
     ]
     for patch in reversed(model_patches):
         patch.revert()

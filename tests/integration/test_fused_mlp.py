@@ -35,17 +35,17 @@ from torch import nn
 from torch.nn.functional import gelu, linear, silu
 
 from cases import relative_error
-from vllm_flashinfer_vit import patches
-from vllm_flashinfer_vit.blocks import quack_linear
+from vllm_flashinfer_vit import plugin
+from vllm_flashinfer_vit.blocks import compiled, methods, quack_linear
 from vllm_flashinfer_vit.blocks.quack_linear import QUICK_GELU, SWIGLU, TANH_GELU
-from vllm_flashinfer_vit.models import qwen_ops
+from vllm_flashinfer_vit.models import qwen2_5_vl
 from vllm_flashinfer_vit.settings import Settings
 from vllm_flashinfer_vit.towers import tower
 from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = pytest.mark.usefixtures("plain_kernel")
 
-NAMES = {patch.name for patch in qwen_ops.PATCHES}
+NAMES = {patch.name for patch in plugin.all_patches()}
 without = functools.partial(_blocks.without, *QUACK_QKV.values())
 LINEAR_ACT = quack_linear.linear_act
 GET_PROPERTIES = torch.cuda.get_device_properties
@@ -108,7 +108,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         sums = linear(x.float(), weight.float(), bias)
         return FUNCTIONS[activation](sums).to(x.dtype)
 
-    monkeypatch.setattr(qwen_ops, "_has_quack", lambda: True)
+    monkeypatch.setattr(methods, "has_quack", lambda: True)
     monkeypatch.setattr(quack_linear, "can_read", lambda x: True)
     monkeypatch.setattr(quack_linear, "linear_act", linear_act)
     set_capturing(monkeypatch, False)
@@ -137,7 +137,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def compiled_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that vLLM's compiled ops are there; no test with it runs one."""
-    monkeypatch.setattr(qwen_ops, "_has_compiled", lambda *names: True)
+    monkeypatch.setattr(compiled, "has_compiled", lambda *names: True)
 
 
 @pytest.fixture
@@ -406,7 +406,7 @@ class TestConditions:
     ) -> None:
         context = build(family)
         assert is_fused(family, build_mlp(family, context))
-        monkeypatch.setattr(qwen_ops, "_has_quack", lambda: False)
+        monkeypatch.setattr(methods, "has_quack", lambda: False)
         assert not is_fused(family, build_mlp(family, context))
 
 
@@ -440,7 +440,7 @@ def test_has_quack(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: name == package or None
     )
-    assert qwen_ops._has_quack() is has_quack
+    assert methods.has_quack() is has_quack
 
 
 @cpu_only
@@ -448,11 +448,18 @@ def test_not_on_this_machine() -> None:
     assert not is_fused("qwen3_vl", mlp(build("qwen3_vl")))
 
 
-def test_it_is_said_once(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(
-        qwen_ops, "_say_once", lambda message, *values: said.append(message % values)
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect what is said once in a process, every time."""
+    lines: list[str] = []
+    logger = SimpleNamespace(
+        info_once=lambda message, *values: lines.append(message % values)
     )
+    monkeypatch.setattr(methods, "logger", logger)
+    return lines
+
+
+def test_it_is_said_once(calls: list[Call], said: list[str]) -> None:
     build("qwen2_vl")
     lines = [line for line in said if "QuACK" in line]
     assert lines[0].endswith("from 4096 rows on, in CUDA graphs from 1024.")
@@ -567,7 +574,7 @@ class TestSmallBatchesActivation:
         act = mlp(served).gate_up_proj.quant_method.act
         before = act._forward_method
         assert before != act.forward_cuda
-        with qwen_ops._compiled_ops(served.visual):
+        with qwen2_5_vl.fused_ops(served.visual):
             assert act._forward_method == act.forward_cuda
         assert act._forward_method == before
 
@@ -597,7 +604,7 @@ def qkv_patches(mlps_alone: None) -> Iterator[None]:
 
     with _blocks.without(*(name for name in NAMES if "fused-mlp" in name)):
         # Before a tower is built: its first attention layer's `__init__` runs then.
-        patches.apply_model_patches(Settings.from_env())
+        plugin.apply_model_patches(Settings.from_env())
         yield
 
 
@@ -668,7 +675,7 @@ class TestQkv:
 
     def test_beside_the_mlps(self, family: str, calls: list[Call], large: None) -> None:
         with _blocks.without():
-            patches.apply_model_patches(Settings.from_env())
+            plugin.apply_model_patches(Settings.from_env())
             fused = build(family)
             calls.clear()
             outputs(fused)
@@ -715,18 +722,12 @@ class TestQkv:
         with monkeypatch.context() as patched:
             patched.setenv("VLLM_BATCH_INVARIANT", "1")
             assert not self.is_taken(build_attention(family, context))
-        monkeypatch.setattr(qwen_ops, "_has_quack", lambda: False)
+        monkeypatch.setattr(methods, "has_quack", lambda: False)
         assert not self.is_taken(build_attention(family, context))
 
     def test_what_is_said(
-        self, family: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+        self, family: str, calls: list[Call], said: list[str]
     ) -> None:
-        said: list[str] = []
-        monkeypatch.setattr(
-            qwen_ops,
-            "_say_once",
-            lambda message, *values: said.append(message % values),
-        )
         build(family)
         lines = {line for line in said if "QuACK" in line}
         assert len(lines) == 1

@@ -17,10 +17,18 @@ import torch
 from _models import engine, noise, offsets
 from _towers import DEVICE, HAS_GPU, cpu_only
 
-from cases import Case, attention_eager, make_cos_sin, make_qkv, relative_error
-from vllm_flashinfer_vit import patches
+from cases import (
+    Case,
+    attention_eager,
+    make_cos_sin,
+    make_qkv,
+    relative_error,
+    values,
+)
+from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.choices.lookup import Choice
-from vllm_flashinfer_vit.models import qwen_vl
+from vllm_flashinfer_vit.ops.batch import Batch
+from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.settings import (
     ENV_DISABLE_PATCHES,
     ENV_KERNEL,
@@ -33,6 +41,7 @@ pytestmark = pytest.mark.usefixtures("plain_kernel", "on_device")
 
 HEADS, HEAD_DIM = 4, 16
 SCALE = HEAD_DIM**-0.5
+ROTARY = [p for p in plugin.all_patches() if p.name.endswith("-fused-rotary")]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +63,8 @@ def patched(flashinfer: Tower) -> Iterator[None]:
     yield
     # vLLM's context manager leaves it changed after an error.
     torch.set_default_dtype(dtype)
-    patches.apply_platform_patches()
-    patches.apply_model_patches(Settings())
+    plugin.apply_platform_patches()
+    plugin.apply_model_patches(Settings())
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +133,9 @@ def test_other_backends_run_as_without_the_package():
 def test_another_backend_gets_the_class_in_the_tree(sdpa: Tower) -> None:
     from vllm.model_executor.layers.attention import MMEncoderAttention
 
+    # Why the constructor changes the class: vLLM makes an object of the registered one.
+    made = MMEncoderAttention.__new__(MMEncoderAttention)
+    assert type(made).__name__ == "FlashInferViTAttention"
     layer = build(sdpa)
     assert type(layer) is MMEncoderAttention
     stock = (
@@ -155,12 +167,12 @@ def unpatched_models() -> None:
     import vllm.model_executor.models.qwen2_5_vl
     import vllm.model_executor.models.qwen2_vl  # noqa: F401
 
-    for patch in qwen_vl.PATCHES:
+    for patch in ROTARY:
         patch.revert()
 
 
 def applied() -> set[str]:
-    return {patch.name for patch in qwen_vl.PATCHES if patch.applied}
+    return {patch.name for patch in ROTARY if patch.applied}
 
 
 @pytest.mark.usefixtures("unpatched_models")
@@ -169,7 +181,7 @@ class TestModelPatches:
         build(sdpa)
         assert applied() == set()
         build(flashinfer)
-        assert applied() == {patch.name for patch in qwen_vl.PATCHES}
+        assert applied() == {"qwen2_vl-fused-rotary", "qwen2_5_vl-fused-rotary"}
 
     def test_one_is_left_out(
         self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
@@ -187,8 +199,8 @@ class TestModelPatches:
         assert applied() == set()
 
     def test_revert_all_restores_every_object(self, flashinfer: Tower) -> None:
-        patches.revert_all()
-        loaded = [patch for patch in patches.all_patches() if patch.loaded]
+        plugin.revert_all()
+        loaded = [patch for patch in plugin.all_patches() if patch.loaded]
 
         def objects() -> list[object]:
             return [
@@ -197,11 +209,11 @@ class TestModelPatches:
 
         before = objects()
         assert len(before) >= 3
-        patches.apply_platform_patches()
+        plugin.apply_platform_patches()
         build(flashinfer)
         during = objects()
         assert not any(a is b for a, b in zip(before, during, strict=True))
-        patches.revert_all()
+        plugin.revert_all()
         assert all(a is b for a, b in zip(before, objects(), strict=True))
 
 
@@ -433,7 +445,7 @@ CODE_BACKEND = "inductor" if which("g++") else "aot_eager"
 
 @pytest.mark.usefixtures("fresh_dynamo")
 class TestCompile:
-    @pytest.mark.parametrize("backend", ["eager", CODE_BACKEND])
+    @pytest.mark.parametrize("backend", values(["eager"], extended=[CODE_BACKEND]))
     def test_is_compiled_once(self, backend: str, flashinfer: Tower) -> None:
         from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -471,10 +483,12 @@ def test_op_is_well_behaved(packed: bool, rotary_dim: int, flashinfer: Tower) ->
     cu_seqlens = BATCH.cu_seqlens(DEVICE) if packed else None
     longest = torch.tensor(BATCH.max_seqlen) if packed else None
     length = 0 if packed else BATCH.rows // 2
-    args = (q, k, v, cos, sin, cu_seqlens, longest, length, SCALE, "*:reference")
+    batch = Batch(q, k, v, cos, sin, cu_seqlens, longest, length)
+    args = (*batch, SCALE, "*:reference")
     torch.library.opcheck(torch.ops.vllm_flashinfer_vit.attention, args)
     assert torch.equal(
-        ops.attention(*args), torch.ops.vllm_flashinfer_vit.attention(*args)
+        ops.attention(batch, SCALE, Plan.of("reference")),
+        torch.ops.vllm_flashinfer_vit.attention(*args),
     )
 
 
@@ -485,6 +499,6 @@ def test_a_fake_tensor_runs_no_kernel(flashinfer: Tower) -> None:
 
     with FakeTensorMode():
         q, k, v = torch.empty(3, 10, HEADS, HEAD_DIM).unbind(0)
-        args = (None, None, torch.empty(3, dtype=torch.int32), None, 0, SCALE)
-        out = ops.attention(q, k, v, *args, "*:cudnn")
+        batch = Batch(q, k, v, cu_seqlens=torch.empty(3, dtype=torch.int32))
+        out = ops.attention(batch, SCALE, Plan.of("cudnn"))
     assert out.shape == q.shape

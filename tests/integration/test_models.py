@@ -23,10 +23,10 @@ from _models import (
 )
 
 from cases import relative_error
-from vllm_flashinfer_vit.models import qwen_vl
-from vllm_flashinfer_vit.patches import apply_model_patches
+from vllm_flashinfer_vit.plugin import all_patches, apply_model_patches
 from vllm_flashinfer_vit.settings import Settings
-from vllm_flashinfer_vit.towers.tower import Tower, TowerSpec, build_tower
+from vllm_flashinfer_vit.towers.spec import TowerSpec
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
 HAS_GPU = torch.cuda.is_available()
 cpu_only = pytest.mark.skipif(
@@ -131,8 +131,9 @@ def test_qwen_tower(family: str, images: str) -> None:
 
 @contextmanager
 def without_model_patches() -> Iterator[None]:
-    for patch in qwen_vl.PATCHES:
-        patch.revert()
+    for patch in all_patches():
+        if patch.name.endswith("-fused-rotary"):
+            patch.revert()
     try:
         yield
     finally:

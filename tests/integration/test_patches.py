@@ -31,20 +31,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import relative_error
-from vllm_flashinfer_vit import patches
-from vllm_flashinfer_vit.blocks import chain as _blocks
-from vllm_flashinfer_vit.models import positions as qwen_metadata
-from vllm_flashinfer_vit.models import qwen_ops
+from vllm_flashinfer_vit import plugin
+from vllm_flashinfer_vit.blocks import chain, compiled, methods
+from vllm_flashinfer_vit.models import qwen2_5_vl, qwen2_vl, qwen3_vl
+from vllm_flashinfer_vit.models._shared import ROTARY_CACHE
 from vllm_flashinfer_vit.settings import Settings
 from vllm_flashinfer_vit.towers import tower
-from vllm_flashinfer_vit.towers.tower import Tower, build_tower, resolve_spec
+from vllm_flashinfer_vit.towers.spec import resolve_spec
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
 HAS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 DOCS = Path(__file__).parents[2] / "docs" / "patches.md"
 
 # Zeros change no product; only the order of sums may differ.
 TOLERANCE = 1e-6
-PATCHES = (*qwen_ops.PATCHES, *qwen_metadata.PATCHES)
+PATCHES = tuple(
+    patch
+    for module in (qwen2_vl, qwen2_5_vl, qwen3_vl)
+    for patch in module.PATCHES
+    if not patch.name.endswith("-fused-rotary")
+)
 NAMES = tuple(patch.name for patch in PATCHES)
 
 
@@ -222,16 +228,17 @@ def build_gelu_mlp(context: Tower, act_fn: Any, quant_config: Any = None) -> Any
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collect what is said once in a process, every time."""
     lines: list[str] = []
-    monkeypatch.setattr(
-        qwen_ops, "_say_once", lambda message, *values: lines.append(message % values)
+    logger = SimpleNamespace(
+        info_once=lambda message, *values: lines.append(message % values)
     )
+    monkeypatch.setattr(methods, "logger", logger)
     return lines
 
 
 @pytest.fixture
 def compiled_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that vLLM's compiled ops are there; no test with it runs one."""
-    monkeypatch.setattr(qwen_ops, "_has_compiled", lambda *names: True)
+    monkeypatch.setattr(compiled, "has_compiled", lambda *names: True)
 
 
 @cpu_only
@@ -264,7 +271,7 @@ class TestFusedOps:
         before = act._forward_method
         priority = ir.ops.rms_norm.get_priority()
         seen = []
-        with pytest.raises(KeyError), qwen_ops._compiled_ops(served.visual):
+        with pytest.raises(KeyError), qwen2_5_vl.fused_ops(served.visual):
             seen.append(act._forward_method)
             raise KeyError
         assert seen == [act.forward_cuda]
@@ -279,13 +286,13 @@ class TestFusedOps:
         block = served.visual.get_submodule("blocks.0")
         monkeypatch.setattr(block, "do_not_compile", not is_compiled, raising=False)
         act = mlp(served).act_fn
-        with qwen_ops._compiled_ops(served.visual):
+        with qwen2_5_vl.fused_ops(served.visual):
             assert (act._forward_method == act.forward_cuda) is not is_compiled
 
     def test_not_for_another_backend(self, compiled_ops: None) -> None:
         stock = build(backend="TORCH_SDPA")
         act = mlp(stock).act_fn
-        with qwen_ops._compiled_ops(stock.visual):
+        with qwen2_5_vl.fused_ops(stock.visual):
             assert act._forward_method != act.forward_cuda
 
 
@@ -367,7 +374,7 @@ class OpNames(TorchDispatchMode):
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let towers on the CPU run Triton kernels, by its interpreter."""
-    monkeypatch.setattr(qwen_ops, "_runs_triton", lambda: True)
+    monkeypatch.setattr(chain, "runs_triton", lambda: True)
 
 
 @cpu_only
@@ -391,15 +398,15 @@ class TestChainedBlocks:
             plain = build(family)
             expected = outputs(plain)
         assert not calls
-        patches.apply_model_patches(Settings())
+        plugin.apply_model_patches(Settings())
         assert relative_error(outputs(fused), expected) < TOLERANCE
-        # The last block's second sum has no norm of its own behind it.
+        # The last block's second sum has no norm of its own after it.
         assert len(calls) == 2 * len(blocks(fused)) - 1
 
     def test_rms_norm(self) -> None:
         served = build()
         expected = outputs(served)
-        with _blocks.chained(blocks(served), qwen_ops._sum_norm):
+        with chain.chained(blocks(served), chain.sum_norm):
             chained = outputs(served)
         assert relative_error(chained, expected) < TOLERANCE
 
@@ -413,7 +420,7 @@ class TestChainedBlocks:
 
         with (
             pytest.raises(KeyError),
-            _blocks.chained(blocks(served), raising),
+            chain.chained(blocks(served), raising),
         ):
             outputs(served)
         assert seen
@@ -424,26 +431,38 @@ class TestChainedBlocks:
         self, family: str, interpreted: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         block = blocks(build(family))[0]
-        assert qwen_ops._can_chain(block)
+        assert chain.can_chain(block)
         # What a compiler fuses, norms of another kind, blocks that take more.
         with monkeypatch.context() as context:
             context.setattr(block, "do_not_compile", False, raising=False)
-            assert not qwen_ops._can_chain(block)
+            assert not chain.can_chain(block)
         with monkeypatch.context() as context:
             context.setitem(block._modules, "norm2", nn.RMSNorm(64))
-            assert not qwen_ops._can_chain(block)
+            assert not chain.can_chain(block)
 
         class Other(type(block)):  # type: ignore[misc]
             def forward(self, x: torch.Tensor, mask: torch.Tensor) -> None: ...
 
         with monkeypatch.context() as context:
             context.setattr(block, "__class__", Other)
-            assert not qwen_ops._can_chain(block)
-        assert qwen_ops._can_chain(block)
-        assert not qwen_ops._can_chain(blocks(build(family, "TORCH_SDPA"))[0])
+            assert not chain.can_chain(block)
+        assert chain.can_chain(block)
+
+    @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+    def test_another_backend(
+        self, family: str, interpreted: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def raising(*args: Any) -> Any:
+            raise KeyError
+
+        build(family)
+        monkeypatch.setattr(chain, "sum_norm", raising)
+        outputs(build(family, "TORCH_SDPA"))
+        with pytest.raises(KeyError):
+            outputs(build(family))
 
     def test_without_a_gpu(self) -> None:
-        assert not qwen_ops._can_chain(blocks(build("qwen3_vl"))[0])
+        assert not chain.can_chain(blocks(build("qwen3_vl"))[0])
 
 
 @cpu_only
@@ -483,7 +502,7 @@ class TestMetadata:
                 visual.rot_pos_emb([[1, 4, 6]]), expected, strict=True
             ):
                 assert torch.equal(table, value)
-        assert vars(visual)[qwen_metadata._CACHE].held_bytes > 0
+        assert vars(visual)[ROTARY_CACHE].held_bytes > 0
 
     def test_positions_follow_their_weights(self) -> None:
         visual: Any = build("qwen3_vl").visual
@@ -498,7 +517,7 @@ class TestMetadata:
         build(family)
         stock: Any = build(family, "TORCH_SDPA").visual
         stock.rot_pos_emb(self.GRIDS)
-        assert qwen_metadata._CACHE not in vars(stock)
+        assert ROTARY_CACHE not in vars(stock)
 
 
 @cpu_only
@@ -521,7 +540,7 @@ def test_disabled_and_reverted(family: str) -> None:
         patch.revert()
     after = [owner.__dict__[attribute] for owner, attribute in owners]
     assert all(new is old for new, old in zip(after, stock, strict=True))
-    patches.apply_model_patches(Settings())
+    plugin.apply_model_patches(Settings())
 
 
 def _prefix(family: str) -> str:
@@ -552,7 +571,7 @@ def test_compiled_code_is_kept_apart() -> None:
 def test_documented() -> None:
     rows = [line for line in DOCS.read_text("utf-8").splitlines() if line[:2] == "| "]
     names = [row.split("|")[1].strip() for row in rows]
-    assert names[1:] == [patch.name for patch in patches.all_patches()]
+    assert names[1:] == [patch.name for patch in plugin.all_patches()]
 
 
 @pytest.mark.gpu

@@ -49,9 +49,9 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
         self.parts = parts
 
     def reserve(self, layer: torch.nn.Module) -> None:
-        """Give the padding its room behind the parameters of a layer just built.
+        """Give the padding its room after the parameters of a layer just built.
 
-        Tensors that replaced them after loading would leave gaps behind, each too small
+        Tensors that replaced them after loading would leave gaps, each too small
         for the next block's.
         """
         for parameter in self._padded(layer):
@@ -75,7 +75,7 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
         return shape
 
     def pad(self, stock: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a copy of a parameter with zeros behind each part.
+        """Return a copy of a parameter with zeros after each part.
 
         Args:
             stock: `[outputs, inputs]` or `[outputs]`, the checkpoint's size.

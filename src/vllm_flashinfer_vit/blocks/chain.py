@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tower's blocks with residual sums and the norm behind them as one op.
+"""A tower's blocks with residual sums and the norm after them as one op.
 
 A block adds both of its branches to the stream at once, which is rounded once.
 
-The sum that a block ends with is normalized by the block behind it. So a block returns
-its sum with the norm attached to it, and the next one takes that instead of its own.
+The sum that a block ends with is normalized by the next block. So a block returns its
+sum with the norm attached to it, and the next one takes that instead of its own.
 Whatever else reads the sum in between, as deepstack does, finds it whole.
 """
 
@@ -45,6 +45,52 @@ def has_known_forward(block: torch.nn.Module) -> bool:
 def _is_known(forward: Callable[..., Any]) -> bool:
     found = tuple(inspect.signature(forward).parameters)
     return found in (_PARAMETERS, _PARAMETERS[:-1])
+
+
+def is_compiled(block: torch.nn.Module) -> bool:
+    """Whether a compiler runs a block, and fuses these ops and more than these."""
+    return not getattr(block, "do_not_compile", True)
+
+
+def can_chain(block: Any) -> bool:
+    """Whether a block's LayerNorms can be a part of the sums before them."""
+    return (
+        not is_compiled(block)
+        and has_known_forward(block)
+        and all(
+            type(norm) is torch.nn.LayerNorm and norm.bias is not None
+            for norm in (block.norm1, block.norm2)
+        )
+        and runs_triton()
+    )
+
+
+def runs_triton() -> bool:
+    """Whether vLLM runs on a GPU that Triton compiles for."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda()
+
+
+def sum_norm(
+    norm: Any, terms: tuple[torch.Tensor, ...], keep_sum: bool
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Add and normalize by one kernel; see `kernels.add_norm.sum_norm`.
+
+    Args:
+        norm: A LayerNorm with bias, or vLLM's RMSNorm.
+        terms: What to add, alike in shape and dtype.
+        keep_sum: Whether the sum is wanted.
+
+    Returns:
+        The sum or None, and its norm.
+    """
+    from vllm_flashinfer_vit.kernels import add_norm
+
+    if isinstance(norm, torch.nn.LayerNorm):
+        return add_norm.sum_norm(terms, norm.weight, norm.bias, norm.eps, keep_sum)
+    eps = norm.variance_epsilon
+    return add_norm.sum_norm(terms, norm.weight, None, eps, keep_sum)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An unquantized linear layer and the tanh GELU behind it, by one GEMM.
+"""An unquantized linear layer and the tanh GELU after it, by one GEMM.
 
 cuBLASLt applies bias and GELU to the fp32 sums before it writes them: the layer's
 output is neither read nor written once more, and is rounded once less.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An unquantized linear layer, its bias and any activation behind it, by one GEMM.
+"""An unquantized linear layer, its bias and any activation after it, by one GEMM.
 
 QuACK's kernel applies both to the fp32 sums before it writes them: what the layer
 returns is neither read nor written once more, and is rounded once, not twice. A layer
@@ -61,7 +61,7 @@ class QuackLinearMethod(UnquantizedLinearMethod):
 
         Args:
             inner: The method that the layer had.
-            act: What runs behind `inner` for the same result.
+            act: What runs after `inner` for the same result.
             activation: QuACK's name of what `inner` and `act` apply to the layer's sum;
                 `SWIGLU` is of stacked [gate; up], None is of no activation.
         """

@@ -229,7 +229,7 @@ def without(choices: Iterable[Choice], kernel: str) -> tuple[Choice, ...]:
     kept = []
     for choice in choices:
         if choice.kernel == kernel and choice.many is not None:
-            reason = f"in place of {kernel}, the fastest but for it"
+            reason = f"{kernel} would be faster, but cannot run here"
             kept.append(Choice(choice.many, choice.max_len, reason))
         elif choice.kernel != kernel:
             many = None if choice.many == kernel else choice.many

@@ -2,26 +2,30 @@
 """The encoder attention layer that vLLM builds in place of `MMEncoderAttention`."""
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mm_encoder_attention import (
     MMEncoderAttention,
 )
 from vllm.platforms import current_platform
 
-from vllm_flashinfer_vit import __version__, patches
-from vllm_flashinfer_vit.choices.lookup import plan_of
-from vllm_flashinfer_vit.engine import warmup
-from vllm_flashinfer_vit.engine.selection import (
-    NotServedError,
-    flashinfer_requested,
-    served,
-)
+from vllm_flashinfer_vit import __version__
+from vllm_flashinfer_vit.choices.lookup import Choice, plan_of
+from vllm_flashinfer_vit.choices.usable import NotServedError
+from vllm_flashinfer_vit.engine.owner import gets_rotary
+from vllm_flashinfer_vit.engine.packed import token_offsets
+from vllm_flashinfer_vit.engine.selection import flashinfer_requested, served
+from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.fp8 import policy as fp8
+from vllm_flashinfer_vit.fp8.state import EngineScales, ScaleState
 from vllm_flashinfer_vit.kernels.flash_attn import fa_version
+from vllm_flashinfer_vit.machine.versions import runner_note
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
@@ -29,12 +33,40 @@ from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
 
+def _none_applied(settings: Settings) -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What a layer calls while it is built, so that vLLM is patched; unset, nothing.
+
+    Attributes:
+        model_patches: For every FLASHINFER layer; returns the names of the patches of
+            models that are in place.
+        fp8_patches: For a layer that keeps track of its FP8 scales.
+        graph_patches: For an engine without FLASHINFER whose encoder CUDA graphs are
+            to be padded as with it.
+    """
+
+    model_patches: Callable[[Settings], tuple[str, ...]] = _none_applied
+    fp8_patches: Callable[[Settings], object] = _none_applied
+    graph_patches: Callable[[], object] = lambda: None
+
+
 class FlashInferViTAttention(MMEncoderAttention):
     """Encoder attention by this package's custom op, if FLASHINFER was asked for.
 
     Otherwise the object becomes a plain `MMEncoderAttention` before it is built, so
     that other backends run exactly what they run without this package.
+
+    Attributes:
+        activation: What every layer calls while it is built.
+        owner: The class of the module that the layer is a part of, once it is.
     """
+
+    activation: ClassVar[Activation] = Activation()
+    owner: type | None = None
 
     def __init__(
         self,
@@ -51,54 +83,60 @@ class FlashInferViTAttention(MMEncoderAttention):
                 attention, see `fp8.policy_for`.
             ScaleError: The file of FP8 scales cannot be used, or not for this layer.
         """
-        choices = policy = None
         settings = Settings.from_env()
-        if flashinfer_requested():
-            dtype = torch.get_default_dtype()
-            try:
-                policy = fp8.policy_for(prefix, head_size, dtype, settings)
-                choices = policy.choices if policy else served(head_size, dtype)
-            except NotServedError as error:
-                raise NotServedError(f"layer {prefix!r}: {error}") from None
+        choices, policy = _choose(prefix, head_size, settings)
         if choices is None:
-            _refuse_fp8(prefix)
-            if settings.fix_graph_padding:
-                patches.apply_graph_patches()
+            # vLLM's `CustomOp.__new__` makes one of this class whatever is asked for.
             self.__class__ = MMEncoderAttention
+            _prepare_stock(settings)
             MMEncoderAttention.__init__(
                 self, num_heads, head_size, scale, num_kv_heads, prefix
             )
             return
         super().__init__(num_heads, head_size, scale, num_kv_heads, prefix)
         self._settings = settings
-        self._strict = settings.strict
         self._plan = plan_of(choices)
         self._fp8_policy = policy
-        method = f" {policy.method} {policy.save}" if policy else ""
-        patches.apply_model_patches(settings, self._plan.text + method)
-        _warn_of_ignored_graphs()
+        config = get_current_vllm_config()
+        self._warm_up = WarmUp.of(config)
+        self._patch()
+        self._engine_scales: EngineScales | None = None
+        self._fp8_state: ScaleState | None = None
+        if fp8.requested():
+            self._engine_scales = EngineScales.of(config)
+            self._fp8_state = self._engine_scales.enroll(prefix, head_size, policy)
         if any("flash_attn" in choice.kernels for choice in choices):
             # Decided here, where the engine's configuration is in force.
             fa_version(head_size)
+        _warn_of_ignored_graphs()
+        self._say(choices)
+
+    def _patch(self) -> None:
+        """Patch vLLM for layers like this one, and mark the engine as patched."""
+        names = self.activation.model_patches(self._settings)
+        policy = self._fp8_policy
+        method = f" {policy.method} {policy.save}" if policy else ""
+        _name_in_compile_cache(names, self._plan.text + method)
+        if policy is not None and policy.observes:
+            self.activation.fp8_patches(self._settings)
+
+    def _say(self, choices: tuple[Choice, ...]) -> None:
         for choice in choices:
+            which = "longer sequences" if len(choices) > 1 else "all sequences"
+            if choice.max_len is not None:
+                which = f"sequences of up to {choice.max_len} tokens"
             logger.info_once(
-                "vllm-flashinfer-vit %s: sequences %s tokens, head dim %d, %s: %s (%s)",
+                "vllm-flashinfer-vit %s: %s (head dim %d, %s) are served by %s: %s",
                 __version__,
-                f"of up to {choice.max_len}" if choice.max_len else "of any other",
-                head_size,
+                which,
+                self.head_size,
                 self.dtype,
                 choice.served_by,
                 choice.reason,
             )
-        self._fp8_state = None
-        if fp8.requested():
-            fp8.enroll(self)
-        if policy is not None:
-            logger.info_once("vllm-flashinfer-vit %s: %s", __version__, policy.summary)
-            if policy.has_state:
-                self._fp8_state = fp8.ScaleState(policy, prefix, head_size)
-            if policy.observes:
-                patches.apply_fp8_patches(settings)
+        if self._fp8_policy is not None:
+            summary = self._fp8_policy.summary
+            logger.info_once("vllm-flashinfer-vit %s: %s", __version__, summary)
 
     def _init_fp8_state(self) -> None:
         # The base class would judge FP8 by the backend that the models are told.
@@ -111,10 +149,10 @@ class FlashInferViTAttention(MMEncoderAttention):
             NotServedError: Settings name a layer that the model does not have.
             ScaleError: The scale file does.
         """
-        if fp8.requested():
-            fp8.check_names(self._fp8_policy, self._settings)
+        if self._engine_scales is not None:
+            self._engine_scales.check_names(self._fp8_policy, self._settings)
         if current_platform.is_cuda():
-            warmup.warm_up(self)
+            self._warm_up.run(self)
         if self._fp8_state is not None:
             self._fp8_state.reset()
 
@@ -129,6 +167,11 @@ class FlashInferViTAttention(MMEncoderAttention):
     def bounds(self) -> tuple[int, ...]:
         """The lengths, in tokens, up to which other kernels serve; ascending."""
         return self._plan.bounds
+
+    @property
+    def gets_rotary(self) -> bool:
+        """Whether q and k arrive unturned, with cos and sin, if they are turned."""
+        return gets_rotary(self.owner)
 
     def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str:
         """Return the name of a batch's kernel; see `Plan.kernel_for`."""
@@ -149,10 +192,11 @@ class FlashInferViTAttention(MMEncoderAttention):
             query: `[B, S, H, D]` or `[B, S, H * D]`, any strides.
             key: `[B, S_kv, H_kv, D]` or `[B, S_kv, H_kv * D]`, any strides.
             value: As `key`.
-            cu_seqlens: `[N + 1] int32`, prefix sums over the B * S tokens, or None for
-                B sequences of S tokens.
+            cu_seqlens: `[N + 1] int32`, prefix sums over the B * S tokens; or None for
+                B sequences of S tokens; or vLLM's offsets in elements, with
+                `sequence_lengths`, see `token_offsets`.
             max_seqlen: `[]`, an upper bound of the sequence lengths.
-            sequence_lengths: Not used; lengths come from `cu_seqlens`.
+            sequence_lengths: `[N]`, read with offsets in elements only.
 
         Returns:
             A contiguous tensor of the query's shape and dtype.
@@ -161,6 +205,7 @@ class FlashInferViTAttention(MMEncoderAttention):
             ValueError: The tensors do not fit each other; the layer is named.
         """
         batch, q_len = query.shape[:2]
+        cu_seqlens = token_offsets(cu_seqlens, sequence_lengths)
         if key.shape[1] != q_len:
             if cu_seqlens is not None:
                 raise ValueError(
@@ -254,7 +299,7 @@ class FlashInferViTAttention(MMEncoderAttention):
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        if self._strict:
+        if self._settings.strict:
             raise ValueError(
                 f"{self._where()}: FLASHINFER cannot serve it: {reason}. "
                 f"Unset {ENV_STRICT} to run vLLM's own kernel instead."
@@ -268,25 +313,59 @@ class FlashInferViTAttention(MMEncoderAttention):
         return self._forward_sdpa(query, key, value)
 
 
+def note_owner(module: torch.nn.Module, name: str, child: Any) -> None:
+    """Note whose part a layer is; torch calls it when a module gets a submodule."""
+    if isinstance(child, FlashInferViTAttention) and child.owner is None:
+        child.owner = type(module)
+
+
+def _choose(
+    layer_name: str, head_size: int, settings: Settings
+) -> tuple[tuple[Choice, ...] | None, fp8.Policy | None]:
+    """Return a layer's choices, None for vLLM's own, and how it attends in FP8."""
+    if not flashinfer_requested():
+        return None, None
+    dtype = torch.get_default_dtype()
+    try:
+        policy = fp8.policy_for(layer_name, head_size, dtype, settings)
+        choices = policy.choices if policy else served(head_size, dtype, settings)
+    except NotServedError as error:
+        raise NotServedError(f"layer {layer_name!r}: {error}") from None
+    return choices, policy
+
+
+def _prepare_stock(settings: Settings) -> None:
+    """Do what an engine needs whose encoders run on vLLM's own layer."""
+    if settings.fix_graph_padding:
+        FlashInferViTAttention.activation.graph_patches()
+    # On other platforms, vLLM has FP8 encoder attention of its own.
+    serving = current_platform.is_cuda() or current_platform.is_cpu()
+    if serving and fp8.requested() and not flashinfer_requested():
+        logger.warning_once(
+            "--mm-encoder-attn-dtype fp8 has no effect on vllm-flashinfer-vit without "
+            "--mm-encoder-attn-backend FLASHINFER: vLLM's own attention runs. Set "
+            "both, or leave the dtype out."
+        )
+
+
+def _name_in_compile_cache(patches: tuple[str, ...], plan: str) -> None:
+    """Keep code that vLLM compiled with other patches or plans out of this engine.
+
+    Its cache goes by the engine's configuration and by sources that did not change. A
+    configuration that another plugin made an object of its own stays as it is.
+    """
+    config = get_current_vllm_config_or_none()
+    if config is None or not isinstance(config.additional_config, dict):
+        return
+    config.additional_config["vllm_flashinfer_vit"] = [__version__, *patches, plan]
+
+
 def _warn_of_ignored_graphs() -> None:
     config = get_current_vllm_config_or_none()
     if (
-        config is None
-        or not config.compilation_config.cudagraph_mm_encoder
-        or not config.use_v2_model_runner
+        config is not None
+        and config.compilation_config.cudagraph_mm_encoder
+        and config.use_v2_model_runner
+        and (note := runner_note(version("vllm"), os.environ))
     ):
-        return
-    from vllm_flashinfer_vit.commands.doctor import runner_note
-
-    if note := runner_note(version("vllm"), os.environ):
         logger.warning_once("%s", note)
-
-
-def _refuse_fp8(layer_name: str) -> None:
-    # On other platforms, vLLM has FP8 encoder attention of its own.
-    if fp8.requested() and (current_platform.is_cuda() or current_platform.is_cpu()):
-        raise ValueError(
-            f"layer {layer_name!r}: mm_encoder_attn_dtype=fp8 runs with "
-            "--mm-encoder-attn-backend FLASHINFER; set it, or leave "
-            "--mm-encoder-attn-dtype out"
-        )

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who serves FLASHINFER: the answer to a model's question for its attention backend.
+"""Whether this package serves FLASHINFER, by which kernels, and what models are told.
 
-An explicit FLASHINFER is answered with FLASH_ATTN. Models then hand over plain token
-prefix sums and a real longest length, in every supported vLLM, instead of the packed
-element offsets of vLLM's own FLASHINFER; the layer of this package takes it from there.
+A model that asks for its attention backend is told FLASH_ATTN where FLASHINFER was set.
+It then hands over plain token prefix sums and a real longest length, instead of the
+packed element offsets of vLLM's own FLASHINFER; the layer takes it from there.
 """
 
 import functools
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def flashinfer_requested() -> bool:
 
 @functools.cache
 def resolve(
-    head_dim: int, dtype: torch.dtype, forced: str | None
+    head_dim: int, dtype: torch.dtype, forced: str | None, tuned_dir: Path | None
 ) -> tuple[Choice, ...]:
     """Return the choices that this machine can run for a head dim and dtype.
 
@@ -50,17 +51,17 @@ def resolve(
         head_dim: Head dim in elements.
         dtype: Activation dtype.
         forced: The kernel that the user forces, or None.
+        tuned_dir: Folder of the user's measurements, or None to ignore them.
 
     Raises:
-        NotServedError: No kernel can run, or the forced one cannot.
+        NotServedError: No kernel can run, or the forced one cannot; or this vLLM is not
+            supported.
         TableError: A file of measured choices cannot be used.
     """
     if problem := check_vllm(version("vllm")):
         raise NotServedError(problem)
-    tuned_dir = Settings.from_env().tuned_dir
-    stack = probe(libraries=False)
     choices, refusals = usable_choices(
-        stack,
+        probe(libraries=False),
         head_dim,
         dtype,
         forced,
@@ -75,25 +76,31 @@ def resolve(
             + advice
         )
     for refusal in refusals.values():
-        logger.warning_once("vllm-flashinfer-vit does without %s", refusal)
+        logger.warning_once("vllm-flashinfer-vit does not use the kernel %s", refusal)
     return choices
 
 
-def served(head_dim: int, dtype: torch.dtype) -> tuple[Choice, ...] | None:
+def served(
+    head_dim: int, dtype: torch.dtype, settings: Settings
+) -> tuple[Choice, ...] | None:
     """Return a layer's choices, or None where the kernel in vLLM's tree runs instead.
+
+    Args:
+        head_dim: Head dim in elements.
+        dtype: Activation dtype.
+        settings: The settings in force.
 
     Raises:
         NotServedError: Nothing can serve the layer, and the settings are strict or
             force a kernel, or this vLLM is not supported.
     """
-    settings = Settings.from_env()
     forced = settings.kernel
     config = get_multimodal_config()
     if forced in fp8_names() and config and config.mm_encoder_attn_dtype is not None:
         # Forced for what runs in FP8; `fp8.policy_for` takes care of that.
         forced = None
     try:
-        return resolve(head_dim, dtype, forced)
+        return resolve(head_dim, dtype, forced, settings.tuned_dir)
     except NotServedError as error:
         if settings.strict or forced or check_vllm(version("vllm")):
             raise
@@ -103,9 +110,11 @@ def served(head_dim: int, dtype: torch.dtype) -> tuple[Choice, ...] | None:
         return None
 
 
-def _layer_is_registered() -> bool:
+def layer_is_registered() -> bool:
+    """Whether vLLM builds this package's layer in place of `MMEncoderAttention`."""
     layer = op_registry_oot.get("MMEncoderAttention")
-    return layer is not None and layer.__module__ == "vllm_flashinfer_vit.engine.layer"
+    # By name: the layer imports this module.
+    return layer is not None and layer.__module__ == f"{__package__}.layer"
 
 
 def answer_flash_attn(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,9 +130,9 @@ def answer_flash_attn(original: Callable[..., Any]) -> Callable[..., Any]:
         serving = current_platform.is_cuda() or current_platform.is_cpu()
         if backend != AttentionBackendEnum.FLASHINFER or not serving:
             return original(cls, head_size, dtype, backend)
-        if served(head_size, dtype) is None:
+        if served(head_size, dtype, Settings.from_env()) is None:
             return original(cls, head_size, dtype, None)
-        if not _layer_is_registered():
+        if not layer_is_registered():
             raise NotServedError(
                 "FLASHINFER was asked for, but vllm-flashinfer-vit could not register "
                 "its layer in this process; the log says why"

@@ -10,19 +10,14 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
-from vllm_flashinfer_vit.models import qwen_vl
 from vllm_flashinfer_vit.ops.batch import Batch
-
-if TYPE_CHECKING:
-    from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
@@ -32,6 +27,28 @@ SCHEMA = "vllm-flashinfer-vit/counters/1"
 _SHORTEST, _LONGEST = 16, 4096
 # More images, frames or windows in one call are rare; their plan is built on demand.
 _MAX_SEQS = 1024
+
+
+class Layer(Protocol):
+    """What is warmed up: `FlashInferViTAttention` has it all, and says what it is."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def signature(self) -> tuple[object, ...]: ...
+
+    @property
+    def bounds(self) -> tuple[int, ...]: ...
+
+    @property
+    def gets_rotary(self) -> bool: ...
+
+    def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str: ...
+
+    def attend(self, batch: Batch) -> torch.Tensor: ...
 
 
 class Counters(NamedTuple):
@@ -120,34 +137,75 @@ def plan_shapes(longest: int, shortest: int = 1) -> list[tuple[int, int]]:
         below, max_len = max_len, bucket_max_len(max_len + 1)
 
 
-_enabled = True
-_warm: set[tuple[object, ...]] = set()
+class WarmUp:
+    """What one engine has warmed up; each of its layers holds it.
+
+    Attributes:
+        is_wanted: Whether there is anything to warm up for: a tower outside an engine
+            serves no requests.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Begin with nothing; use `of`, which gives all layers of an engine one."""
+        self.is_wanted = True
+        # Held, so that its id, by which `of` finds this, is not another one's.
+        self._compilation_config = vllm_config.compilation_config
+        self._done: set[tuple[object, ...]] = set()
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "WarmUp":
+        """Return the one of an engine, made if there is none.
+
+        Args:
+            vllm_config: The engine's, or one that vLLM derived from it for a part of
+                the model.
+        """
+        key = id(vllm_config.compilation_config)
+        if (found := _ENGINES.get(key)) is None:
+            found = _ENGINES[key] = cls(vllm_config)
+        return found
+
+    def run(self, layer: Layer) -> None:
+        """Run a layer's op once in each class of calls, unless an equal layer has.
+
+        Args:
+            layer: Its weights are loaded; the GPU is the current one.
+        """
+        key = (*layer.signature, layer.gets_rotary)
+        if not self.is_wanted or key in self._done:
+            return
+        self._done.add(key)
+        before, start = counters(), time.perf_counter()
+        shapes = shapes_of(layer, _max_patches())
+        with torch.inference_mode():
+            for num_seqs, length in shapes:
+                _run(layer, num_seqs, length)
+        torch.cuda.synchronize()
+        after = counters()
+        logger.info(
+            "vllm-flashinfer-vit warmed up %d shapes in %.1f s: %d Triton kernels, %d "
+            "cuDNN plans",
+            len(shapes),
+            time.perf_counter() - start,
+            after.triton_kernels - before.triton_kernels,
+            after.cudnn_plans - before.cudnn_plans,
+        )
+        logger.debug("before warm-up: %s", before.to_json())
+        logger.debug("after warm-up: %s", after.to_json())
 
 
-@contextmanager
-def without_warm_up() -> Iterator[None]:
-    """Leave the warm-up out, for a tower that serves no requests."""
-    global _enabled
-    _enabled, before = False, _enabled
-    try:
-        yield
-    finally:
-        _enabled = before
+# An index: each record is held by its layers. vLLM hands an engine's compilation config
+# on to the configs that it derives for parts of a model.
+_ENGINES: "WeakValueDictionary[int, WarmUp]" = WeakValueDictionary()
 
 
-def warm_up(layer: "FlashInferViTAttention") -> None:
-    """Run a layer's op once in each class of calls, unless an equal layer has.
+def shapes_of(layer: Layer, longest: int) -> list[tuple[int, int]]:
+    """Return counts of sequences and longest lengths that meet every class of calls.
 
     Args:
-        layer: Its weights are loaded; the GPU is the current one.
+        layer: The layer.
+        longest: Tokens of the largest batch.
     """
-    # Patched models leave the rotary embedding to the op.
-    rotate = any(patch.applied for patch in qwen_vl.PATCHES)
-    key = (*layer.signature, rotate)
-    if not _enabled or key in _warm:
-        return
-    _warm.add(key)
-    before, start = counters(), time.perf_counter()
     shapes = [(1, length) for length in lengths(layer.bounds)]
     # Batches of many sequences may have a kernel of their own, as graphs do.
     shapes += [
@@ -155,25 +213,10 @@ def warm_up(layer: "FlashInferViTAttention") -> None:
         for _, length in shapes
         if layer.kernel_for(length, 1) != layer.kernel_for(length)
     ]
-    longest = _max_patches()
     if KERNELS[layer.kernel_for(longest)].builds_plans:
         last = layer.bounds[-1] if layer.bounds else 0
         shapes += plan_shapes(longest, min(last + 1, longest))
-    with torch.inference_mode():
-        for num_seqs, length in shapes:
-            _run(layer, num_seqs, length, rotate)
-    torch.cuda.synchronize()
-    after = counters()
-    logger.info(
-        "vllm-flashinfer-vit warmed up %d shapes in %.1f s: %d Triton kernels, %d "
-        "cuDNN plans",
-        len(shapes),
-        time.perf_counter() - start,
-        after.triton_kernels - before.triton_kernels,
-        after.cudnn_plans - before.cudnn_plans,
-    )
-    logger.debug("before warm-up: %s", before.to_json())
-    logger.debug("after warm-up: %s", after.to_json())
+    return shapes
 
 
 def _max_patches() -> int:
@@ -185,15 +228,15 @@ def _max_patches() -> int:
     return 4 * max(tokens, config.model_config.max_model_len)
 
 
-def _run(
-    layer: "FlashInferViTAttention", num_seqs: int, length: int, rotate: bool
-) -> None:
+def _run(layer: Layer, num_seqs: int, length: int) -> None:
     heads, kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_size
-    on = {"dtype": layer.dtype, "device": "cuda"}
+    on: dict[str, Any] = {"dtype": layer.dtype, "device": "cuda"}
     # The layout of most models: q, k and v are views of one projection.
     qkv = torch.zeros(length, heads + 2 * kv_heads, head_dim, **on)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    cos = sin = torch.ones(length, head_dim // 2, **on) if rotate else None
+    cos = sin = None
+    if layer.gets_rotary:
+        cos = sin = torch.ones(length, head_dim // 2, **on)
     # One real sequence; the rest of a plan's batch is empty.
     cu_seqlens = torch.full((num_seqs + 1,), length, dtype=torch.int32, device="cuda")
     cu_seqlens[0] = 0
