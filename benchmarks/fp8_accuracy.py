@@ -516,7 +516,7 @@ same bf16 inputs. Where scales come from:
 - `static`: one for each tensor, 1.5 times what the largest absolute value of 16 other
   passes needs.
 - `upstream`: as `dynamic`, but from the largest signed value, as in vLLM. The attention
-  behind it is the same, so that only the scales differ.
+  after it is the same, so that only the scales differ.
 
 Inputs of the attention, one sequence, rounded to bf16; q and k count as rotated:
 

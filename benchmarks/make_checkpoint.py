@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a Qwen-VL checkpoint folder without weights, for engines with dummy weights.
 
-The vision tower has the true dimensions of a published model, the language model behind
+The vision tower has the true dimensions of a published model, the language model after
 it is small, and the tokenizer knows bytes and the special tokens only.
 
     python benchmarks/make_checkpoint.py FOLDER Qwen/Qwen2.5-VL-7B-Instruct

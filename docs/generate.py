@@ -68,10 +68,24 @@ def settings() -> str:
     return "\n".join(lines)
 
 
+def patches() -> str:
+    """Write a line for each patch, as `doctor` lists them."""
+    from vllm_flashinfer_vit.plugin import all_patches
+
+    lines = ["| name | target | why | remove when |", "|---|---|---|---|"]
+    for patch in all_patches():
+        target = patch.target.partition(":")[2]
+        lines.append(
+            f"| {patch.name} | `{target}` | {patch.why} | {patch.remove_when} |"
+        )
+    return "\n".join(lines)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "kernels": kernels,
     "classes": classes,
     "settings": settings,
+    "patches": patches,
 }
 
 

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README and docs agree with the rows, with the code, and with each other."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from _benchmarks import BENCHMARKS
+
+import table
+
+ROOT = BENCHMARKS.parent
+RESULTS = BENCHMARKS / "results" / "h200"
+sys.path.insert(0, str(ROOT / "docs"))
+
+import generate  # noqa: E402
+
+PAGES = [
+    *generate.pages(),
+    *(ROOT / name for name in ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *(ROOT / name / "README.md" for name in ("benchmarks", "examples")),
+]
+by_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(ROOT))
+)
+
+
+def rows(name: str) -> list[table.Row]:
+    found = table.read(RESULTS / f"{name}.csv")
+    return [row for row in found if row["vllm"] == "0.25.1"]
+
+
+def test_the_accuracy_page_is_written_from_its_rows() -> None:
+    import fp8_accuracy
+
+    page = ROOT / "docs" / "fp8_accuracy.md"
+    found = fp8_accuracy.read_rows(RESULTS / "fp8_accuracy.csv")
+    assert fp8_accuracy.markdown(found) == page.read_text()
+
+
+@by_page
+def test_generated_tables_are_of_now(page: Path) -> None:
+    text = page.read_text()
+    assert generate.filled(text) == text, "run python docs/generate.py"
+
+
+def test_a_stale_or_unknown_table_is_noticed() -> None:
+    page = (ROOT / "README.md").read_text()
+    assert "| 1.38, 1.44 |" in page
+    assert generate.filled(page.replace("| 1.38, 1.44 |", "| 1.99, 1.44 |")) == page
+    with pytest.raises(ValueError, match="no generated table"):
+        generate.filled("<!-- python docs/generate.py odd -->\n<!-- end -->")
+
+
+def test_readme_is_one_page_and_says_what_runs() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 140
+    top = " ".join(lines[:14])
+    assert "*not* FlashInfer's cuDNN" in top and "unmeasured" in top
+
+
+def test_readme_counts_the_slower_cases() -> None:
+    text = (ROOT / "README.md").read_text()
+    slower = {"graph": 0, "eager": 0}
+    cases = dict(slower)
+    found = {
+        (r["mode"], r["model"], r["case"], r["provider"]): r for r in rows("encoder")
+    }
+    for (mode, model, case, provider), row in found.items():
+        if provider == table.PLUGIN:
+            base = found[mode, model, case, table.BASELINE]
+            ratio = table.speed_up(base, row)
+            assert ratio is not None
+            cases[mode] += 1
+            slower[mode] += ratio < 1
+    assert slower["graph"] == 0 and "no case is slower than stock's" in text
+    assert f"in eager mode {slower['eager']} of {cases['eager']} are" in text
+
+
+def test_error_in_bf16_is_below_stock_in_every_case() -> None:
+    found = {
+        (r["model"], r["case"], r["provider"]): float(r["rel_err"])
+        for r in rows("encoder")
+        if r["mode"] == "graph"
+    }
+    pairs = [
+        (error, found[model, case, table.BASELINE])
+        for (model, case, provider), error in found.items()
+        if provider == table.PLUGIN
+    ]
+    assert len(pairs) == 33
+    assert all(ours < stock for ours, stock in pairs)
+
+
+def test_changelog_has_the_geometric_means_of_the_rows() -> None:
+    text = " ".join((ROOT / "CHANGELOG.md").read_text().split())
+    best = table.Best(rows("encoder"))
+    for model in best.models:
+        name = model.removeprefix("Qwen/").removesuffix("-Instruct")
+        means = [best.mean(provider, model) for provider in best.challengers]
+        assert f"{name} {means[0]}x and {means[1]}x" in text
+
+
+def test_engines_differ_from_stock_by_what_the_pages_say() -> None:
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows("engine"):
+        if row["rel_err"]:
+            errors["fp8" in row["config"]].append(float(row["rel_err"]))
+    bf16, fp8 = errors[False], errors[True]
+    assert max(bf16) <= 0.024 and max(fp8) <= 0.025
+    span = f"{min(bf16):.3f} to {max(bf16):.3f} off stock's"
+    assert span in (ROOT / "docs" / "troubleshooting.md").read_text()
+    results = (ROOT / "docs" / "results.md").read_text()
+    assert "bf16 within 0.024, FP8 within 0.025" in " ".join(results.split())
+
+
+def test_result_files_keep_the_newest_rows_of_each_stack() -> None:
+    import prune
+
+    for path in sorted(RESULTS.glob("*.csv")):
+        if path.stem != "bits":
+            found = [dict(row) for row in table.read(path)]
+            assert prune.newest_rows(found) == found, f"prune {path.name}"
+
+
+def _anchors(path: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", head.lower()) for head in heads)
+    return {head.replace(" ", "-") for head in plain}
+
+
+@by_page
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith("http"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in _anchors(target), link
+
+
+@by_page
+def test_files_that_pages_name_exist(page: Path) -> None:
+    if page.name == "CHANGELOG.md":
+        return
+    package = ROOT / "src" / "vllm_flashinfer_vit"
+    for name in re.findall(
+        r"`([\w./]+/[\w.]+\.(?:py|json|csv|txt))`", page.read_text()
+    ):
+        if any(word in name for word in ("NAME", "FAMILY", "X.txt")):
+            continue
+        places = (ROOT, package, page.parent, ROOT / "out")
+        assert any((place / name).exists() for place in places), name
+
+
+@by_page
+def test_plain_english(page: Path) -> None:
+    text = page.read_text()
+    for phrase in ("times less time", "does not hang on", "rightly", "behind"):
+        assert phrase not in text
+
+
+def test_commands_of_tables_in_the_results_print_them() -> None:
+    page = (ROOT / "docs" / "results.md").read_text()
+    commands = re.findall(r"^`python (benchmarks/table.py [^`]+)`$", page, re.MULTILINE)
+    assert len(commands) == page.count("<!-- python ")
+    script = commands[0].split()
+    done = subprocess.run(
+        [sys.executable, *script], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() in page
