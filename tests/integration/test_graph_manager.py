@@ -17,9 +17,12 @@ from _towers import DEVICE, FAMILIES, pixels, small_tower
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from simulated_graphs import build_manager, capture, simulated_graphs  # noqa: E402
-from vllm_flashinfer_vit import patches  # noqa: E402
+from vllm_flashinfer_vit import plugin  # noqa: E402
+from vllm_flashinfer_vit.graphs import exact  # noqa: E402
+from vllm_flashinfer_vit.graphs.padded import PaddedManager  # noqa: E402
 from vllm_flashinfer_vit.graphs.sizes import ReplaySizeError, usual_frames  # noqa: E402
 from vllm_flashinfer_vit.kernels import attention_ref as reference  # noqa: E402
+from vllm_flashinfer_vit.ops.plan import Plan  # noqa: E402
 from vllm_flashinfer_vit.settings import (  # noqa: E402
     ENV_DISABLE_PATCHES,
     ENV_FIX_GRAPH_PADDING,
@@ -47,7 +50,7 @@ LIMITS = {"budgets": (16, 64, 128), "max_items": 8, "frames_per_video": 4}
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (ENV_DISABLE_PATCHES, ENV_FIX_GRAPH_PADDING, ENV_STRICT):
         monkeypatch.delenv(name, raising=False)
-    model_patches = [p for p in patches.all_patches() if "select" not in p.name]
+    model_patches = [p for p in plugin.all_patches() if "select" not in p.name]
     for patch in reversed(model_patches):
         patch.revert()
     yield
@@ -67,16 +70,8 @@ def run(manager: Any, tower: Tower, modality: str, grids: Any) -> torch.Tensor:
 
 
 def metas(manager: Any) -> list[Any]:
-    sets = manager.budget_graphs
-    if any(isinstance(graphs, dict) for graphs in sets.values()):
-        return [meta for graphs in sets.values() for meta in graphs.values()]
-    return list(sets.values())
-
-
-def buffers(meta: Any) -> dict[str, torch.Tensor]:
-    if hasattr(meta, "metadata_buffers"):
-        return {**meta.metadata_buffers, "pixel_values": meta.input_buffer}
-    return meta.input_buffers
+    sets = manager.budget_graphs.values()
+    return [meta for graphs in sets for meta in graphs.values()]
 
 
 @contextmanager
@@ -117,10 +112,8 @@ class TestReplay:
     def test_wrong_without_the_patch(
         self, family: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from vllm_flashinfer_vit.graphs.manager import _HAS_PADDING_LOGICS
-
-        if family == "qwen2_5_vl" and _HAS_PADDING_LOGICS:
-            pytest.skip("vLLM 0.23.0 and later pad this model's offsets rightly")
+        if family == "qwen2_5_vl":
+            pytest.skip("vLLM repeats this model's last offset itself")
         monkeypatch.setenv(ENV_DISABLE_PATCHES, "encoder-graphs")
         tower = small_tower(family)
         with simulated_graphs(), strict_attention():
@@ -141,7 +134,7 @@ class TestReplay:
 
             def poison(meta: Any, replay: Any) -> None:
                 rows = sum(t * h * w for t, h, w in grids)
-                for buffer in buffers(meta).values():
+                for buffer in meta.input_buffers.values():
                     if buffer is None or buffer.dim() < 2:
                         continue
                     buffer[rows:] = math.nan
@@ -182,7 +175,7 @@ class TestReplay:
             capture(manager, tower)
         storages = set()
         for meta in metas(manager):
-            held = buffers(meta)
+            held = meta.input_buffers
             assert held["pixel_values"].shape[0] == meta.token_budget * unit
             assert held["cu_seqlens"][-1] == meta.token_budget * unit
             assert held["cu_seqlens"].diff().min() >= 1
@@ -197,8 +190,12 @@ class TestReplay:
         with simulated_graphs():
             manager = build_manager(tower, max_tokens=160, **LIMITS)
             capture(manager, tower)
-            got = run(manager, tower, "video", grids)
+            with mock.patch.object(exact.logger, "warning_once") as warned:
+                got = run(manager, tower, "video", grids)
             assert (manager.graph_hits, manager.graph_misses) == (0, 2)
+            ((text, why), _) = warned.call_args
+            assert "runs without a CUDA graph" in text
+            assert "cu_seqlens of this batch has 41 entries" in str(why)
             monkeypatch.setenv(ENV_STRICT, "1")
             with pytest.raises(ReplaySizeError) as error:
                 run(manager, tower, "video", grids)
@@ -229,7 +226,7 @@ class TestReplay:
             )
             capture(manager, tower)
             (meta,) = metas(manager)
-            room = buffers(meta)["cu_seqlens"].numel() - 1
+            room = meta.input_buffers["cu_seqlens"].numel() - 1
             assert room == (max_frames or usual_frames(160))
             got = run(manager, tower, "video", grids)
             if room < 145:
@@ -241,13 +238,9 @@ class TestReplay:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
     def test_short_sequences_have_graphs_of_their_own(self, family: str) -> None:
-        from vllm_flashinfer_vit.graphs.manager import _HAS_PATHS
-
-        if not _HAS_PATHS:
-            pytest.skip("vLLM 0.24.0 and later keep several sets of graphs")
         tower = small_tower(family)
         for layer in tower.attention_layers().values():
-            layer._plan = "100:reference,*:reference"  # type: ignore[assignment]
+            layer._plan = Plan.decode("100:reference,*:reference")  # type: ignore[assignment]
         with simulated_graphs():
             manager = build_manager(tower, max_tokens=160, **LIMITS)
             capture(manager, tower)
@@ -260,7 +253,7 @@ class TestReplay:
                 assert max(int(x) for x in longest) == 100
             for grids, path in (
                 ([[1, 8, 8], [1, 10, 10]], "short"),
-                ([[1, 8, 8], [1, 10, 12]], "default"),
+                ([[1, 8, 8], [1, 4, 26]], "default"),
             ):
                 graph = manager.budget_graphs[path][64].graph
                 with mock.patch.object(graph, "run", wraps=graph.run) as replayed:
@@ -268,6 +261,19 @@ class TestReplay:
                 replayed.assert_called_once()
                 expected = tower.encode(pixels(tower.spec, grids), grids)
                 torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+    def test_the_manager_is_of_this_package(
+        self, family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # As a runner that imported vLLM's class before a layer was built.
+        from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager as imported
+
+        manager = build_manager(small_tower(family), max_tokens=160)
+        assert type(manager) is exact.ExactManager
+        assert isinstance(manager, imported)
+        monkeypatch.setenv(ENV_FIX_GRAPH_PADDING, "1")
+        manager = build_manager(small_tower(family, "TORCH_SDPA"), max_tokens=160)
+        assert type(manager) is PaddedManager
 
     def test_data_parallel_with_an_empty_rank(self, family: str) -> None:
         from vllm.v1.worker import encoder_cudagraph as module
@@ -303,17 +309,40 @@ class TestReplay:
         torch.testing.assert_close(results[1][0], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("budget", "modality", "grids"),
+    [
+        (16, "video", [[16, 2, 2]]),
+        # 8 frames of a window and a column, and 24 of one token.
+        (64, "video", [[8, 2, 10], [24, 2, 2]]),
+        (16, "image", [[1, 2, 2]] * 7 + [[1, 2, 18]]),
+    ],
+)
+def test_a_graph_holds_the_batch_with_the_most_windows(
+    budget: int, modality: str, grids: list[list[int]]
+) -> None:
+    tower = small_tower("qwen2_5_vl")
+    frames_per_video = 4 if modality == "video" else 0
+    limits = {**LIMITS, "frames_per_video": frames_per_video}
+    with simulated_graphs():
+        manager = build_manager(tower, max_tokens=160, **limits)
+        capture(manager, tower)
+        windows = sum(t * -(-h // 8) * -(-w // 8) for t, h, w in grids)
+        (meta,) = (meta for meta in metas(manager) if meta.token_budget == budget)
+        # Room for them, and for no more.
+        assert meta.input_buffers["cu_window_seqlens"].numel() == windows + 1
+        got = run(manager, tower, modality, grids)
+    assert (manager.graph_hits, manager.graph_misses) == (len(grids), 0)
+    expected = tower.encode(pixels(tower.spec, grids), grids)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
 class TestBudgets:
     def build(self, **limits: Any) -> Any:
         return build_manager(small_tower("qwen3_vl"), max_tokens=256, **limits)
 
     def test_automatic_ones_are_fine(self) -> None:
-        from vllm_flashinfer_vit.graphs.manager import _HAS_PADDING_LOGICS
-
         manager = self.build()
-        if not _HAS_PADDING_LOGICS:
-            assert manager.token_budgets == [64, 128, 256]
-            return
         assert manager.token_budgets == [64, 80, 96, 112, 128, 160, 192, 224, 256]
         assert manager.max_batch_size <= manager.token_budgets[0]
         assert manager.get_num_graphs_to_capture() == 9
@@ -347,7 +376,9 @@ class TestStockBackend:
                 # The kernel is vLLM's; only what it would be given counts here.
                 meta.graph.run = lambda: None
             run(manager, tower, *BATCHES[1])
-        return min(int(buffers(m)["cu_seqlens"].diff().min()) for m in metas(manager))
+        return min(
+            int(m.input_buffers["cu_seqlens"].diff().min()) for m in metas(manager)
+        )
 
     @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
     def test_padding_is_mended_on_request(
