@@ -12,21 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _stacks import HOPPER, STACK, TURING
+from _stacks import AMPERE, BLACKWELL, HOPPER, STACK, TURING
 from rich.console import Console
 
+from vllm_flashinfer_vit.choices import lookup
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.commands import doctor
-from vllm_flashinfer_vit.commands.doctor import (
-    HEAD_DIMS,
-    Report,
-    diagnose,
-    render,
-    runner_note,
-)
+from vllm_flashinfer_vit.commands.doctor import HEAD_DIMS, Report, diagnose
+from vllm_flashinfer_vit.commands.doctor_text import render
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
-from vllm_flashinfer_vit.machine import support
 from vllm_flashinfer_vit.machine.problems import stack_problems
 from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
@@ -38,13 +33,14 @@ from vllm_flashinfer_vit.settings import (
     ENV_STRICT,
     ENV_TUNED_DIR,
     Settings,
+    unknown_variables,
 )
 
 PATCH = {
     "name": "qwen9-fused",
     "target": "vllm.model_executor.models.qwen9:Attention.forward",
     "why": "stock is slow",
-    "vllm_range": ["0.22.1", "0.33.0"],
+    "vllm_range": ["0.25.1", "0.33.0"],
     "remove_when": "stock is fast",
     "state": "not applied",
 }
@@ -62,8 +58,8 @@ def judge(
     return diagnose(stack, plugin, plugin_error, env or {})
 
 
-def text_of(report: Report) -> str:
-    console = Console(file=io.StringIO(), width=200)
+def text_of(report: Report, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
     render(report, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -72,7 +68,7 @@ def test_a_sound_machine() -> None:
     report = judge()
     assert report.ok
     assert report.problems == ()
-    assert {row["kernel"] for row in report.choices} <= set(tuple(KERNELS))
+    assert {row["kernel"] for row in report.choices} <= set(KERNELS)
     assert "FLASHINFER can serve" in report.summary
 
 
@@ -121,18 +117,22 @@ def test_a_forced_kernel_that_cannot_run_is_fatal() -> None:
     assert judge(stack, env={ENV_KERNEL: "flash_attn"}).ok
     report = judge(stack, env={ENV_KERNEL: "cudnn"})
     assert not report.ok
-    assert any("nothing serves head dim 80" in p.what for p in report.problems)
+    (problem,) = (p for p in report.problems if p.fatal)
+    assert problem.what.startswith(
+        "nothing serves float16 and bfloat16 with head dims 64, 72, 80, 96, 128: "
+        "cudnn: flashinfer-python is not installed"
+    )
 
 
 def test_a_kernel_that_is_dropped_from_the_table_is_noted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     table = (Choice("cudnn", 1024, "short"), Choice("flash_attn", None, "long"))
-    monkeypatch.setattr(support, "choices_for", lambda *_: table)
+    monkeypatch.setattr(lookup, "choices_for", lambda *_: table)
     report = judge(replace(STACK, cudnn_backend=90800))
     assert report.ok
     assert any("need cuDNN 9.10.2; 9.8.0 is loaded" in note for note in report.notes)
-    assert not any("no multiple" in note for note in report.notes)
+    assert not any("multiples" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(
@@ -231,23 +231,11 @@ def test_a_plugin_that_does_not_activate_is_fatal(
 
 
 @pytest.mark.parametrize(
-    ("vllm", "env", "noted"),
-    [
-        ("0.22.1", {}, False),
-        ("0.24.0", {}, False),
-        ("0.24.0", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, True),
-        ("0.25.1", {}, True),
-        ("0.25.1", {"VLLM_USE_V2_MODEL_RUNNER": "0"}, False),
-        ("0.27.1", {}, True),
-        ("0.29.0", {}, False),
-        ("0.33.0", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, False),
-    ],
+    ("vllm", "noted"),
+    [("0.25.1", True), ("0.33.0", False), ("0.21.0", False), ("unknown", False)],
 )
-def test_the_runner_note_is_only_for_versions_that_it_is_true_for(
-    vllm: str, env: dict[str, str], noted: bool
-) -> None:
-    assert (runner_note(vllm, env) is not None) is noted
-    report = judge(replace(STACK, vllm=vllm), env=env)
+def test_the_runner_is_noted_where_the_package_serves(vllm: str, noted: bool) -> None:
+    report = judge(replace(STACK, vllm=vllm))
     assert any("cudagraph_mm_encoder" in note for note in report.notes) is noted
 
 
@@ -333,15 +321,25 @@ def test_the_users_choices_are_shown_with_their_origin(tmp_path: Path) -> None:
 
 def test_what_serves_many_sequences_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     table = (Choice("flash_attn_4", None, "fast", "flash_attn"),)
-    monkeypatch.setattr(support, "choices_for", lambda *_: table)
+    monkeypatch.setattr(lookup, "choices_for", lambda *_: table)
     report = judge()
     assert "flash_attn_4, flash_attn below 512 rows" in text_of(report)
     assert report.summary.endswith(", by flash_attn_4 and flash_attn.")
 
 
-def test_a_file_of_choices_that_is_refused_is_one_fatal_problem(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"\xff", b"[" * 100_000, b"[]", None],
+    ids=["torn", "binary", "deep", "list", "folder"],
+)
+def test_a_file_of_choices_that_is_refused_is_one_fatal_problem(
+    tmp_path: Path, content: bytes | None
+) -> None:
     path = tmp_path / tuned.file_name(HOPPER.name)
-    path.write_text("{")
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
     report = judge(env={ENV_TUNED_DIR: str(tmp_path)})
     assert not report.ok
     (problem,) = report.problems
@@ -352,7 +350,7 @@ def test_a_file_of_choices_that_is_refused_is_one_fatal_problem(tmp_path: Path) 
 def test_the_document_covers_each_kernel_head_dim_and_dtype_once() -> None:
     rows = judge().to_json()["kernels"]
     keys = {(row["kernel"], row["head_dim"], row["dtype"]) for row in rows}
-    assert len(keys) == len(rows) == len(tuple(KERNELS)) * 5 * 4
+    assert len(keys) == len(rows) == len(KERNELS) * 5 * 4
 
 
 def test_invalid_settings_are_null_in_the_document() -> None:
@@ -366,12 +364,12 @@ def test_the_text_names_versions_reasons_and_remedies() -> None:
         "580.65.06",
         "2.11.0 (CUDA 13.0)",
         "0.5.0",
-        "9.10.1 (/venv/nvidia/cudnn/lib/libcudnn.so.9)",
+        "/venv/nvidia/cudnn/lib/libcudnn.so.9",
         "need cuDNN 9.10.2; 9.10.1 is loaded",
         "FP8 on Hopper needs cuDNN 9.23.0; 9.10.1 is loaded",
         "qwen9-fused",
         "not nvidia-cudnn-cu13 9.19.0.56",
-        "mend it: unset LD_LIBRARY_PATH",
+        "try: unset LD_LIBRARY_PATH",
     ):
         assert expected in text
 
@@ -396,33 +394,74 @@ def test_a_bad_setting_does_not_hide_the_state_of_the_plugin(
 
     monkeypatch.setattr(doctor, "run_isolated", run)
     monkeypatch.setattr(doctor, "probe", lambda isolated: STACK)
-    report = doctor.examine({ENV_KERNEL: "fa9", "HOME": "/home/me"})
-    Settings.from_env(seen)
+    env = {
+        ENV_KERNEL: "fa9",
+        ENV_FP8_SCALES: "static",
+        ENV_TUNED_DIR: "",
+        ENV_DISABLE_PATCHES: "qwen9-fused",
+        "VLLM_FLASHINFER_VIT_KERNAL": "1",
+        "HOME": "/home/me",
+    }
+    report = doctor.examine(Console(quiet=True), env)
+    assert Settings.from_env(seen).disabled_patches == {"qwen9-fused"}
+    assert unknown_variables(seen) == []
     assert seen["HOME"] == "/home/me"
     assert report.patches == (PATCH,)
-    assert [problem.what[: len(ENV_KERNEL)] for problem in report.problems] == [
-        ENV_KERNEL
+    assert [problem.what.split("=")[0].split()[0] for problem in report.problems] == [
+        ENV_KERNEL,
+        ENV_TUNED_DIR,
+        ENV_FP8_SCALES,
+        "VLLM_FLASHINFER_VIT_KERNAL",
     ]
 
 
-def test_this_machine() -> None:
+# Every process of the command leaves the names of the modules that it imported.
+SITECUSTOMIZE = """
+import atexit, os, pathlib, sys
+path = pathlib.Path(os.environ["LOADED"], str(os.getpid()))
+atexit.register(lambda: path.write_text(" ".join(sys.modules)))
+"""
+
+
+def test_this_machine(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    loaded = tmp_path / "loaded"
+    loaded.mkdir()
+    env = {
+        **os.environ,
+        "VLLM_PLUGINS": "flashinfer_vit",
+        "PYTHONPATH": str(tmp_path),
+        "LOADED": str(loaded),
+    }
     done = subprocess.run(
         [sys.executable, "-m", "vllm_flashinfer_vit.commands.cli", "doctor", "--json"],
         capture_output=True,
         text=True,
-        env={**os.environ, "VLLM_PLUGINS": "flashinfer_vit"},
+        env=env,
     )
     document = json.loads(done.stdout)
     assert done.returncode == (0 if document["ok"] else 1)
     assert document["ok"], document["problems"]
     assert document["stack"]["torch"] is not None
+    assert "this can take half a minute" in " ".join(done.stderr.split())
     names = [row["name"] for row in document["patches"]]
     assert len(names) == len(set(names)) > 0
-    assert any(row["state"] == "applied" for row in document["patches"])
+    states = {row["state"] for row in document["patches"]}
+    assert states == {"applied", "not applied"}
     if not document["stack"]["gpus"]:
         kernels = {row["kernel"] for row in document["choices"]}
         assert kernels == {"reference", "reference_fp8"}
+    # Models and workers take seconds to import, and this process needs no torch.
+    processes = [set(path.read_text().split()) for path in loaded.iterdir()]
+    assert any("vllm.platforms" in modules for modules in processes)
+    for modules in processes:
+        assert "vllm.v1.worker.gpu_worker" not in modules
+        assert not {m for m in modules if m.startswith("vllm.model_executor.models.q")}
+    (command,) = (
+        m for m in processes if "vllm_flashinfer_vit.commands.doctor_text" in m
+    )
+    assert not command & {"torch", "vllm", "flashinfer"}
 
 
 def test_hopper_is_first_in_the_mixed_report() -> None:
@@ -462,3 +501,131 @@ class TestFp8:
         assert settings["fp8_scales"] == "dynamic"
         assert settings["fp8_skip_layers"] == ["0", "31"]
         assert ENV_FP8_SKIP_LAYERS in text_of(report)
+
+
+LONG = {
+    ENV_TUNED_DIR: "/home/a/user/with/a/long/path/to/some/folder",
+    ENV_DISABLE_PATCHES: "typo",
+}
+ROWS = [
+    {**PATCH, "name": "qwen9-fused-rotary-and-more"},
+    {**PATCH, "name": "b", "state": f"unavailable: patch b: {'takes q, ' * 20}"},
+    {**PATCH, "name": "c", "state": "disabled"},
+]
+STACKS = [
+    pytest.param(STACK, id="h200"),
+    pytest.param(replace(STACK, gpus=(BLACKWELL,), flashinfer=None), id="b200"),
+    pytest.param(replace(STACK, gpus=(TURING, AMPERE)), id="t4"),
+    pytest.param(NO_GPU, id="no-gpu"),
+    pytest.param(Stack(python="3.12.1"), id="empty"),
+]
+RUN = "Kernels that this machine can run"
+REFUSED = "Kernels that it cannot run, by reason"
+SERVE = "Which kernel serves FLASHINFER, by longest sequence in tokens"
+
+
+def sections(stack: Stack, width: int) -> dict[str, list[str]]:
+    """Return the lines of the text by their titles."""
+    report = judge(stack, {"active": True, "patches": ROWS}, env=LONG)
+    parts = text_of(report, width).split("\n\n")
+    lines = (part.strip().splitlines() for part in parts)
+    return {title: [line.rstrip() for line in rest] for title, *rest in lines}
+
+
+class TestText:
+    """The report for people: 80 columns, each reason once."""
+
+    @pytest.mark.parametrize("stack", STACKS)
+    def test_it_fits_80_columns_and_no_row_of_a_table_wraps(self, stack: Stack) -> None:
+        narrow, wide = sections(stack, 80), sections(stack, 300)
+        assert max(len(line) for rows in narrow.values() for line in rows) <= 80
+        for title in ("Installed", RUN, SERVE):
+            assert narrow[title] == wide[title]
+        # The sentence below the patches takes two lines.
+        assert narrow["Patches"][:3] == wide["Patches"][:3]
+        assert len(narrow["Patches"]) == 5
+
+    @pytest.mark.parametrize("stack", STACKS)
+    def test_each_reason_stands_once(self, stack: Stack) -> None:
+        told = [line[2:] for line in sections(stack, 500)[REFUSED] if line[0] == "-"]
+        reasons = {
+            row["reason"]
+            for row in judge(stack).kernels
+            if not row["ok"]
+            and (row["kernel"] in fp8_names()) == (row["dtype"] == FP8_DTYPE)
+        }
+        assert {line.rpartition(": ")[0] for line in told} == reasons
+        assert len(told) == len(reasons)
+
+    def test_a_kernel_is_named_with_the_head_dims_that_a_reason_is_of(self) -> None:
+        reason = "it takes head dims of 32 to 80 that are multiples of 8"
+        assert f"- {reason}: hopper_fp8 (96, 128)" in sections(STACK, 500)[REFUSED]
+
+    def test_the_kernels_that_run_are_listed_by_dtype_and_head_dim(self) -> None:
+        rows = [line.split("  ") for line in sections(STACK, 80)[RUN]]
+        found = {row[0]: [c.strip() for c in row[1:] if c.strip()] for row in rows}
+        assert found["hopper_fp8"] == ["float8_e4m3fn", "64, 72, 80"]
+        assert found["triton"] == ["float16, bfloat16", "64, 72, 80, 96, 128"]
+        assert found["reference"][0] == "float16, bfloat16, float32"
+        assert "cudnn_fp8" not in found
+
+    def test_one_reason_for_all_choices_needs_no_numbers(self) -> None:
+        lines = sections(STACK, 80)[SERVE]
+        assert lines[-1].startswith("fastest on NVIDIA H200, measured")
+        assert "  up to 2048  triton" in lines
+        lines = sections(NO_GPU, 80)[SERVE]
+        assert "  any  reference (1)" in lines
+        assert lines[-2].startswith("(1) no GPU")
+        assert lines[-1].startswith("(2) no GPU")
+
+
+def test_an_unserved_gpu_is_one_problem_with_each_reason_once() -> None:
+    (problem,) = judge(replace(STACK, gpus=(TURING,))).problems
+    assert problem.what.startswith("nothing serves")
+    assert problem.what.count("needs compute capability 8.0") == 1
+    assert "triton_window, flash_attn: it needs" in problem.what
+
+
+def test_all_bad_settings_are_shown_at_once() -> None:
+    env = {ENV_KERNEL: "fa9", ENV_STRICT: "yes", "VLLM_FLASHINFER_VIT_KERNAL": "x"}
+    report = judge(env=env)
+    assert [problem.fatal for problem in report.problems] == [True, True, False]
+    text = text_of(report)
+    assert "VLLM_FLASHINFER_VIT_KERNEL='fa9': use one of" in text
+    assert "VLLM_FLASHINFER_VIT_STRICT='yes': use 0 or 1" in text
+    assert "VLLM_FLASHINFER_VIT_KERNAL has no effect" in text
+    assert f"did you mean {ENV_KERNEL}?" in " ".join(text.split())
+    assert "2 problems" in report.summary
+
+
+def test_a_misspelt_patch_is_told_the_nearest_name() -> None:
+    (problem,) = judge(env={ENV_DISABLE_PATCHES: "qwen9_fused"}).problems
+    assert problem.remedy is not None
+    assert "perhaps qwen9-fused was meant" in problem.remedy
+
+
+def test_a_folder_of_choices_without_a_file_for_this_gpu_is_noted(
+    tmp_path: Path,
+) -> None:
+    env = {ENV_TUNED_DIR: str(tmp_path)}
+    (note,) = (note for note in judge(env=env).notes if ENV_TUNED_DIR in note)
+    assert f"{tmp_path / 'h200.json'} does not exist" in note
+    assert not any(ENV_TUNED_DIR in note for note in judge(env={}).notes)
+    assert not any(ENV_TUNED_DIR in note for note in judge(NO_GPU, env=env).notes)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_takes_time_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_terminal: bool,
+) -> None:
+    monkeypatch.setattr(doctor, "run_isolated", lambda *_, **__: (PLUGIN, None))
+    monkeypatch.setattr(doctor, "probe", lambda isolated: STACK)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=is_terminal, color_system=None)
+    doctor.examine(console, {})
+    assert "cuDNN and FlashInfer" in file.getvalue()
+    assert "vLLM with the plugin" in file.getvalue()
+    assert ("half a" in file.getvalue()) is not is_terminal
+    assert capsys.readouterr().out == ""
