@@ -28,7 +28,7 @@ class Case:
         lengths: Tokens of each sequence.
         repeats: How often the last offset is repeated at the end of cu_seqlens.
         zeros: How many zeros end cu_seqlens, as vLLM pads it for a graph's replay.
-        pad_rows: Rows of q, k and v behind the last sequence.
+        pad_rows: Rows of q, k and v after the last sequence.
     """
 
     name: str

@@ -40,7 +40,7 @@ def test_hopper_fp8_fits_its_registers(head_dim):
     )
     assert spills, done.stderr
     assert max(map(int, spills.groups())) <= 8
-    # The compiler's word for waiting behind every product.
+    # The compiler's word for waiting after every product.
     assert "serialized" not in done.stderr
 
 

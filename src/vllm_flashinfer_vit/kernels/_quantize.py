@@ -82,7 +82,7 @@ def _load_pairs(
 ):
     at1 = row * stride_t + run
     at2 = at1
-    # The second element mostly lies a constant behind the first: one address for both.
+    # The second element mostly lies a constant after the first: one address for both.
     APART: tl.constexpr = HEAD * UNIT if TURNED == 0 or TURNED == HEAD else 0
     if APART == 0:
         at1 += tl.where(run < TURNED, 0, TURNED)

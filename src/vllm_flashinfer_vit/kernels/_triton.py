@@ -227,7 +227,7 @@ def zero_rows(
     ROW: tl.constexpr,
     ZERO_ROWS: tl.constexpr,
 ):
-    """Clear those of ZERO_ROWS rows that lie behind every sequence."""
+    """Clear those of ZERO_ROWS rows that lie after every sequence."""
     end = last_row(cu_seqlens_ptr, num_seqs)
     first = tl.maximum(first_row, end) * ROW
     last = tl.minimum(first_row + ZERO_ROWS, num_tokens) * ROW

@@ -3,9 +3,9 @@
 
 One launch takes the maxima of turned q and k and of v, a second enters them into the
 history and derives the scales. All that lasts is on the device, the history's position
-too, so a pass may be captured in a CUDA graph. Rows behind the last sequence have no
-part in it, nor has NaN or Inf, which would stay for 16 passes. A maximum does not hang
-on the order of its terms: the bits, those of `kernels/absmax_ref.py`, never vary.
+too, so a pass may be captured in a CUDA graph. Rows after the last sequence have no
+part in it, nor has NaN or Inf, which would stay for 16 passes. The order of its terms
+does not change a maximum: the bits, those of `kernels/absmax_ref.py`, never vary.
 """
 
 import torch

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual sums and the norm behind them, in one pass over the rows.
+"""Residual sums and the norm after them, in one pass over the rows.
 
-It replaces additions and a norm of their own. The sum behind a block's attention is not
-written, only its norm; behind the MLP all three terms are added at once, so that the
+It replaces additions and a norm of their own. The sum after a block's attention is not
+written, only its norm; after the MLP all three terms are added at once, so that the
 residual stream is rounded once in a block, not twice, for the same reads and writes.
 
 Numerics: fp32 throughout. A sum that is kept is rounded once; its norm is of the sum

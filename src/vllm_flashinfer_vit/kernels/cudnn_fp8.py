@@ -8,8 +8,8 @@ Blackwell cuDNN writes that dtype at once. On Hopper it takes cuDNN 9.23 or newe
 
 Scales are read on the device, so a captured graph follows them. Hopper's output does
 not saturate: it is a weighted mean of rows of v, so that |o| <= 448 times v's scale,
-but for the rounding of weights. cuDNN is told that v's scale is 1, and so returns o in
-units of it.
+apart from the rounding of weights. cuDNN is told that v's scale is 1, and so returns o
+in units of it.
 
 Numerics: fp32 scores and softmax; weights are scaled by 256 and rounded to e4m3; on
 Hopper the output is rounded to e4m3 too. Nothing is causal.

@@ -2,7 +2,7 @@
 """Attention within sequences of any length, made for 129 to 4096 tokens on Hopper.
 
 One program holds a block of queries of a head and walks over the keys of its sequence.
-It reads any strided views, and clears the rows behind the last sequence in the same
+It reads any strided views, and clears the rows after the last sequence in the same
 launch, so that a graph's padding needs no pass of its own. A head dim is cut into a
 power of two and a rest (80 is 64 + 16), where cuDNN pads to 128 and FA3 to 96.
 
@@ -32,12 +32,12 @@ from vllm_flashinfer_vit.kernels._triton import (
 _LOG2_E = 1.4426950408889634
 # Keys per step. 128 leaves room for half the warps: 8 x 1024 takes 147 us, not 121.
 _BLOCK_N = 64
-# Two blocks of 8 warps, or four of 4, share an SM, so that the softmax of one hides
-# behind the products of another; with 182 registers 8 x 1024 takes 154 us, not 121.
+# Two blocks of 8 warps, or four of 4, share an SM, so that one computes its softmax
+# while another multiplies; with 182 registers 8 x 1024 takes 154 us, not 121.
 _MAXNREG = 128
 # Offsets within a block of 128 rows are int32.
 _MAX_STRIDE = 1 << 24
-# Rows that one program checks and clears behind the last sequence.
+# Rows that one program checks and clears after the last sequence.
 _ZERO_ROWS = 64
 
 
@@ -53,7 +53,7 @@ def _config(max_seqlen: int, head_dim: int) -> _Config:
         # Room for a third stage: 20 x 400 takes 53, not 63 (blocks of 128 rows: 61).
         return _Config(64, 4, num_stages=3)
     if head_dim <= 80 and max_seqlen <= 512:
-        # Fewer rows behind the end: 20 x 400 takes 72, not 79; 60 x 144 56, not 68.
+        # Fewer rows after the end: 20 x 400 takes 72, not 79; 60 x 144 56, not 68.
         return _Config(64, 4, num_stages=2)
     # Half the reads of k and v from the L2: 8 x 1024 takes 119, not 121 (D=72: 125, not
     # 136). Two stages take 128; at D=128 only they leave room for two blocks.
@@ -101,7 +101,7 @@ def _flash_kernel(
     NUM_STAGES: tl.constexpr,
     ZERO_ROWS: tl.constexpr,
 ):
-    """Attend for BLOCK_M queries of one head, or clear rows behind the last sequence.
+    """Attend for BLOCK_M queries of one head, or clear rows after the last sequence.
 
     Strides count UNITs; q, k and v start at a multiple of 16 bytes. The blocks of a
     head of a sequence run together, so that its k and v come from the L2.
@@ -157,7 +157,7 @@ def _flash_kernel(
     row_k = offs_n * stride_kt * UNIT
     row_v = offs_n * stride_vt * UNIT
     for n in tl.range(0, length, BLOCK_N, num_stages=NUM_STAGES):
-        # Keys behind the end may be another sequence's, or NaN: not even read.
+        # Keys after the end may be another sequence's, or NaN: not even read.
         mask_n = offs_n < length - n
         k_lo = load_columns(k_base, row_k, mask_n, 0, D_LO, D_LO)
         if D_HI > 0:
@@ -220,7 +220,7 @@ def attention(
         scale: Factor on the scores, usually `D ** -0.5`; above 0.
 
     Returns:
-        `[T, H, D]` contiguous, in q's dtype. Rows behind the last sequence are zeros.
+        `[T, H, D]` contiguous, in q's dtype. Rows after the last sequence are zeros.
 
     Raises:
         ValueError: A tensor or `scale` breaks a demand above.

@@ -29,7 +29,7 @@ from vllm_flashinfer_vit.kernels._triton import (
 from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV, check_blocks
 
 _LOG2_E = 1.4426950408889634
-# Rows that one program checks and clears behind the last sequence.
+# Rows that one program checks and clears after the last sequence.
 _ZERO_ROWS = 64
 
 
@@ -75,7 +75,7 @@ def _flash_fp8_kernel(
     NUM_STAGES: tl.constexpr,
     ZERO_ROWS: tl.constexpr,
 ):
-    """Attend for BLOCK_M queries of one head, or clear rows behind the last sequence.
+    """Attend for BLOCK_M queries of one head, or clear rows after the last sequence.
 
     The queries of a head run together, so that k and v come from the L2.
     Grid: (H * num_blocks * BLOCK // BLOCK_M + cdiv(num_tokens, ZERO_ROWS),)
@@ -218,7 +218,7 @@ def attention(
         dtype: fp32, fp16 or bf16, of the output.
 
     Returns:
-        `[T, H, D]` contiguous, in `dtype`. Rows behind the last sequence are zeros.
+        `[T, H, D]` contiguous, in `dtype`. Rows after the last sequence are zeros.
 
     Raises:
         ValueError: The tensors do not fit the sizes, or scale is not above 0.

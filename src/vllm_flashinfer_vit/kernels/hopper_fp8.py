@@ -113,7 +113,7 @@ _WEIGH_REGISTERS = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 32))
 def _used(cu_ptr, num_seqs, BLOCK_M: gl.constexpr):
     """Return how many sequences, and how many of a head's tiles, there are to look at.
 
-    A graph has room for many more: behind the last sequence with rows all are empty.
+    A graph has room for many more: after the last sequence with rows all are empty.
     """
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     offs = gl.arange(0, 512, layout=layout)
@@ -137,7 +137,7 @@ def _find_tile(
     """Return a tile's head, its sequence and that one's start and length, and its row.
 
     Sequence n has its first tile at cu[n] // BLOCK_M + n. Tails of zeros or of repeated
-    offsets are no sequences. A row at or behind the length means an empty tile.
+    offsets are no sequences. A row at or after the length means an empty tile.
     """
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     block = tile % tiles_per_head
@@ -321,7 +321,7 @@ def _attend_to_block(
     QK_HI: gl.constexpr,
     V_HI: gl.constexpr,
 ):
-    """Go on to block n of the keys; with a length, mask what lies behind it.
+    """Go on to block n of the keys; with a length, mask what lies after it.
 
     The state is each row's offset of the exponents, the unit of its sum over v, this
     sum in two parts, and the sum of its weights.
@@ -417,7 +417,7 @@ def _attend(
             count = gl.cdiv(length, BLOCK_N)
             block = start // BLOCK_N + seq
             at = (head // H_RATIO) * num_blocks + block
-            # Rows behind the end have no scale, and are not stored.
+            # Rows after the end have no scale, and are not stored.
             q_factor = scale_log2e * gl.load(
                 q_scale_ptr + head * num_blocks + block + row // BLOCK_N,
                 mask=row < length,
@@ -455,7 +455,7 @@ def _attend(
 
 @gluon.jit
 def _zero_padding(cu_ptr, out_ptr, num_seqs, num_tokens, ROW: gl.constexpr):
-    """Clear the rows behind the last sequence, which the programs share."""
+    """Clear the rows after the last sequence, which the programs share."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     offs = gl.arange(0, 512, layout=layout)
     end = 0
@@ -589,7 +589,7 @@ def attention(
         dtype: fp16 or bf16, of the output.
 
     Returns:
-        `[T, H, D]` contiguous, in `dtype`. Rows behind the last sequence are zeros.
+        `[T, H, D]` contiguous, in `dtype`. Rows after the last sequence are zeros.
 
     Raises:
         ValueError: The tensors do not fit the sizes, D is above 80, or scale

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a padded batch safe for a kernel that expects none, in one launch.
 
-In a graph's replay cu_seqlens may end in zeros, and rows behind the last sequence are
+In a graph's replay cu_seqlens may end in zeros, and rows after the last sequence are
 padding. A kernel made for plain batches would see a negative length, and may multiply
 padding rows by a weight of 0, which leaves a NaN a NaN.
 """

@@ -270,7 +270,7 @@ def quantize_blocks(
     """Turn q and k, and quantise q, k and v in blocks of 128 tokens of a sequence.
 
     A block's scale is the largest finite absolute value of its rows over 28 for q and k
-    and over 448 for v, 1 for a block without one: what lies in another block or behind
+    and over 448 for v, 1 for a block without one: what lies in another block or after
     the end has no part in it.
 
     Args:

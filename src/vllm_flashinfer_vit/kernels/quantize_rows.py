@@ -86,7 +86,7 @@ def _quantize_rows_kernel(
     pid_h = (pid % H).to(tl.int64)
     end = last_row(cu_seqlens_ptr, num_seqs)
     rows = tl.maximum(tl.minimum(end, num_tokens) - start, 0).to(tl.int32)
-    # Rows behind the end are stored, as zeros, but not read.
+    # Rows after the end are stored, as zeros, but not read.
     rows_out = tl.minimum(num_tokens - start, BLOCK).to(tl.int32)
     items = head_items(D, UNIT, LO, HI)
     q_base = q_ptr + (start * stride_qt + pid_h * stride_qh) * UNIT

@@ -2,7 +2,7 @@
 """Rotary embedding of q and k in one launch, straight from the projection's views.
 
 It replaces the copy of q and k out of the projection (a `cat` in Qwen2-VL) and the
-rotary kernel behind it: q and k are read once and written once. All (head, pair) items
+rotary kernel after it: q and k are read once and written once. All (head, pair) items
 of all tokens are one flat range cut into blocks, so no lane idles for head dims whose
 half is no power of two (36 for D=72, 40 for D=80).
 

@@ -32,7 +32,7 @@ from vllm_flashinfer_vit.kernels.formats import MAX_WINDOW
 from vllm_flashinfer_vit.kernels.rope import rotate
 
 _LOG2_E = 1.4426950408889634
-# Rows that one program checks and clears behind the last sequence.
+# Rows that one program checks and clears after the last sequence.
 _ZERO_ROWS = 64
 
 
@@ -98,7 +98,7 @@ def _window_kernel(
     BLOCK: tl.constexpr,
     ZERO_ROWS: tl.constexpr,
 ):
-    """Attend for one head of one sequence, or clear rows behind the last one.
+    """Attend for one head of one sequence, or clear rows after the last one.
 
     Strides count UNITs, those of cos and sin UNIT_Cs.
     Grid: (num_seqs * H + cdiv(num_tokens, ZERO_ROWS),)
@@ -230,7 +230,7 @@ def attention(
         sin: Like cos.
 
     Returns:
-        `[T, H, D]` contiguous, in q's dtype. Rows behind the last sequence are zeros.
+        `[T, H, D]` contiguous, in q's dtype. Rows after the last sequence are zeros.
 
     Raises:
         ValueError: A tensor or `max_seqlen` breaks a demand above.
