@@ -79,6 +79,15 @@ def test_absmax_reads_no_padding(tail):
     assert torch.equal(amax, _absmax(inputs, absmax_ref))
 
 
+def test_absmax_ends_at_the_last_row():
+    whole = make_qkv(Case("200", (200,)), 1, 64, DTYPE, device=DEVICE)
+    for x in whole:
+        x[140:] = 1e4
+    cu_seqlens = torch.tensor([0, 130, 900], dtype=torch.int32, device=DEVICE)
+    inputs = *(x[:140] for x in whole), cu_seqlens, (None, None)
+    assert torch.equal(_absmax(inputs), _absmax(inputs, absmax_ref))
+
+
 def test_absmax_of_many_sequences():
     # The last of them end after the offsets that are searched at once.
     case = Case("many", tuple(i % 3 for i in range(1100)), zeros=4, pad_rows=200)

@@ -447,6 +447,19 @@ def test_gpu_the_largest_output_does_not_saturate(served, nan_empty):
 
 
 @pytest.mark.gpu
+def test_gpu_the_second_pass_goes_beyond_int32():
+    rows = 2**31 // (16 * 80) + 200
+    padded = torch.ones(rows, 16, 128, device=DEVICE, dtype=torch.float16).to(FP8)
+    scales = torch.tensor([1.0, 1.0, 3.0], device=DEVICE)
+    end = (rows - 100) * 16 * 128
+    offsets = torch.tensor([0, end], device=DEVICE).view(2, 1, 1, 1)
+    out = kernel._finish(padded, scales, offsets, 80, torch.bfloat16)
+    assert out.numel() > 2**31
+    assert (out[:-100] == 3).all()
+    assert not out[-100:].any()
+
+
+@pytest.mark.gpu
 def test_gpu_nan_stays_in_its_sequence(served, nan_empty):
     case = Case("three", (300, 500, 700))
     made = _make(case, 80)
