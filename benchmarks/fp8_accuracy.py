@@ -323,7 +323,7 @@ class Images:
 
     def __init__(self, spec: Any, size: Size) -> None:
         """Load the processor."""
-        from vllm_flashinfer_vit.commands.job import image_processor
+        from vllm_flashinfer_vit.commands.images import image_processor
 
         self._processor = image_processor(spec, None)
         self._side = spec.patch_size * size.grid

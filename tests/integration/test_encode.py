@@ -2,6 +2,7 @@
 """The `encode` job: images in, table, JSON and embeddings out, and bad input."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from vllm_flashinfer_vit.commands import encode, job
+from vllm_flashinfer_vit.commands import calibrate, encode, images, job
 from vllm_flashinfer_vit.commands.encode import Options, render, run
-from vllm_flashinfer_vit.commands.job import JobError
-from vllm_flashinfer_vit.towers import tower
-from vllm_flashinfer_vit.towers.tower import TowerError
+from vllm_flashinfer_vit.commands.images import ImageFile, JobError
+from vllm_flashinfer_vit.machine.files import FileError
+from vllm_flashinfer_vit.towers import spec as tower_spec
+from vllm_flashinfer_vit.towers.spec import TowerError
+from vllm_flashinfer_vit.towers.tower import Tower
 
 MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "images"
@@ -31,14 +34,14 @@ cpu_only = pytest.mark.skipif(
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the named model narrow; what these tests look at is not its width."""
-    family, config = tower.NAMED_MODELS[MODEL]
+    family, config = tower_spec.NAMED_MODELS[MODEL]
     config = {**config, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96}
-    monkeypatch.setattr(tower, "NAMED_MODELS", {MODEL: (family, config)})
+    monkeypatch.setattr(tower_spec, "NAMED_MODELS", {MODEL: (family, config)})
 
 
-def options(*images: Path, **changes: Any) -> Options:
+def options(*given: Path, **changes: Any) -> Options:
     values: dict[str, Any] = {
-        "images": images,
+        "images": given,
         "model": MODEL,
         "random_weights": True,
         "depth": 1,
@@ -98,7 +101,9 @@ class TestRun:
         assert metadata["model"] == MODEL
         assert metadata["depth"] == "1 of 32"
         assert metadata["backends"] == "FLASHINFER"
-        assert metadata["dtype"] == "bfloat16"
+        assert metadata["dtype"] == metadata["attn_dtype"] == "bfloat16"
+        assert metadata["weights"] == "random weights of seed 0"
+        assert metadata["max_pixels"] == "12544"
         grid = report.images[0].grid
         assert metadata[f"grid_thw {image}"] == " ".join(map(str, grid))
         assert f"vllm=={report.versions['vllm']}" in metadata["versions"]
@@ -123,7 +128,7 @@ class TestRun:
         text = console.file.getvalue()  # type: ignore[attr-defined]
         for part in (
             MODEL,
-            "2 of 32 blocks",
+            "random weights of seed 0, 2 of 32 blocks",
             "100 x 60",
             "reference",
             "in-tree torch_sdpa",
@@ -163,6 +168,108 @@ class TestRun:
             str(tmp_path / "y" / "a.png"),
         ]
 
+    @pytest.mark.usefixtures("narrow")
+    def test_a_bad_file_in_a_folder_is_left_out(self, tmp_path: Path) -> None:
+        save_image(tmp_path / "a.png", 60, 60)
+        (tmp_path / "b.png").write_text("no image")
+        save_image(tmp_path / "c.png", 2010, 10)
+        output = tmp_path / "out.safetensors"
+        report = run(options(tmp_path, output=output))
+        assert [image.name for image in report.images] == ["a.png"]
+        assert len(report.failures) == 2
+        for failure, name in zip(report.failures, ("b.png", "c.png"), strict=True):
+            assert failure.startswith("Left out: ")
+            assert name in failure
+        assert report.exit_status == 1
+        assert list(load_file(output)) == ["a.png"]
+
+    @pytest.mark.usefixtures("narrow")
+    def test_embeddings_that_are_not_finite(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("bad.png", "good.png"):
+            save_image(tmp_path / name, 60 if name[0] == "g" else 120, 60)
+        real = Tower.encode
+
+        def overflow(self: Tower, pixels: Any, grids: Any) -> torch.Tensor:
+            out = real(self, pixels, grids)
+            # Only FLASHINFER's, and only for the wider of the two images.
+            if self.backend == "FLASHINFER" and grids[0][1] != grids[0][2]:
+                out = out.index_fill(0, torch.tensor([0]), float("inf"))
+            return out
+
+        monkeypatch.setattr(Tower, "encode", overflow)
+        output = tmp_path / "out.safetensors"
+        backends = ["FLASHINFER", "TORCH_SDPA"]
+        report = run(options(tmp_path, output=output, backends=backends))
+        assert report.images[0].results["FLASHINFER"].relative_error is None
+        assert set(load_file(output)) == {
+            "FLASHINFER/good.png",
+            "TORCH_SDPA/good.png",
+            "TORCH_SDPA/bad.png",
+        }
+        (failure,) = report.failures
+        assert failure.startswith("bad.png with FLASHINFER: NaN or infinite values")
+        assert report.exit_status == 1
+        json.dumps(report.to_json(), allow_nan=False)
+        console = Console(file=io.StringIO(), width=160)
+        render(report, console)
+        assert "not finite" in console.file.getvalue()  # type: ignore[attr-defined]
+        output.unlink()
+        with pytest.raises(JobError, match=r"nothing was saved .*bad\.png with FLASHI"):
+            run(options(tmp_path / "bad.png", output=output))
+        assert not output.exists()
+
+    @pytest.mark.usefixtures("narrow")
+    def test_names_are_no_markup(self, tmp_path: Path) -> None:
+        (tmp_path / "[").mkdir()
+        names = ["[/foo].png", "[final] :cat: .png", "[b].png"]
+        for name in names[:2]:
+            save_image(tmp_path / "[" / name.replace("/", "\u2044"), 60, 60)
+        (tmp_path / "[" / names[2]).write_text("no image")
+        path = save_image(tmp_path / "foo].png", 60, 60)
+        # The path of the second argument ends in `[/../foo].png`, as a tag does.
+        given = Path(f"{tmp_path}/[/../foo].png")
+        report = run(options(tmp_path / "[", given))
+        out = io.StringIO()
+        render(report, Console(file=out, width=300))
+        for name in ("[final] :cat: .png", "[b].png", "[/../foo].png"):
+            assert name in out.getvalue()
+        assert path.exists()
+        progress = io.StringIO()
+        with job.progress_bar(Console(file=progress, force_terminal=True)) as bar:
+            bar.add_task("read [/foo].png")
+        assert "read [/foo].png" in progress.getvalue()
+
+    @pytest.mark.usefixtures("narrow")
+    def test_fp8(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    ) -> None:
+        save_image(tmp_path / "a.png", 60, 60)
+        save_image(tmp_path / "b.png", 300, 280)
+        scales = tmp_path / "scales.json"
+        calibrate.run(
+            calibrate.Options(
+                images=[tmp_path],
+                model=MODEL,
+                random_weights=True,
+                depth=1,
+                device="cpu",
+                output=scales,
+            )
+        )
+        output = tmp_path / "out.safetensors"
+        fp8 = {"attn_dtype": "fp8", "fp8_scale_path": scales, "max_pixels": None}
+        with caplog.at_level("WARNING", "vllm.plugins.flashinfer_vit"):
+            report = run(options(tmp_path, output=output, **fp8))
+        assert "were made with model" not in caplog.text
+        assert report.notes[-1].startswith("FP8 attention ran for 1 of 2 images. For")
+        with safe_open(output, framework="pt") as file:
+            metadata = file.metadata()
+        assert metadata["attn_dtype"] == "fp8"
+        with pytest.raises(FileError, match=r"also uses it as .*scales\.json"):
+            run(options(tmp_path, output=scales, **fp8))
+
 
 @cpu_only
 class TestProcessor:
@@ -198,9 +305,11 @@ class TestProcessor:
         self, tmp_path: Path, model: str, patch: int, black: float
     ) -> None:
         Image.new("RGB", (320, 320), "black").save(tmp_path / "a.png")
-        spec = tower.resolve_spec(model, random_weights=True)
-        processor = job.image_processor(spec, None)
-        patches = job.read_patches(tmp_path / "a.png", "a", processor)
+        spec = tower_spec.resolve_spec(model, random_weights=True)
+        processor = images.image_processor(spec, None)
+        file = ImageFile(tmp_path / "a.png", "a", from_folder=False)
+        patches = images.read_patches(file, processor, [])
+        assert patches is not None
         side = round(320 / patch / 2) * 2
         assert patches.grid == (1, side, side)
         assert patches.pixel_values.shape == (side * side, 3 * 2 * patch * patch)
@@ -265,7 +374,8 @@ class TestBadInput:
             ({"device": "gpu"}, r"device 'gpu' is unknown"),
             ({"max_pixels": 0}, r"max_pixels is 0"),
             ({"max_pixels": 100}, r"one token of this model takes 784 pixels"),
-            ({"output": Path("no/such/folder/a")}, r"a folder that exists"),
+            ({"attn_dtype": "nonsense"}, r"attn_dtype 'nonsense' is unknown; use fp8"),
+            ({"fp8_scale_path": Path("a")}, r"fp8_scale_path needs attn_dtype fp8"),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )
@@ -274,6 +384,36 @@ class TestBadInput:
     ) -> None:
         path = save_image(tmp_path / "a.png", 60, 60)
         self.refused(message, path, **change)
+
+    def test_nothing_but_unusable_files_in_a_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "a.png").write_text("no image")
+        self.refused(r"no image can be used\. Left out: .*a\.png cannot", tmp_path)
+
+    @pytest.mark.parametrize("through", ["itself", "link"])
+    def test_output_that_is_an_input(self, tmp_path: Path, through: str) -> None:
+        path = save_image(tmp_path / "a.png", 60, 60)
+        before = path.read_bytes()
+        (tmp_path / "link").symlink_to(path)
+        output = path if through == "itself" else tmp_path / "link"
+        with pytest.raises(FileError, match="also uses it as"):
+            run(options(tmp_path, output=output))
+        assert path.read_bytes() == before
+
+    def test_output_in_the_checkpoint(self, tmp_path: Path) -> None:
+        path = save_image(tmp_path / "a.png", 60, 60)
+        folder = tmp_path / "checkpoint"
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+        wanted = options(
+            path, model=str(folder), random_weights=False, output=folder / "config.json"
+        )
+        with pytest.raises(FileError, match="also uses it as"):
+            run(wanted)
+
+    def test_output_that_cannot_be_written(self, tmp_path: Path) -> None:
+        path = save_image(tmp_path / "a.png", 60, 60)
+        with pytest.raises(FileError, match="in a folder that exists"):
+            run(options(path, output=Path("no/such/folder/a")))
 
     @cpu_only
     def test_backend_is_checked_before_any_work(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 layers, their op and `calibrate`, on vLLM's own classes."""
+"""FP8 layers and their op, on vLLM's own classes."""
 
-import gc
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,20 +8,14 @@ from typing import Any
 import pytest
 import torch
 from _models import engine
-from PIL import Image
-from rich.console import Console
 
 from cases import Case, make_cos_sin, make_qkv, relative_error
 from vllm_flashinfer_vit.choices.trial import attempt
-from vllm_flashinfer_vit.commands import calibrate
-from vllm_flashinfer_vit.commands.job import JobError
-from vllm_flashinfer_vit.fp8 import scale_files as scales
-from vllm_flashinfer_vit.fp8.scale_files import QKV
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.formats import DynamicScales
 from vllm_flashinfer_vit.settings import ENV_FP8_SCALES, ENV_FP8_SKIP_LAYERS, ENV_KERNEL
-from vllm_flashinfer_vit.towers import tower
-from vllm_flashinfer_vit.towers.tower import Tower, build_tower, resolve_spec
+from vllm_flashinfer_vit.towers.spec import resolve_spec
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
 HEADS, HEAD_DIM = 4, 16
 SCALE = HEAD_DIM**-0.5
@@ -256,128 +248,6 @@ class TestLayer:
                     assert torch.equal(a, b)
         assert counter.frame_count == 1
         torch._dynamo.reset()
-
-
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    family, config = tower.NAMED_MODELS[MODEL]
-    config = {**config, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96}
-    monkeypatch.setattr(tower, "NAMED_MODELS", {MODEL: (family, config)})
-
-
-@pytest.fixture
-def image(tmp_path: Path) -> Path:
-    path = tmp_path / "image.png"
-    Image.effect_noise((168, 224), 60).convert("RGB").save(path)
-    return path
-
-
-def options(image: Path, **changes: Any) -> calibrate.Options:
-    values: dict[str, Any] = {
-        "images": [image],
-        "model": MODEL,
-        "random_weights": True,
-        "depth": 2,
-        "dtype": "fp32",
-        "device": "cpu",
-        "output": image.with_name("scales.json"),
-    }
-    return calibrate.Options(**{**values, **changes})
-
-
-@cpu_only
-@pytest.mark.usefixtures("narrow")
-class TestCalibrate:
-    def test_writes_scales_that_a_tower_runs_with(
-        self, image: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        pytest.importorskip("matplotlib")
-        plot = image.with_name("plot.svg")
-        report = calibrate.run(options(image, plot=plot))
-        assert [layer.name for layer in report.layers] == [
-            f"visual.blocks.{i}.attn.attn" for i in range(2)
-        ]
-        assert all(layer.clip_rate == 0 for layer in report.layers)
-        assert all(1e-3 < layer.relative_error < 0.1 for layer in report.layers)
-        assert "<svg" in plot.read_text()
-        json.dumps(report.to_json())
-        calibrate.render(report, Console(width=200))
-        assert "visual.blocks.1.attn.attn" in capsys.readouterr().out
-
-        path = Path(report.output)
-        file = scales.read(path)
-        assert file.layers[NAME].head_dim == 16
-        spec = resolve_spec(MODEL, random_weights=True, depth=2)
-        built = build_tower(
-            spec,
-            backend="FLASHINFER",
-            dtype=torch.float32,
-            device="cpu",
-            attn_dtype="fp8",
-            fp8_scale_path=path,
-        )
-        layer = next(iter(built.attention_layers().values()))
-        assert layer._fp8_state.scales.tolist() == pytest.approx(
-            file.layers[NAME].scale
-        )
-        # A tower of fewer blocks lacks layers of the file, once the other one is gone.
-        del built, layer
-        gc.collect()
-        with pytest.raises(ValueError, match=r"blocks.1.attn.*none of this model"):
-            build_tower(
-                resolve_spec(MODEL, random_weights=True, depth=1),
-                backend="FLASHINFER",
-                dtype=torch.float32,
-                device="cpu",
-                attn_dtype="fp8",
-                fp8_scale_path=path,
-            )
-
-    def test_clips_below_a_margin_of_1(self, image: Path) -> None:
-        report = calibrate.run(options(image, margin=0.5))
-        assert all(layer.clip_rate > 0 for layer in report.layers)
-
-    def test_merges_vllms_own_file_and_says_how_it_differs(self, image: Path) -> None:
-        old = image.with_name("vllm.json")
-        names = [f"visual.blocks.{i}.attn.attn" for i in range(2)]
-        one = {"q": 1e-4, "k": 1e3, "v": 1e3}
-        old.write_text(json.dumps(dict.fromkeys(names, one)))
-        report = calibrate.run(options(image, merge=old))
-        assert report.layers[0].amax.k == 448e3
-        assert report.layers[0].amax.q < 100
-        notes = "\n".join(report.notes)
-        assert "signed maxima" in notes
-        assert "cut off 2 of 6 tensors here; the worst is q of visual.blocks" in notes
-
-    def test_merges_its_own_file(self, image: Path) -> None:
-        first = calibrate.run(options(image))
-        path = Path(first.output)
-        file = scales.read(path)
-        wider = {
-            name: (QKV(1000.0, *layer.amax[1:]), 16)
-            for name, layer in file.layers.items()
-        }
-        scales.write(scales.from_amax(wider, 1.5, file.made_by), path)
-        report = calibrate.run(options(image, merge=path))
-        assert report.layers[0].amax == (1000.0, *first.layers[0].amax[1:])
-
-    @pytest.mark.parametrize(
-        ("changes", "what"),
-        [
-            ({"margin": 0.0}, "margin is 0.0"),
-            ({"margin": float("nan")}, "margin is nan"),
-            ({"output": Path("/nowhere/scales.json")}, "/nowhere/scales.json"),
-            ({"merge": Path("/nowhere/old.json")}, "/nowhere/old.json"),
-        ],
-    )
-    def test_bad_options(self, changes: dict[str, Any], what: str, image: Path) -> None:
-        with pytest.raises(ValueError, match=what):
-            calibrate.run(options(image, **changes))
-
-    def test_no_matplotlib(self, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-        with pytest.raises(JobError, match=r"vllm-flashinfer-vit\[plot\]"):
-            calibrate.run(options(image, plot=image.with_name("plot.svg")))
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 """The command `calibrate`: what it hands over, and what it says of an older file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from vllm_flashinfer_vit.fp8 import scale_files as scales  # noqa: E402
 from vllm_flashinfer_vit.fp8.scale_files import QKV  # noqa: E402
 
 REPORT = Report(
-    model="some/model",
+    model="some/[b]model",
+    weights="checkpoint weights",
+    max_pixels=None,
+    failures=["Left out: [b].png."],
     depth=1,
     full_depth=2,
     dtype="bfloat16",
@@ -26,7 +30,7 @@ REPORT = Report(
     images=3,
     margin=1.5,
     layers=[LayerReport("a.layer", QKV(1, 2, 3), QKV(1, 1, 1), 1e-6, 0.05)],
-    notes=["A note."],
+    notes=["A note of [/a]."],
     versions={"vllm": "0.25.1"},
     output="scales.json",
     plot=None,
@@ -61,8 +65,12 @@ def invoke(*arguments: str) -> Any:
 def test_defaults(handed_over: list[Options]) -> None:
     result = invoke()
     assert handed_over == [Options(images=[Path("a.png")], model="m")]
-    for expected in ("a.layer", "1.0e-06", "5.0e-02", "A note.", "saved to scales"):
+    for expected in ("a.layer", "1.0e-06", "5.0e-02", "saved to scales"):
         assert expected in result.stdout
+    # Not taken for markup.
+    for expected in ("some/[b]model", "A note of [/a].", "Left out: [b].png."):
+        assert expected in result.stdout
+    assert result.exit_code == 1
 
 
 def test_every_option(handed_over: list[Options]) -> None:
@@ -92,6 +100,10 @@ def test_every_option(handed_over: list[Options]) -> None:
 def test_an_error_is_one_line(handed_over: list[Options]) -> None:
     result = invoke("--margin", "-1")
     assert (result.exit_code, result.stderr) == (2, "error: margin is negative\n")
+
+
+def test_a_report_without_failures_is_a_success() -> None:
+    assert replace(REPORT, failures=[]).exit_status == 0
 
 
 def file(amax: QKV) -> scales.ScaleFile:

@@ -25,7 +25,9 @@ runner = CliRunner()
 @pytest.fixture
 def encode(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Stand in for `encode.py`, which needs vLLM: records options, raises at will."""
-    fake = types.SimpleNamespace(options=None, error=None, log_level=None)
+    fake = types.SimpleNamespace(
+        options=None, error=None, log_level=None, document={"images": []}, status=0
+    )
 
     def run(options: dict[str, Any], console: Console) -> types.SimpleNamespace:
         fake.options = options
@@ -33,7 +35,9 @@ def encode(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         console.print("progress")
         if fake.error is not None:
             raise fake.error
-        return types.SimpleNamespace(to_json=lambda: {"images": []})
+        return types.SimpleNamespace(
+            to_json=lambda: fake.document, exit_status=fake.status
+        )
 
     module = types.ModuleType("vllm_flashinfer_vit.commands.encode")
     module.run = run  # type: ignore[attr-defined]
@@ -119,6 +123,24 @@ def test_the_options_and_defaults_are_those_of_encode(
     assert found == default
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_encode_exits_with_1_after_leaving_something_out(
+    encode: types.SimpleNamespace, as_json: bool
+) -> None:
+    encode.status = 1
+    arguments = ["encode", "folder", *(["--json"] if as_json else [])]
+    result = runner.invoke(main, arguments)
+    assert result.exit_code == 1
+    assert result.stdout
+
+
+def test_json_holds_no_nan(encode: types.SimpleNamespace) -> None:
+    encode.document = {"error": float("nan")}
+    result = runner.invoke(main, ["encode", "a.png", "--json"])
+    assert "NaN" not in result.stdout
+    assert isinstance(result.exception, ValueError)
+
+
 def test_encode_silences_vllm(encode: types.SimpleNamespace) -> None:
     runner.invoke(main, ["encode", "a.png"])
     assert encode.log_level == "WARNING"
@@ -185,7 +207,7 @@ def test_doctor_exits_with_its_verdict(
     stack = replace(STACK, **changes)
     stack = replace(stack, problems=tuple(stack_problems(stack)))
     report = doctor.diagnose(stack, {"active": True, "patches": []}, None, {})
-    monkeypatch.setattr(doctor, "examine", lambda: report)
+    monkeypatch.setattr(doctor, "examine", lambda console: report)
     result = runner.invoke(main, ["doctor", *(["--json"] if as_json else [])])
     assert result.exit_code == status
     if as_json:

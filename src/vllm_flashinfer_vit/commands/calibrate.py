@@ -6,45 +6,49 @@ absolute values of each layer's rotated q and k, and of v; once to attend in FP8
 the resulting scales beside the layer's own attention, on the same inputs.
 """
 
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from vllm_flashinfer_vit import __version__
+from vllm_flashinfer_vit.commands.images import (
+    ImageFile,
+    JobError,
+    check_any,
+    image_processor,
+    read_patches,
+)
 from vllm_flashinfer_vit.commands.job import (
     Inputs,
-    JobError,
-    check_output,
-    device_name,
-    image_paths,
-    image_processor,
-    pick_device,
-    pick_dtype,
+    Job,
+    JobReport,
+    memory_hint,
+    prepare,
     progress_bar,
     quiet_vllm,
-    read_patches,
-    resolve_tower,
+    report_header,
     versions,
 )
 from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleFile
-from vllm_flashinfer_vit.kernels.formats import E4M3_MAX
-from vllm_flashinfer_vit.settings import FP8_KERNELS, KernelName
-from vllm_flashinfer_vit.towers.tower import (
-    Tower,
-    TowerSpec,
-    build_tower,
-    check_backend,
-)
+from vllm_flashinfer_vit.kernels.catalog import fp8_names
+from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, DynamicScales
+from vllm_flashinfer_vit.machine import files
+from vllm_flashinfer_vit.ops.batch import Batch
+from vllm_flashinfer_vit.ops.plan import Plan
+from vllm_flashinfer_vit.settings import Settings
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower, check_backend
+
+Attend = Callable[[Batch], torch.Tensor]
 
 _BUILD_STEPS = 2
 
@@ -57,7 +61,7 @@ class Options(Inputs):
         output: The file of scales to write.
         margin: Head room over the largest absolute value, as
             `--mm-encoder-fp8-scale-save-margin`.
-        merge: A file of scales to widen, or None.
+        merge: A file of scales to widen, or None; may be `output`.
         plot: An SVG file to draw, or None.
     """
 
@@ -88,30 +92,31 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
-class Report:
-    """The result of `run`; see `render` and `to_json`."""
+class Report(JobReport):
+    """The result of `run`; see also `JobReport`.
 
-    model: str
-    depth: int
-    full_depth: int
-    dtype: str
-    device: str
+    Attributes:
+        kernel: The FP8 kernel that the error is of.
+        images: How many were seen.
+        margin: See `Options`.
+        layers: What came out.
+        output: The file of scales.
+        plot: The file of the plot, or None.
+    """
+
     kernel: str
     images: int
     margin: float
     layers: Sequence[LayerReport]
-    notes: Sequence[str]
-    versions: Mapping[str, str]
     output: str
     plot: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON document."""
-        return asdict(self)
 
 
 def run(options: Options, console: Console | None = None) -> Report:
     """Calibrate, and write the files.
+
+    The output is locked meanwhile: a second run with it ends at once, and an engine
+    that saves scales to it does not.
 
     Args:
         options: What to do.
@@ -119,89 +124,98 @@ def run(options: Options, console: Console | None = None) -> Report:
 
     Raises:
         TowerError: An option, image or checkpoint cannot be used.
+        FileError: A file cannot be written, or another process is making it.
         NotServedError: This machine cannot run FLASHINFER, or not in FP8.
         ScaleError: The file to merge cannot be used.
     """
     if not (math.isfinite(options.margin) and options.margin > 0):
         raise JobError(f"margin is {options.margin}; it must be positive")
     figure_class = None if options.plot is None else _import_figure()
-    check_output(options.output)
-    check_output(options.plot)
-    device = pick_device(options.device)
-    dtype = pick_dtype(options.dtype, device)
-    paths = image_paths(options.images)
+    job = prepare(options)
+    files.check(options.output, keep=job.reads)
+    if options.plot is not None:
+        merge = [] if options.merge is None else [options.merge]
+        files.check(options.plot, keep=[*job.reads, options.output, *merge])
+    with files.locked(options.output):
+        report, new = _calibrate(options, job, console)
+        scales.write(new, options.output)
+    if figure_class is not None and options.plot is not None:
+        files.write(options.plot, _draw(report, figure_class))
+    return report
+
+
+def _calibrate(
+    options: Options, job: Job, console: Console | None
+) -> tuple[Report, ScaleFile]:
     old = None if options.merge is None else scales.read(options.merge)
-    spec, max_pixels, notes = resolve_tower(options, device)
+    notes: list[str] = []
+    failures: list[str] = []
     with progress_bar(console) as progress, quiet_vllm():
-        bar = progress.add_task("build the tower", total=_BUILD_STEPS + 2 * len(paths))
-        processor = image_processor(spec, max_pixels)
-        check_backend("FLASHINFER", device, dtype)
+        total = _BUILD_STEPS + 2 * len(job.files)
+        bar = progress.add_task("build the tower", total=total)
+        processor = image_processor(job.spec, job.max_pixels)
+        check_backend("FLASHINFER", job.device, job.dtype)
         tower = build_tower(
-            spec, backend="FLASHINFER", dtype=dtype, device=device, seed=options.seed
+            job.spec,
+            backend="FLASHINFER",
+            dtype=job.dtype,
+            device=job.device,
+            seed=options.seed,
         )
         head_dims = _head_dims(tower)
         kernel = _fp8_kernel(tower, max(head_dims.values()))
         progress.advance(bar, _BUILD_STEPS)
 
-        def encode_all(what: str) -> None:
-            for path, name in paths:
-                progress.update(bar, description=f"{what} {name}")
-                patches = read_patches(path, name, processor)
-                _encode(tower, patches.pixel_values, patches.grid)
+        def encode_all(what: str, images: Sequence[ImageFile]) -> Iterator[ImageFile]:
+            for file in images:
+                progress.update(bar, description=f"{what} {file.name}")
+                patches = read_patches(file, processor, failures)
+                if patches is not None:
+                    with memory_hint(job.device):
+                        tower.encode(patches.pixel_values, [patches.grid])
+                    yield file
                 progress.advance(bar)
 
-        amax = {name: torch.zeros(3, device=device) for name in head_dims}
+        amax = {name: torch.zeros(3, device=job.device) for name in head_dims}
+        seen = []
         with _watching(tower, partial(_widen, amax)):
-            encode_all("look at")
+            for file in encode_all("look at", job.files):
+                _check_finite(amax, file, tower.dtype)
+                seen.append(file)
+        check_any(seen, failures)
         new = scales.from_amax(
             {name: (QKV(*x.tolist()), head_dims[name]) for name, x in amax.items()},
             options.margin,
-            _made_by(options, spec, len(paths)),
+            _made_by(options, job, len(seen)),
         )
         if old is not None:
             notes += _differences(old, new, options.merge)
             new = scales.merge(old, new)
-        check = _Check(new, kernel, device)
+        check = _Check(new, kernel, job.device)
         with _watching(tower, check.attend):
-            encode_all("attend in FP8 to")
-    scales.write(new, options.output)
-    layers = [check.report(name, new) for name in head_dims]
+            for _ in encode_all("attend in FP8 to", seen):
+                pass
     report = Report(
-        model=new.made_by["model"],
-        depth=spec.depth,
-        full_depth=spec.full_depth,
-        dtype=str(dtype).removeprefix("torch."),
-        device=device_name(device),
+        **report_header(job, options, notes, failures),
         kernel=kernel,
-        images=len(paths),
+        images=len(seen),
         margin=options.margin,
-        layers=layers,
-        notes=notes,
-        versions=versions(),
+        layers=[check.report(name, new) for name in head_dims],
         output=str(options.output),
         plot=None if options.plot is None else str(options.plot),
     )
-    if figure_class is not None:
-        _draw(report, figure_class, options.plot)
-    return report
+    return report, new
 
 
 def render(report: Report, console: Console) -> None:
     """Print a report as a table, a row for each layer."""
-    table = Table(
-        title=f"{report.model}, {report.depth} of {report.full_depth} blocks, "
-        f"{report.images} images, {report.kernel} against {report.dtype}, "
-        f"{report.device}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = report.table(f"{report.images} images", report.kernel)
     table.add_column("layer", overflow="fold")
     for column in ("q", "k", "v", "clipped", "error"):
         table.add_column(column, justify="right", no_wrap=True)
     for layer in report.layers:
         table.add_row(
-            layer.name,
+            Text(layer.name),
             *(f"{x:.4g}" for x in layer.amax),
             f"{layer.clip_rate:.1e}" if layer.clip_rate else "0",
             f"{layer.relative_error:.1e}",
@@ -210,23 +224,18 @@ def render(report: Report, console: Console) -> None:
     console.print(
         f"q, k, v: largest absolute values; a scale is one over {E4M3_MAX:.0f}, times "
         f"the margin of {report.margin:g}. clipped: the largest part of q, k or v "
-        "beyond it. error: of the layer's attention, relative."
+        "beyond it. error: of FP8 attention against the layer's own, relative."
     )
-    for note in report.notes:
-        console.print(note)
-    console.print(f"Scales saved to {report.output}.", soft_wrap=True)
-    if report.plot is not None:
-        console.print(f"Plot saved to {report.plot}.", soft_wrap=True)
+    report.print_rest(console, {"Scales": report.output, "Plot": report.plot})
 
 
-def _made_by(options: Options, spec: TowerSpec, images: int) -> dict[str, str]:
-    weights = " (random weights)" if options.random_weights else ""
+def _made_by(options: Options, job: Job, images: int) -> dict[str, str]:
     return {
         "command": f"vllm-flashinfer-vit calibrate --model {options.model} "
         f"--margin {options.margin:g}",
         "version": __version__,
         "vllm": versions()["vllm"],
-        "model": f"{spec.model}{weights}",
+        "model": job.spec.name,
         "method": f"abs-max of {images} images",
     }
 
@@ -242,29 +251,40 @@ def _layers(tower: Tower) -> list[Any]:
     return [layer for layer in layers if isinstance(layer, FlashInferViTAttention)]
 
 
-def _fp8_kernel(tower: Tower, head_dim: int) -> KernelName:
+def _fp8_kernel(tower: Tower, head_dim: int) -> str:
     from vllm_flashinfer_vit.fp8.policy import resolve_fp8
 
     with tower.running():
-        choices = resolve_fp8(head_dim, tower.dtype, None)
-    found = [c.kernel for c in choices if c.kernel in FP8_KERNELS]
+        choices = resolve_fp8(
+            head_dim, tower.dtype, None, Settings.from_env().tuned_dir
+        )
+    found = [c.kernel for c in choices if c.kernel in fp8_names()]
     # Where FP8 pays at no length, the portable kernel shows what it would cost.
     return found[-1] if found else "triton_fp8"
 
 
-def _encode(tower: Tower, pixels: torch.Tensor, grid: tuple[int, int, int]) -> None:
-    try:
-        tower.encode(pixels, [grid])
-    except torch.OutOfMemoryError as error:
-        raise JobError(
-            f"{device_name(tower.device)} has too little memory ({error}); use a "
-            "smaller max_pixels"
-        ) from error
+def _check_finite(
+    amax: Mapping[str, torch.Tensor], file: ImageFile, dtype: torch.dtype
+) -> None:
+    """Check what was seen so far.
+
+    Raises:
+        JobError: An image had NaN or infinite activations.
+    """
+    if torch.stack(list(amax.values())).isfinite().all():
+        return
+    layer = next(name for name, x in amax.items() if not x.isfinite().all())
+    raise JobError(
+        f"image {file.name}: q, k or v of layer {layer!r} are NaN or infinite in "
+        f"{dtype}, so there are no scales; check the weights, or use another dtype"
+    )
 
 
 @contextmanager
-def _watching(tower: Tower, watch: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Have `watch(layer, attend, ...)` called where layers call `attend(...)`."""
+def _watching(
+    tower: Tower, watch: Callable[[Any, Attend, Batch], torch.Tensor]
+) -> Iterator[None]:
+    """Have `watch(layer, attend, batch)` called where layers call `attend(batch)`."""
     layers = _layers(tower)
     for layer in layers:
         layer.attend = partial(watch, layer, layer.attend)
@@ -275,38 +295,29 @@ def _watching(tower: Tower, watch: Callable[..., torch.Tensor]) -> Iterator[None
             del layer.attend
 
 
-def _rotated(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _rotated(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from vllm_flashinfer_vit.ops.attention import rotate
 
-    if cos is not None and sin is not None:
-        q, k = rotate(q, k, cos, sin)
-    return q, k, v
+    if batch.cos is None or batch.sin is None:
+        return batch.q, batch.k, batch.v
+    return (*rotate(batch.q, batch.k, batch.cos, batch.sin), batch.v)
 
 
 def _widen(
-    amax: Mapping[str, torch.Tensor], layer: Any, attend: Callable[..., Any], *args: Any
+    amax: Mapping[str, torch.Tensor], layer: Any, attend: Attend, batch: Batch
 ) -> torch.Tensor:
-    """Take a layer's largest finite absolute values into account."""
-    parts = (x.float().abs() for x in _rotated(*args[:5]))
-    rows = [x.nan_to_num(nan=0.0, posinf=0.0).max() for x in parts]
+    """Take a layer's largest absolute values into account; NaN stays."""
     seen = amax[layer.layer_name]
-    torch.maximum(seen, torch.stack(rows), out=seen)
-    return attend(*args)
+    largest = [x.float().abs().max() for x in _rotated(batch)]
+    torch.maximum(seen, torch.stack(largest), out=seen)
+    return attend(batch)
 
 
 class _Check:
     """Attends in FP8 beside the layers, on their inputs; adds up the differences."""
 
-    def __init__(
-        self, file: ScaleFile, kernel: KernelName, device: torch.device
-    ) -> None:
-        self._plan = f"*:{kernel}"
+    def __init__(self, file: ScaleFile, kernel: str, device: torch.device) -> None:
+        self._plan = Plan.of(kernel)
         self._scales = {
             name: torch.tensor(layer.scale, dtype=torch.float32, device=device)
             for name, layer in file.layers.items()
@@ -318,31 +329,18 @@ class _Check:
             for name in file.layers
         }
 
-    def attend(
-        self, layer: Any, attend: Callable[..., Any], *args: Any
-    ) -> torch.Tensor:
+    def attend(self, layer: Any, attend: Attend, batch: Batch) -> torch.Tensor:
         """Return what the layer's own attention does, and compare FP8 with it."""
-        from vllm_flashinfer_vit.ops import attention as ops
+        from vllm_flashinfer_vit.ops.attention import Fp8, fp8_attention
 
-        out = attend(*args)
+        out = attend(batch)
         scales = self._scales[layer.layer_name]
         sums = []
-        for x, limit in zip(_rotated(*args[:5]), scales * E4M3_MAX, strict=True):
+        for x, limit in zip(_rotated(batch), scales * E4M3_MAX, strict=True):
             sums += [(x.abs() > limit).sum(), torch.tensor(x.numel())]
-        # Without cu_seqlens, the sequences' length is the eighth argument.
-        seq_len = args[7] if len(args) > 7 else 0
-        fp8_out = ops.fp8_attention(
-            *args[:7],
-            seq_len,
-            layer.scale,
-            self._plan,
-            "static",
-            False,
-            None,
-            None,
-            None,
-            scales,
-        )
+        state = DynamicScales.on(scales.device)._replace(scales=scales)
+        fp8 = Fp8("static", state=state)
+        fp8_out = fp8_attention(batch, layer.scale, self._plan, fp8)
         for x in (fp8_out.double() - out.double(), out.double()):
             sums.append(x.square().sum())
         total = self._sums[layer.layer_name]
@@ -350,8 +348,17 @@ class _Check:
         return out
 
     def report(self, name: str, file: ScaleFile) -> LayerReport:
-        """Say how a layer did."""
+        """Say how a layer did.
+
+        Raises:
+            JobError: FP8 attention is not finite.
+        """
         *clipped, error, square = self._sums[name].tolist()
+        if not math.isfinite(error):
+            raise JobError(
+                f"layer {name!r}: FP8 attention with these scales is NaN or infinite; "
+                "nothing was saved. Please report it"
+            )
         rates = (a / b for a, b in zip(clipped[::2], clipped[1::2], strict=True) if b)
         return LayerReport(
             name=name,
@@ -401,7 +408,7 @@ def _import_figure() -> Any:
     return Figure
 
 
-def _draw(report: Report, figure_class: Any, path: Path | None) -> None:
+def _draw(report: Report, figure_class: Any) -> bytes:
     figure = figure_class(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     for part in QKV._fields:
@@ -413,4 +420,6 @@ def _draw(report: Report, figure_class: Any, path: Path | None) -> None:
     axes.set_title(f"{report.model}, {report.images} images")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, format="svg")
+    content = io.BytesIO()
+    figure.savefig(content, format="svg")
+    return content.getvalue()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -59,29 +59,47 @@ def _root(
     pass
 
 
+_Images = Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")]
+_Model = Annotated[
+    str,
+    typer.Option(
+        help="Folder of a local Hugging Face checkpoint; with --random-weights also "
+        "the name of a Qwen-VL model."
+    ),
+]
+_RandomWeights = Annotated[
+    bool,
+    typer.Option(
+        "--random-weights",
+        help="Seeded random weights, the same for every backend: to try it.",
+    ),
+]
+_Depth = Annotated[
+    int | None,
+    typer.Option(min=1, help="Build only the first DEPTH blocks of the tower."),
+]
+_Dtype = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
+_Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
+_MaxPixels = Annotated[
+    int | None,
+    typer.Option(min=1, help="Shrink larger images to this many pixels."),
+]
+_AsJson = Annotated[
+    bool, typer.Option("--json", help="Print a JSON document instead of a table.")
+]
+
+
+def _show(document: Any) -> None:
+    # Other programs cannot read JSON with NaN in it.
+    typer.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
 @main.command()
 def encode(
-    images: Annotated[
-        list[Path], typer.Argument(help="Image files, or folders of them.")
-    ],
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Folder of a local Hugging Face checkpoint; with --random-weights "
-            "also the name of a Qwen-VL model."
-        ),
-    ] = "Qwen/Qwen2.5-VL-3B-Instruct",
-    random_weights: Annotated[
-        bool,
-        typer.Option(
-            "--random-weights",
-            help="Seeded random weights, the same for every backend.",
-        ),
-    ] = False,
-    depth: Annotated[
-        int | None,
-        typer.Option(min=1, help="Build only the first DEPTH blocks of the tower."),
-    ] = None,
+    images: _Images,
+    model: _Model = "Qwen/Qwen2.5-VL-3B-Instruct",
+    random_weights: _RandomWeights = False,
+    depth: _Depth = None,
     backend: Annotated[
         list[str],
         typer.Option(help="Attention backend; repeat the option to compare several."),
@@ -93,21 +111,22 @@ def encode(
     fp8_scale_path: Annotated[
         Path | None, typer.Option(help="File of FP8 scales, as calibrate writes it.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    max_pixels: Annotated[
-        int | None,
-        typer.Option(min=1, help="Shrink larger images to this many pixels."),
-    ] = None,
+    dtype: _Dtype = "auto",
+    device: _Device = "auto",
+    max_pixels: _MaxPixels = None,
     output: Annotated[
         Path | None,
         typer.Option(help="File to save the embeddings in, as safetensors."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON document instead of a table.")
-    ] = False,
+    as_json: _AsJson = False,
 ) -> None:
-    """Encode images with vLLM's own vision tower; show kernels, time and error."""
+    """Encode images with vLLM's own vision tower; show kernels, time and error.
+
+    A file from a folder that cannot be read is left out and named.
+    Embeddings that are not finite are named and not saved.
+    Exits with 1 after either, with 2 if nothing could be done.
+    An image that is given by its own name must be readable.
+    """
     with _command() as console:
         from vllm_flashinfer_vit.commands.encode import Options, render, run
 
@@ -126,23 +145,16 @@ def encode(
         )
         report = run(options, console)
     if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2))
+        _show(report.to_json())
     else:
         render(report, Console())
+    raise typer.Exit(report.exit_status)
 
 
 @main.command()
 def calibrate(
-    images: Annotated[
-        list[Path], typer.Argument(help="Image files, or folders of them.")
-    ],
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Folder of a local Hugging Face checkpoint; with --random-weights "
-            "also the name of a Qwen-VL model."
-        ),
-    ],
+    images: _Images,
+    model: _Model,
     output: Annotated[
         Path, typer.Option(help="File of scales to write; vLLM itself reads it too.")
     ] = Path("fp8_scales.json"),
@@ -151,30 +163,29 @@ def calibrate(
     ] = 1.5,
     merge: Annotated[
         Path | None,
-        typer.Option(help="File of scales to widen, of this command's or of vLLM's."),
+        typer.Option(
+            help="File of scales to widen, of this command's or of vLLM's; may be "
+            "--output."
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="SVG file for a plot of each layer's largest values."),
     ] = None,
-    random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Seeded random weights, to try it.")
-    ] = False,
-    depth: Annotated[
-        int | None,
-        typer.Option(min=1, help="Build only the first DEPTH blocks of the tower."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    max_pixels: Annotated[
-        int | None,
-        typer.Option(min=1, help="Shrink larger images to this many pixels."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON document instead of a table.")
-    ] = False,
+    random_weights: _RandomWeights = False,
+    depth: _Depth = None,
+    dtype: _Dtype = "auto",
+    device: _Device = "auto",
+    max_pixels: _MaxPixels = None,
+    as_json: _AsJson = False,
 ) -> None:
-    """Make a file of FP8 scales from images; show each layer's clip rate and error."""
+    """Make a file of FP8 scales from images; show each layer's clip rate and error.
+
+    The file is replaced when all is done; --merge keeps what it held.
+    A second run with the same file, at the same time, ends at once.
+    A file from a folder that cannot be read is left out and named.
+    Exits with 1 then, with 2 if no scales could be made.
+    """
     with _command() as console:
         from vllm_flashinfer_vit.commands.calibrate import Options, render, run
 
@@ -193,9 +204,10 @@ def calibrate(
         )
         report = run(options, console)
     if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2))
+        _show(report.to_json())
     else:
         render(report, Console())
+    raise typer.Exit(report.exit_status)
 
 
 @main.command()
@@ -208,9 +220,11 @@ def doctor(
 
     Exits with 0 if FLASHINFER can serve here, with 1 otherwise.
     """
-    from vllm_flashinfer_vit.commands.doctor import examine, render
+    with _command() as console:
+        from vllm_flashinfer_vit.commands.doctor import examine
+        from vllm_flashinfer_vit.commands.doctor_text import render
 
-    report = examine()
+        report = examine(console)
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2))
     else:
@@ -234,9 +248,7 @@ def tune(
         float,
         typer.Option(min=1, help="Seconds; what is not measured by then is left out."),
     ] = 600.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON document instead of a table.")
-    ] = False,
+    as_json: _AsJson = False,
 ) -> None:
     """Measure which kernel is fastest on this GPU; engines then choose by that.
 

@@ -8,44 +8,40 @@ in an engine; every result is compared with the same tower in fp32.
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 
-from vllm_flashinfer_vit.commands.job import (
-    Inputs,
+from vllm_flashinfer_vit.commands.images import (
     JobError,
     Patches,
-    check_output,
-    device_name,
-    image_paths,
+    check_any,
     image_processor,
-    pick_device,
-    pick_dtype,
+    read_patches,
+)
+from vllm_flashinfer_vit.commands.job import (
+    Inputs,
+    JobReport,
+    finite_or_none,
+    memory_hint,
+    prepare,
     progress_bar,
     quiet_vllm,
-    read_patches,
-    resolve_tower,
-    versions,
+    report_header,
 )
-from vllm_flashinfer_vit.towers.tower import (
-    Tower,
-    TowerSpec,
-    build_tower,
-    check_backend,
-)
+from vllm_flashinfer_vit.kernels.catalog import fp8_names
+from vllm_flashinfer_vit.machine import files
+from vllm_flashinfer_vit.towers.spec import TowerSpec
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower, check_backend
 
 REFERENCE_BACKEND = "TORCH_SDPA"
 # The other backends stay in the activations' dtype, and can be compared with it.
 _FP8_BACKEND = "FLASHINFER"
-
 
 GPU_RUNS = 5
 
@@ -77,12 +73,13 @@ class Measurement:
     Attributes:
         kernels: Kernel names by layer class, see `Tower.kernels`.
         milliseconds: Median over `GPU_RUNS` runs on a GPU, one run on the CPU.
-        relative_error: Norm of the difference to the fp32 reference, over its norm.
+        relative_error: Norm of the difference to the fp32 reference, over its norm;
+            None if one of the two is not finite.
     """
 
     kernels: Mapping[str, str]
     milliseconds: float
-    relative_error: float
+    relative_error: float | None
 
 
 @dataclass(frozen=True)
@@ -109,23 +106,20 @@ class ImageReport:
 
 
 @dataclass(frozen=True)
-class Report:
-    """The result of `run`; see `render` and `to_json`."""
+class Report(JobReport):
+    """The result of `run`; see also `JobReport`.
 
-    model: str
-    depth: int
-    full_depth: int
-    dtype: str
-    device: str
+    Attributes:
+        backends: What was compared.
+        attn_dtype: As `--mm-encoder-attn-dtype`, for FLASHINFER.
+        images: What came out, without images that were left out.
+        output: The file of embeddings, or None.
+    """
+
     backends: Sequence[str]
+    attn_dtype: str | None
     images: Sequence[ImageReport]
-    notes: Sequence[str]
-    versions: Mapping[str, str]
     output: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON document."""
-        return asdict(self)
 
 
 def run(options: Options, console: Console | None = None) -> Report:
@@ -137,41 +131,44 @@ def run(options: Options, console: Console | None = None) -> Report:
 
     Raises:
         TowerError: An option, image or checkpoint cannot be used.
+        FileError: The output cannot be written.
         NotServedError: FLASHINFER was asked for, and this machine cannot serve it.
     """
-    device = pick_device(options.device)
-    dtype = pick_dtype(options.dtype, device)
     backends = _backends(options.backends)
-    if options.attn_dtype is not None and _FP8_BACKEND not in backends:
-        raise JobError(f"attn_dtype {options.attn_dtype} needs backend {_FP8_BACKEND}")
-    check_output(options.output)
-    paths = image_paths(options.images)
-    spec, max_pixels, notes = resolve_tower(options, device)
+    _check_fp8(options, backends)
+    job = prepare(options)
+    if options.output is not None:
+        scales = [] if options.fp8_scale_path is None else [options.fp8_scale_path]
+        files.check(options.output, keep=[*job.reads, *scales])
+    failures: list[str] = []
     with progress_bar(console) as progress:
-        count = len(paths) + (1 + len(backends)) * (len(paths) + _BUILD_STEPS)
-        bar = progress.add_task("load the image processor", total=count)
+        count = len(job.files)
+        total = count + (1 + len(backends)) * (count + _BUILD_STEPS)
+        bar = progress.add_task("load the image processor", total=total)
 
         def step(now: str, advance: int = 0) -> None:
             progress.update(bar, description=now, advance=advance)
 
-        processor = image_processor(spec, max_pixels)
+        processor = image_processor(job.spec, job.max_pixels)
         patches = []
-        for path, name in paths:
-            step(f"read {name}", 1)
-            patches.append(read_patches(path, name, processor))
+        for file in job.files:
+            step(f"read {file.name}", 1)
+            if (image := read_patches(file, processor, failures)) is not None:
+                patches.append(image)
+        check_any(patches, failures)
         step("load vLLM")
         with quiet_vllm():
             for backend in backends:
-                check_backend(backend, device, dtype)
+                check_backend(backend, job.device, job.dtype)
 
             def encode_all(backend: str, dtype: torch.dtype) -> list[_Encoded]:
                 step(f"build the tower for {backend}")
                 fp8 = backend == _FP8_BACKEND
                 tower = build_tower(
-                    spec,
+                    job.spec,
                     backend=backend,
                     dtype=dtype,
-                    device=device,
+                    device=job.device,
                     seed=options.seed,
                     attn_dtype=options.attn_dtype if fp8 else None,
                     fp8_scale_path=options.fp8_scale_path if fp8 else None,
@@ -179,25 +176,24 @@ def run(options: Options, console: Console | None = None) -> Report:
                 return _encode_all(tower, patches, step)
 
             references = encode_all(REFERENCE_BACKEND, torch.float32)
-            encoded = {backend: encode_all(backend, dtype) for backend in backends}
+            encoded = {backend: encode_all(backend, job.dtype) for backend in backends}
+    images = [
+        _image_report(
+            image,
+            job.spec,
+            references[index].embedding,
+            {name: results[index] for name, results in encoded.items()},
+        )
+        for index, image in enumerate(patches)
+    ]
+    for name, results in ((REFERENCE_BACKEND, references), *encoded.items()):
+        failures += _not_finite(name, images, results)
+    notes = [] if options.attn_dtype is None else [_fp8_note(images)]
     report = Report(
-        model=spec.model,
-        depth=spec.depth,
-        full_depth=spec.full_depth,
-        dtype=str(dtype).removeprefix("torch."),
-        device=device_name(device),
+        **report_header(job, options, notes, failures),
         backends=backends,
-        images=[
-            _image_report(
-                image,
-                spec,
-                references[index].embedding,
-                {name: results[index] for name, results in encoded.items()},
-            )
-            for index, image in enumerate(patches)
-        ],
-        notes=notes,
-        versions=versions(),
+        attn_dtype=options.attn_dtype,
+        images=images,
         output=None if options.output is None else str(options.output),
     )
     if options.output is not None:
@@ -205,15 +201,40 @@ def run(options: Options, console: Console | None = None) -> Report:
     return report
 
 
+def _check_fp8(options: Options, backends: Sequence[str]) -> None:
+    if options.attn_dtype not in (None, "fp8"):
+        raise JobError(f"attn_dtype {options.attn_dtype!r} is unknown; use fp8")
+    if options.attn_dtype is not None and _FP8_BACKEND not in backends:
+        raise JobError(f"attn_dtype {options.attn_dtype} needs backend {_FP8_BACKEND}")
+    if options.fp8_scale_path is not None and options.attn_dtype is None:
+        raise JobError("fp8_scale_path needs attn_dtype fp8; set it, or leave both out")
+
+
+def _fp8_note(images: Sequence[ImageReport]) -> str:
+    count = sum(
+        not fp8_names().isdisjoint(image.results[_FP8_BACKEND].kernels.values())
+        for image in images
+    )
+    note = f"FP8 attention ran for {count} of {len(images)} images."
+    if count == len(images):
+        return note
+    return f"{note} For the others' sequences it does not pay on this machine."
+
+
+def _not_finite(
+    backend: str, images: Sequence[ImageReport], results: Sequence["_Encoded"]
+) -> list[str]:
+    return [
+        f"{image.name} with {backend}: NaN or infinite values in its embeddings, which "
+        f"are in {one.embedding.dtype}; nothing is saved of them. Try another dtype."
+        for image, one in zip(images, results, strict=True)
+        if not one.is_finite
+    ]
+
+
 def render(report: Report, console: Console) -> None:
     """Print a report as a table; several backends stand side by side."""
-    table = Table(
-        title=f"{report.model}, {report.depth} of {report.full_depth} blocks, "
-        f"{report.dtype}, {report.device}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = report.table()
     table.add_column("image", overflow="fold")
     for column in ("pixels", "patches", "tokens"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -230,13 +251,15 @@ def render(report: Report, console: Console) -> None:
         for backend in report.backends:
             result = image.results[backend]
             kernels = _kernel_text(result.kernels)
-            time, error = f"{result.milliseconds:,.1f}", f"{result.relative_error:.1e}"
+            time, error = f"{result.milliseconds:,.1f}", "not finite"
+            if result.relative_error is not None:
+                error = f"{result.relative_error:.1e}"
             if several:
                 cells.append(f"{kernels}\n{time} ms\nerror {error}")
             else:
                 cells += [kernels, time, error]
         table.add_row(
-            image.name,
+            Text(image.name),
             f"{image.width} x {image.height}",
             f"{image.patches:,}",
             f"{image.tokens:,}",
@@ -247,10 +270,7 @@ def render(report: Report, console: Console) -> None:
     console.print(
         f"error: relative, against the same tower in fp32 with {REFERENCE_BACKEND}."
     )
-    for note in report.notes:
-        console.print(note)
-    if report.output is not None:
-        console.print(f"Embeddings saved to {report.output}.", soft_wrap=True)
+    report.print_rest(console, {"Embeddings": report.output})
 
 
 def _kernel_text(kernels: Mapping[str, str]) -> str:
@@ -272,23 +292,22 @@ class _Encoded:
     milliseconds: float
     kernels: Mapping[str, str]
 
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.embedding.isfinite().all())
+
 
 def _encode_all(
     tower: Tower, images: Iterable[Patches], step: Callable[[str, int], None]
 ) -> list[_Encoded]:
-    encoded = []
-    try:
+    with memory_hint(tower.device):
         step(f"warm up {tower.backend}", _BUILD_STEPS)
         side = 4 * tower.spec.merge_size
         tower.encode(torch.zeros(side * side, tower.spec.patch_dim), [[1, side, side]])
+        encoded = []
         for image in images:
             step(f"encode {image.name} with {tower.backend}", 1)
             encoded.append(_encode(tower, image))
-    except torch.OutOfMemoryError as error:
-        raise JobError(
-            f"{device_name(tower.device)} has too little memory ({error}); use a "
-            "smaller max_pixels"
-        ) from error
     return encoded
 
 
@@ -347,9 +366,10 @@ def _image_report(
     )
 
 
-def _relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+def _relative_error(value: torch.Tensor, reference: torch.Tensor) -> float | None:
     reference = reference.double()
-    return ((value.double() - reference).norm() / reference.norm()).item()
+    error = (value.double() - reference).norm() / reference.norm()
+    return finite_or_none(error.item())
 
 
 def _save(
@@ -358,18 +378,26 @@ def _save(
     tensors, metadata = {}, {}
     for backend, results in encoded.items():
         for image, one in zip(report.images, results, strict=True):
+            if not one.is_finite:
+                continue
             key = image.name if len(encoded) == 1 else f"{backend}/{image.name}"
             tensors[key] = one.embedding.contiguous()
             metadata[f"grid_thw {image.name}"] = " ".join(map(str, image.grid))
+    if not tensors:
+        raise JobError(f"nothing was saved to {path}. {report.failures[0]}")
     metadata |= {
         "model": report.model,
+        "weights": report.weights,
         "depth": f"{report.depth} of {report.full_depth}",
         "backends": " ".join(report.backends),
         "dtype": report.dtype,
+        "attn_dtype": report.attn_dtype or report.dtype,
+        "max_pixels": str(report.max_pixels or "the image processor's own"),
         "device": report.device,
         "versions": " ".join(f"{name}=={v}" for name, v in report.versions.items()),
     }
     try:
-        save_file(tensors, path, metadata)
-    except (OSError, SafetensorError) as error:
+        content = save(tensors, metadata)
+    except (SafetensorError, UnicodeError) as error:
         raise JobError(f"embeddings cannot be saved to {path}: {error}") from error
+    files.write(path, content)

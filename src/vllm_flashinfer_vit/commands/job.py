@@ -1,49 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands that run a tower on images share: options, images, quiet.
-
-Images go through the model's Hugging Face image processor, as in an engine.
-"""
+"""What the commands that run a tower on images share: options, report, quiet."""
 
 import logging
+import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageOps
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
-from vllm_flashinfer_vit.towers.tower import TowerError, TowerSpec, resolve_spec
+from vllm_flashinfer_vit.commands.images import ImageFile, JobError, image_files
+from vllm_flashinfer_vit.towers.spec import TowerSpec, resolve_spec
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
-IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
-
 # Five images then take two CPU cores about a minute, most of it vLLM's imports.
 CPU_DEPTH = 4
 CPU_MAX_PIXELS = 512 * 512
-
-# min_pixels, max_pixels, mean and std of each family's published image processor.
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_PROCESSORS = {
-    "qwen2_vl": (56 * 56, 28 * 28 * 16384, _CLIP_MEAN, _CLIP_STD),
-    "qwen2_5_vl": (56 * 56, 28 * 28 * 16384, _CLIP_MEAN, _CLIP_STD),
-    "qwen3_vl": (256 * 256, 4096 * 4096, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-}
-
-
-class JobError(TowerError):
-    """An image or option cannot be used; the message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +38,7 @@ class Inputs:
 
     Attributes:
         images: Image files, and folders of them.
-        model: A local checkpoint folder, or a name in `tower.NAMED_MODELS`.
+        model: A local checkpoint folder, or a name in `spec.NAMED_MODELS`.
         random_weights: Seeded random weights instead of a checkpoint's.
         depth: Blocks of the tower, from the first on. None: all of them, but
             `CPU_DEPTH` for random weights on the CPU.
@@ -74,22 +60,138 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Patches:
-    """An image as the tower takes it.
+class Job:
+    """What the options come to.
 
     Attributes:
-        name: The path as given, or below the folder that was given.
-        width: Pixels in the file.
-        height: Pixels in the file.
-        grid: Frames, rows and columns of patches after resizing.
-        pixel_values: `[P, patch_dim]`, the image processor's patches.
+        device: Where the tower runs.
+        dtype: Of weights and activations.
+        files: The images.
+        spec: The tower.
+        max_pixels: The largest image; None for the processor's own limit.
+        notes: What was decided, sentences for the user.
     """
 
-    name: str
-    width: int
-    height: int
-    grid: tuple[int, int, int]
-    pixel_values: torch.Tensor = field(repr=False)
+    device: torch.device
+    dtype: torch.dtype
+    files: Sequence[ImageFile]
+    spec: TowerSpec
+    max_pixels: int | None
+    notes: Sequence[str]
+
+    @property
+    def reads(self) -> list[Path]:
+        """The files that are read, and must not be written."""
+        folder = self.spec.checkpoint
+        checkpoint = [] if folder is None else sorted(folder.iterdir())
+        return [*(file.path for file in self.files), *checkpoint]
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """What all reports say.
+
+    Attributes:
+        model: Model name or checkpoint folder.
+        weights: Where the weights are from.
+        depth: Blocks that ran, of `full_depth`.
+        full_depth: Blocks of the whole tower.
+        dtype: Of weights and activations.
+        device: Its name.
+        max_pixels: Larger images were shrunk to it; None: the processor's own limit.
+        notes: What was decided, sentences for the user.
+        failures: What was left out, sentences for the user.
+        versions: By package.
+    """
+
+    model: str
+    weights: str
+    depth: int
+    full_depth: int
+    dtype: str
+    device: str
+    max_pixels: int | None
+    notes: Sequence[str]
+    failures: Sequence[str]
+    versions: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON document."""
+        return asdict(self)
+
+    @property
+    def exit_status(self) -> int:
+        """0, or 1 if something was left out."""
+        return 1 if self.failures else 0
+
+    def table(self, *details: str) -> Table:
+        """Return an empty table with a title.
+
+        Args:
+            details: Stand in the title before the dtype.
+        """
+        parts = (
+            self.model,
+            self.weights,
+            f"{self.depth} of {self.full_depth} blocks",
+            *details,
+            self.dtype,
+            self.device,
+        )
+        return Table(
+            title=Text(", ".join(parts)),
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
+
+    def print_rest(self, console: Console, saved: Mapping[str, str | None]) -> None:
+        """Print notes, failures, and what was saved where."""
+        for line in (*self.notes, *self.failures):
+            console.print(Text(line))
+        for what, path in saved.items():
+            if path is not None:
+                console.print(Text(f"{what} saved to {path}."), soft_wrap=True)
+
+
+def report_header(
+    job: Job, options: Inputs, notes: Sequence[str], failures: Sequence[str]
+) -> dict[str, Any]:
+    """Return the arguments of a `JobReport`."""
+    weights = f"random weights of seed {options.seed}"
+    return {
+        "model": job.spec.model,
+        "weights": weights if job.spec.checkpoint is None else "checkpoint weights",
+        "depth": job.spec.depth,
+        "full_depth": job.spec.full_depth,
+        "dtype": str(job.dtype).removeprefix("torch."),
+        "device": device_name(job.device),
+        "max_pixels": job.max_pixels,
+        "notes": [*job.notes, *notes],
+        "failures": failures,
+        "versions": versions(),
+    }
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return a number that JSON can hold, or None."""
+    return value if math.isfinite(value) else None
+
+
+@contextmanager
+def memory_hint(device: torch.device) -> Iterator[None]:
+    """Say what to do where the device has too little memory.
+
+    Raises:
+        JobError: It has.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise JobError(
+            f"{device_name(device)} has too little memory ({error}); use a smaller "
+            "max_pixels"
+        ) from error
 
 
 def pick_device(name: str) -> torch.device:
@@ -128,60 +230,22 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def check_output(path: Path | None) -> None:
-    """Check that a file can be written, before hours of work; None is no file.
-
-    Raises:
-        JobError: It cannot.
-    """
-    if path is None:
-        return
-    if path.is_dir() or not path.parent.is_dir():
-        raise JobError(f"{path} cannot be written; give a file in a folder that exists")
-    if not os.access(path.parent, os.W_OK):
-        raise JobError(f"{path.parent} cannot be written to; choose another folder")
-
-
-def image_paths(given: Iterable[Path]) -> list[tuple[Path, str]]:
-    """Return the image files that were given, each with its name for people.
-
-    Raises:
-        JobError: There is none, or a folder holds none.
-    """
-    paths: dict[Path, str] = {}
-    for path in given:
-        if not path.is_dir():
-            paths[path] = str(path)
-            continue
-        found = sorted(
-            one for one in path.iterdir() if one.suffix.lower() in IMAGE_SUFFIXES
-        )
-        if not found:
-            raise JobError(
-                f"folder {path} holds no image ({', '.join(IMAGE_SUFFIXES)}); images "
-                "in folders below it are not looked for"
-            )
-        paths |= {one: one.name for one in found}
-    if not paths:
-        raise JobError("no image was given; name image files or folders")
-    # Two folders may hold files of one name, and names are keys of the output.
-    if len(set(paths.values())) < len(paths):
-        paths = {path: str(path) for path in paths}
-    return list(paths.items())
-
-
-def resolve_tower(
-    options: Inputs, device: torch.device
-) -> tuple[TowerSpec, int | None, list[str]]:
-    """Find out which tower to build for a device.
-
-    Returns:
-        The tower; the largest image in pixels, or None for the processor's own limit;
-        and what was decided, sentences for the user.
+def prepare(options: Inputs) -> Job:
+    """Find out what options come to.
 
     Raises:
         TowerError: An option or checkpoint cannot be used.
     """
+    device = pick_device(options.device)
+    dtype = pick_dtype(options.dtype, device)
+    files = image_files(options.images)
+    spec, max_pixels, notes = _resolve_tower(options, device)
+    return Job(device, dtype, files, spec, max_pixels, notes)
+
+
+def _resolve_tower(
+    options: Inputs, device: torch.device
+) -> tuple[TowerSpec, int | None, list[str]]:
     notes = []
     depth, max_pixels = options.depth, options.max_pixels
     if options.random_weights:
@@ -207,102 +271,6 @@ def resolve_tower(
         options.model, random_weights=options.random_weights, depth=depth
     )
     return spec, max_pixels, notes
-
-
-def image_processor(spec: TowerSpec, max_pixels: int | None) -> Any:
-    """Return the model's image processor.
-
-    Raises:
-        JobError: The checkpoint has none, or `max_pixels` is too small.
-    """
-    from transformers import AutoImageProcessor, Qwen2VLImageProcessor
-
-    smallest, largest, mean, std = _PROCESSORS[spec.family]
-    folder = Path(spec.model)
-    if folder.is_dir():
-        try:
-            processor = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True
-            )
-        except (OSError, ValueError) as error:
-            raise JobError(
-                f"{folder} holds no image processor ({error}); "
-                "copy preprocessor_config.json from the model's repository into it"
-            ) from error
-        smallest = processor.size["shortest_edge"]
-        largest = processor.size["longest_edge"]
-    else:
-        processor = Qwen2VLImageProcessor(
-            patch_size=spec.patch_size,
-            temporal_patch_size=spec.vision_config.get("temporal_patch_size", 2),
-            merge_size=spec.merge_size,
-            image_mean=list(mean),
-            image_std=list(std),
-        )
-    if max_pixels is not None:
-        token_pixels = (spec.patch_size * spec.merge_size) ** 2
-        if max_pixels < token_pixels:
-            raise JobError(
-                f"max_pixels is {max_pixels}; one token of this model takes "
-                f"{token_pixels} pixels"
-            )
-        largest = min(largest, max_pixels)
-    # Set afterwards, because constructors of some transformers ignore `size`.
-    processor.size = {"shortest_edge": min(smallest, largest), "longest_edge": largest}
-    if getattr(processor, "min_pixels", None) is not None:
-        processor.min_pixels = min(smallest, largest)
-        processor.max_pixels = largest
-    return processor
-
-
-def read_patches(path: Path, name: str, processor: Any) -> Patches:
-    """Read an image and cut it into patches.
-
-    Raises:
-        JobError: The file is no image, or the processor refuses it.
-    """
-    image = _read_image(path)
-    try:
-        inputs = processor(images=[image], return_tensors="pt")
-    except ValueError as error:
-        raise JobError(
-            f"the image processor refuses {path}, {image.width} x {image.height} "
-            f"pixels ({error}); crop or pad the image"
-        ) from error
-    pixel_values = inputs["pixel_values"]
-    if not pixel_values.isfinite().all():
-        raise JobError(
-            f"{path} holds NaN or infinite pixels after the image processor; check the "
-            "file and the processor's mean and std"
-        )
-    frames, rows, columns = inputs["image_grid_thw"][0].tolist()
-    return Patches(
-        name, image.width, image.height, (frames, rows, columns), pixel_values
-    )
-
-
-def _read_image(path: Path) -> Image.Image:
-    try:
-        with Image.open(path) as file:
-            if file.mode.startswith(("I", "F")):
-                raise JobError(
-                    f"{path} has {file.mode} pixels of more than 8 bits; convert it to "
-                    "8 bits per channel"
-                )
-            image = ImageOps.exif_transpose(file)
-            if image.has_transparency_data:
-                image = image.convert("RGBA")
-                white = Image.new("RGBA", image.size, "white")
-                image = Image.alpha_composite(white, image)
-            return image.convert("RGB")
-    except FileNotFoundError:
-        raise JobError(f"image {path} does not exist") from None
-    except JobError:
-        raise
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise JobError(
-            f"{path} cannot be read as an image ({error}); it is damaged or no image"
-        ) from error
 
 
 @contextmanager
@@ -335,7 +303,7 @@ def quiet_vllm() -> Iterator[None]:
 def progress_bar(console: Console | None) -> Progress:
     """Return a bar that shows what is being done; without a console, none."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TimeElapsedColumn(),
         console=console,

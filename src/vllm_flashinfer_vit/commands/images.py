@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images for the commands: which files, and their patches.
+
+Images go through the model's Hugging Face image processor, as in an engine.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image, ImageOps
+
+from vllm_flashinfer_vit.towers.spec import TowerError, TowerSpec
+
+IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
+
+# min_pixels, max_pixels, mean and std of each family's published image processor.
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_PROCESSORS = {
+    "qwen2_vl": (56 * 56, 28 * 28 * 16384, _CLIP_MEAN, _CLIP_STD),
+    "qwen2_5_vl": (56 * 56, 28 * 28 * 16384, _CLIP_MEAN, _CLIP_STD),
+    "qwen3_vl": (256 * 256, 4096 * 4096, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+}
+
+
+class JobError(TowerError):
+    """An image or option cannot be used; the message says what to change."""
+
+
+class ImageFile(NamedTuple):
+    """A file to read.
+
+    Attributes:
+        path: Where it is.
+        name: For people: the path as given, or below the folder that was given.
+        from_folder: Whether a folder was given, not the file: it may be left out.
+    """
+
+    path: Path
+    name: str
+    from_folder: bool
+
+
+@dataclass(frozen=True)
+class Patches:
+    """An image as the tower takes it.
+
+    Attributes:
+        name: The path as given, or below the folder that was given.
+        width: Pixels in the file.
+        height: Pixels in the file.
+        grid: Frames, rows and columns of patches after resizing.
+        pixel_values: `[P, patch_dim]`, the image processor's patches.
+    """
+
+    name: str
+    width: int
+    height: int
+    grid: tuple[int, int, int]
+    pixel_values: torch.Tensor = field(repr=False)
+
+
+def image_files(given: Iterable[Path]) -> list[ImageFile]:
+    """Return the image files that were given.
+
+    Raises:
+        JobError: There is none, or a folder holds none.
+    """
+    found: dict[Path, ImageFile] = {}
+    for path in given:
+        if not path.is_dir():
+            found[path] = ImageFile(path, str(path), from_folder=False)
+            continue
+        inside = sorted(
+            one for one in path.iterdir() if one.suffix.lower() in IMAGE_SUFFIXES
+        )
+        if not inside:
+            raise JobError(
+                f"folder {path} holds no image ({', '.join(IMAGE_SUFFIXES)}); images "
+                "in folders below it are not looked for"
+            )
+        for one in inside:
+            found.setdefault(one, ImageFile(one, one.name, from_folder=True))
+    if not found:
+        raise JobError("no image was given; name image files or folders")
+    files = list(found.values())
+    # Two folders may hold files of one name, and names are keys of the output.
+    if len({file.name for file in files}) < len(files):
+        files = [file._replace(name=str(file.path)) for file in files]
+    return files
+
+
+def image_processor(spec: TowerSpec, max_pixels: int | None) -> Any:
+    """Return the model's image processor.
+
+    Raises:
+        JobError: The checkpoint has none, or `max_pixels` is too small.
+    """
+    from transformers import AutoImageProcessor, Qwen2VLImageProcessor
+
+    smallest, largest, mean, std = _PROCESSORS[spec.family]
+    folder = Path(spec.model)
+    if folder.is_dir():
+        try:
+            processor = AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True
+            )
+        except (OSError, ValueError, RecursionError) as error:
+            raise JobError(
+                f"{folder} holds no image processor ({error}); "
+                "copy preprocessor_config.json from the model's repository into it"
+            ) from error
+        smallest = processor.size["shortest_edge"]
+        largest = processor.size["longest_edge"]
+    else:
+        processor = Qwen2VLImageProcessor(
+            patch_size=spec.patch_size,
+            temporal_patch_size=spec.vision_config.get("temporal_patch_size", 2),
+            merge_size=spec.merge_size,
+            image_mean=list(mean),
+            image_std=list(std),
+        )
+    if max_pixels is not None:
+        token_pixels = (spec.patch_size * spec.merge_size) ** 2
+        if max_pixels < token_pixels:
+            raise JobError(
+                f"max_pixels is {max_pixels}; one token of this model takes "
+                f"{token_pixels} pixels"
+            )
+        largest = min(largest, max_pixels)
+    # Set afterwards, because constructors of some transformers ignore `size`.
+    processor.size = {"shortest_edge": min(smallest, largest), "longest_edge": largest}
+    if getattr(processor, "min_pixels", None) is not None:
+        processor.min_pixels = min(smallest, largest)
+        processor.max_pixels = largest
+    return processor
+
+
+def read_patches(
+    file: ImageFile, processor: Any, failures: list[str]
+) -> Patches | None:
+    """Read an image and cut it into patches.
+
+    Args:
+        file: What to read.
+        processor: From `image_processor`.
+        failures: Gets a sentence if the file is left out.
+
+    Returns:
+        Its patches, or None for a file from a folder that cannot be used.
+
+    Raises:
+        JobError: A file that was named is no image, or the processor refuses it.
+    """
+    try:
+        return _read_patches(file, processor)
+    except JobError as error:
+        if not file.from_folder:
+            raise
+        failures.append(f"Left out: {error}.")
+        return None
+
+
+def check_any(files: Iterable[object], failures: list[str]) -> None:
+    """Check that not every image was left out.
+
+    Raises:
+        JobError: It was.
+    """
+    if not any(True for _ in files):
+        raise JobError(f"no image can be used. {failures[0]}")
+
+
+def _read_patches(file: ImageFile, processor: Any) -> Patches:
+    path = file.path
+    image = _read_image(path)
+    try:
+        inputs = processor(images=[image], return_tensors="pt")
+    except ValueError as error:
+        raise JobError(
+            f"the image processor refuses {path}, {image.width} x {image.height} "
+            f"pixels ({error}); crop or pad the image"
+        ) from error
+    pixel_values = inputs["pixel_values"]
+    if not pixel_values.isfinite().all():
+        raise JobError(
+            f"{path} holds NaN or infinite pixels after the image processor; check the "
+            "file and the processor's mean and std"
+        )
+    frames, rows, columns = inputs["image_grid_thw"][0].tolist()
+    return Patches(
+        file.name, image.width, image.height, (frames, rows, columns), pixel_values
+    )
+
+
+def _read_image(path: Path) -> Image.Image:
+    try:
+        with Image.open(path) as file:
+            if file.mode.startswith(("I", "F")):
+                raise JobError(
+                    f"{path} has {file.mode} pixels of more than 8 bits; convert it to "
+                    "8 bits per channel"
+                )
+            image = ImageOps.exif_transpose(file)
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                white = Image.new("RGBA", image.size, "white")
+                image = Image.alpha_composite(white, image)
+            return image.convert("RGB")
+    except FileNotFoundError:
+        raise JobError(f"image {path} does not exist") from None
+    except JobError:
+        raise
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise JobError(
+            f"{path} cannot be read as an image ({error}); it is damaged or no image"
+        ) from error

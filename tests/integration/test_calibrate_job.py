@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `calibrate` job: images in, scales, plot and report out, and what is refused."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from vllm_flashinfer_vit import plugin
+from vllm_flashinfer_vit.commands import calibrate
+from vllm_flashinfer_vit.commands.images import JobError
+from vllm_flashinfer_vit.fp8 import scale_files as scales
+from vllm_flashinfer_vit.fp8.scale_files import QKV
+from vllm_flashinfer_vit.machine import files
+from vllm_flashinfer_vit.machine.files import FileError
+from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
+from vllm_flashinfer_vit.towers import spec as tower_spec
+from vllm_flashinfer_vit.towers import tower as towers
+from vllm_flashinfer_vit.towers.spec import resolve_spec
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower
+
+NAME = "visual.blocks.0.attn.attn"
+MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
+
+cpu_only = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="vLLM has one platform per process, and here it is the GPU",
+)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    family, config = tower_spec.NAMED_MODELS[MODEL]
+    config = {**config, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96}
+    monkeypatch.setattr(tower_spec, "NAMED_MODELS", {MODEL: (family, config)})
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    path = tmp_path / "image.png"
+    values = np.random.default_rng(0).integers(0, 256, (224, 168, 3), dtype=np.uint8)
+    Image.fromarray(values).save(path)
+    return path
+
+
+def options(image: Path, **changes: Any) -> calibrate.Options:
+    values: dict[str, Any] = {
+        "images": [image],
+        "model": MODEL,
+        "random_weights": True,
+        "depth": 2,
+        "dtype": "fp32",
+        "device": "cpu",
+        "output": image.with_name("scales.json"),
+    }
+    return calibrate.Options(**{**values, **changes})
+
+
+@cpu_only
+@pytest.mark.usefixtures("narrow")
+class TestCalibrate:
+    def test_writes_scales_that_a_tower_runs_with(
+        self, image: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("matplotlib")
+        plot = image.with_name("plot.svg")
+        report = calibrate.run(options(image, plot=plot))
+        assert [layer.name for layer in report.layers] == [
+            f"visual.blocks.{i}.attn.attn" for i in range(2)
+        ]
+        assert all(layer.clip_rate == 0 for layer in report.layers)
+        assert all(1e-3 < layer.relative_error < 0.1 for layer in report.layers)
+        assert "<svg" in plot.read_text()
+        json.dumps(report.to_json())
+        calibrate.render(report, Console(width=200))
+        assert "visual.blocks.1.attn.attn" in capsys.readouterr().out
+
+        path = Path(report.output)
+        file = scales.read(path)
+        assert file.layers[NAME].head_dim == 16
+        spec = resolve_spec(MODEL, random_weights=True, depth=2)
+        built = build_tower(
+            spec,
+            backend="FLASHINFER",
+            dtype=torch.float32,
+            device="cpu",
+            attn_dtype="fp8",
+            fp8_scale_path=path,
+        )
+        layer = next(iter(built.attention_layers().values()))
+        assert layer._fp8_state.scales.tolist() == pytest.approx(
+            file.layers[NAME].scale
+        )
+        # A tower of fewer blocks lacks layers of the file, once the other one is gone.
+        del built, layer
+        gc.collect()
+        with pytest.raises(ValueError, match=r"blocks.1.attn.*none of this model"):
+            build_tower(
+                resolve_spec(MODEL, random_weights=True, depth=1),
+                backend="FLASHINFER",
+                dtype=torch.float32,
+                device="cpu",
+                attn_dtype="fp8",
+                fp8_scale_path=path,
+            )
+
+    def test_clips_below_a_margin_of_1(self, image: Path) -> None:
+        report = calibrate.run(options(image, margin=0.5))
+        assert all(layer.clip_rate > 0 for layer in report.layers)
+
+    def test_merges_vllms_own_file_and_says_how_it_differs(self, image: Path) -> None:
+        old = image.with_name("vllm.json")
+        names = [f"visual.blocks.{i}.attn.attn" for i in range(2)]
+        one = {"q": 1e-4, "k": 1e3, "v": 1e3}
+        old.write_text(json.dumps(dict.fromkeys(names, one)))
+        report = calibrate.run(options(image, merge=old))
+        assert report.layers[0].amax.k == 448e3
+        assert report.layers[0].amax.q < 100
+        notes = "\n".join(report.notes)
+        assert "signed maxima" in notes
+        assert "cut off 2 of 6 tensors here; the worst is q of visual.blocks" in notes
+
+    def test_merges_its_own_file(self, image: Path) -> None:
+        first = calibrate.run(options(image))
+        path = Path(first.output)
+        file = scales.read(path)
+        wider = {
+            name: (QKV(1000.0, *layer.amax[1:]), 16)
+            for name, layer in file.layers.items()
+        }
+        scales.write(scales.from_amax(wider, 1.5, file.made_by), path)
+        report = calibrate.run(options(image, merge=path))
+        assert report.layers[0].amax == (1000.0, *first.layers[0].amax[1:])
+
+    @pytest.mark.parametrize(
+        ("changes", "what"),
+        [
+            ({"margin": 0.0}, "margin is 0.0"),
+            ({"margin": float("nan")}, "margin is nan"),
+            ({"merge": Path("/nowhere/old.json")}, "/nowhere/old.json"),
+        ],
+    )
+    def test_bad_options(self, changes: dict[str, Any], what: str, image: Path) -> None:
+        with pytest.raises(ValueError, match=what):
+            calibrate.run(options(image, **changes))
+
+    @pytest.mark.parametrize("name", ["scales.json", "image.png", "merge.json"])
+    def test_a_plot_on_another_file(self, name: str, image: Path) -> None:
+        pytest.importorskip("matplotlib")
+        merge = image.with_name("merge.json")
+        merge.write_text(json.dumps({NAME: {"q": 1, "k": 1, "v": 1}}))
+        plot = image.with_name(name)
+        before = {one.name: one.read_bytes() for one in image.parent.iterdir()}
+        with pytest.raises(FileError, match=rf"{name} cannot be written: .*also uses"):
+            calibrate.run(options(image, plot=plot, merge=merge))
+        after = {one.name: one.read_bytes() for one in image.parent.iterdir()}
+        assert after == before
+
+    def test_output_on_an_image(self, image: Path) -> None:
+        before = image.read_bytes()
+        with pytest.raises(FileError, match="also uses it as"):
+            calibrate.run(options(image, output=image))
+        assert image.read_bytes() == before
+
+    def test_output_in_no_folder(self, image: Path) -> None:
+        with pytest.raises(FileError, match="/nowhere/scales.json"):
+            calibrate.run(options(image, output=Path("/nowhere/scales.json")))
+
+    def test_a_file_that_another_run_makes(
+        self, image: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        output = image.with_name("scales.json")
+        with (
+            files.locked(output),
+            monkeypatch.context() as patched,
+            pytest.raises(FileError, match="is being made by another process"),
+        ):
+            # Said before the tower is built.
+            patched.setattr(calibrate, "build_tower", None)
+            calibrate.run(options(image))
+        assert not output.exists()
+
+    def test_holds_the_file_while_it_runs(
+        self, image: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        output = image.with_name("scales.json")
+        seen = []
+
+        def encode(self: Tower, pixels: Any, grids: Any) -> torch.Tensor:
+            with pytest.raises(FileError, match="is being made"), files.locked(output):
+                pass
+            seen.append(output.exists())
+            return real(self, pixels, grids)
+
+        real = Tower.encode
+        monkeypatch.setattr(Tower, "encode", encode)
+        calibrate.run(options(image))
+        assert seen == [False, False]
+        names = sorted(one.name for one in image.parent.iterdir())
+        assert names == ["image.png", "scales.json"]
+
+    def test_a_bad_file_in_a_folder_is_left_out(self, image: Path) -> None:
+        image.with_name("bad.png").write_text("no image")
+        report = calibrate.run(options(image.parent))
+        assert report.images == 1
+        (failure,) = report.failures
+        assert failure.startswith("Left out: ")
+        assert "bad.png" in failure
+        assert report.exit_status == 1
+        method = scales.read(Path(report.output)).made_by["method"]
+        assert method == "abs-max of 1 images"
+
+    def test_nothing_but_bad_files(self, image: Path) -> None:
+        image.write_text("no image")
+        with pytest.raises(JobError, match=r"no image can be used\. Left out: .*image"):
+            calibrate.run(options(image.parent))
+        with pytest.raises(JobError, match="cannot be read as an image"):
+            calibrate.run(options(image))
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    def test_activations_that_are_not_finite(
+        self, bad: float, image: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fill(visual: torch.nn.Module, seed: int) -> None:
+            real(visual, seed)
+            weights = dict(visual.named_parameters())
+            weights["blocks.1.attn.qkv.weight"].data[0, 0] = bad
+
+        real = towers.fill_with_random_weights
+        monkeypatch.setattr(towers, "fill_with_random_weights", fill)
+        with pytest.raises(JobError, match=r"image\.png: .*blocks\.1\.attn.*NaN"):
+            calibrate.run(options(image))
+        assert not image.with_name("scales.json").exists()
+
+    def test_without_the_fused_entry(
+        self, image: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fused = calibrate.run(options(image))
+        names = [p.name for p in plugin.all_patches() if p.name.endswith("-rotary")]
+        assert names
+        monkeypatch.setenv(ENV_DISABLE_PATCHES, ",".join(names))
+        for patch in plugin.all_patches():
+            patch.revert()
+        report = calibrate.run(options(image))
+        assert not any(p.applied for p in plugin.all_patches() if p.name in names)
+        for one, other in zip(report.layers, fused.layers, strict=True):
+            assert one.amax == pytest.approx(other.amax)
+            assert one.relative_error == pytest.approx(other.relative_error, rel=1e-2)
+
+    def test_a_dense_batch(self, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Layers that are called without `cu_seqlens`, as CLIP's are."""
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(2, 150, 4, 16, generator=generator) for _ in range(3))
+
+        def encode(self: Tower, pixels: Any, grids: Any) -> torch.Tensor:
+            with self.running():
+                for layer in self.attention_layers().values():
+                    out = layer(q, k, v)
+            return out
+
+        monkeypatch.setattr(Tower, "encode", encode)
+        report = calibrate.run(options(image))
+        for layer in report.layers:
+            assert layer.amax == tuple(x.abs().max().item() for x in (q, k, v))
+            assert 1e-3 < layer.relative_error < 0.1
+
+    def test_no_matplotlib(self, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+        with pytest.raises(JobError, match=r"vllm-flashinfer-vit\[plot\]"):
+            calibrate.run(options(image, plot=image.with_name("plot.svg")))
