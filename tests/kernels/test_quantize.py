@@ -102,7 +102,7 @@ def test_blocks_of_other_layouts():
     _check_blocks((odd, odd, odd, cu_seqlens, cos[:1].expand(251, -1), sin))
 
 
-@pytest.mark.parametrize("rotary_dim", [72, 40])
+@pytest.mark.parametrize("rotary_dim", values([40], extended=[72]))
 def test_blocks_of_tables_in_fp32(rotary_dim):
     q, k, v, cu_seqlens, cos, sin = make_inputs(RAGGED, 2, 72, rotary_dim)
     _check_blocks((q, k, v, cu_seqlens, cos.float(), sin.float()))
@@ -203,7 +203,7 @@ def test_zeros_and_the_smallest_numbers():
 
 def test_bad_values_stay_in_their_sequence():
     case = Case("three", (130, 130, 130))
-    inputs = make_inputs(case, 2, 72, 72)
+    inputs = make_inputs(case, 1, 72, 72)
     good = quantize_blocks(*inputs)
     for x in inputs[:3]:
         x[130:260:4] = float("nan")
