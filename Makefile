@@ -23,9 +23,9 @@ IN_PARALLEL ?= -n 2 --dist worksteal
 help:
 	@echo "make encode   install, then encode the example images"
 	@echo "make test     install, then run the tests of the fast tier, in five minutes"
-	@echo "make test-all all tests that need no GPU; make test-gpu those that do"
+	@echo "make test-all all tests that need no GPU; on a GPU: make test-gpu"
 	@echo "make doctor   install, then report what this machine can run"
-	@echo "make lint types   ruff and mypy"
+	@echo "make lint types   ruff, the order of folders, mypy"
 
 VERSIONS = $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(OVERRIDES),--override $(OVERRIDES))
 
@@ -62,11 +62,12 @@ test-all: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -q $(IN_PARALLEL) -m "not gpu"
 
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/python -m pytest -q -m "gpu or not extended"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 types: $(STAMP)
 	$(BIN)/mypy
