@@ -7,6 +7,7 @@ import pytest
 from _benchmarks import ENVIRONMENT, make_row
 
 import common
+import prune
 import table
 import waterfall
 
@@ -152,3 +153,95 @@ def test_other_files_are_not_drawn(plot, tmp_path):
     common.CsvLog(tmp_path / "empty.csv")
     with pytest.raises(ValueError, match="no rows"):
         plot.read_rows(tmp_path / "empty.csv")
+
+
+def test_rows_of_two_commits_are_not_compared():
+    stock = make_row(provider="stock-flash_attn", samples_ms=[4.0])
+    old = {**make_row(samples_ms=[1.0]), "commit": "old"}
+    assert table.speed_up(stock, make_row(samples_ms=[2.0])) == 2.0
+    assert table.speed_up(stock, old) is None
+    assert table.speed_up(None, old) is None
+    assert "| 4 | 1 |  |" in table.table([stock, old], "model")
+    # A mode that nobody measured again does not win by being old.
+    stale = {**make_row(mode="fused_graph", samples_ms=[0.1]), "commit": "old"}
+    best = table.Best([stale, stock, make_row(samples_ms=[2.0])])
+    assert best.mean(table.PLUGIN, stock["model"]) == "2.00"
+
+
+def test_tables_are_of_one_vllm(tmp_path):
+    path = tmp_path / "encoder.csv"
+    log = common.CsvLog(path)
+    log.add(make_row())
+    log.add({**make_row(samples_ms=[1.0]), "vllm": "0.33.0"})
+    with pytest.raises(SystemExit, match="--vllm"):
+        table.render(["encoder", str(path)])
+    assert "| 1 |" in table.render(["encoder", str(path), "--vllm", "0.33.0"])
+    with pytest.raises(SystemExit, match="no such rows"):
+        table.render(["encoder", str(path), "--vllm", "0.1"])
+
+
+def test_errors_are_the_least_and_the_largest():
+    rows = [
+        make_row(case=str(i), rel_err=error) for i, error in enumerate([0.02, 0.01])
+    ]
+    line = table.error_table(rows).splitlines()[-1]
+    assert line == "| Qwen3-VL-8B | - | 1.00 to 2.00 % | - |"
+
+
+def test_newer_rows_of_a_stack_replace_older_ones():
+    rows = [
+        {**make_row(samples_ms=[1.0]), "commit": "old"},
+        {**make_row(samples_ms=[1.0]), "vllm": "0.33.0"},
+        make_row(case="mixed"),
+        make_row(samples_ms=[2.0]),
+    ]
+    kept = prune.newest_rows(rows)
+    assert kept == rows[1:]
+    assert prune.newest_rows(rows, ["old"]) == rows[:1]
+
+
+def test_each_contender_has_one_colour_of_its_own(plot):
+    assert len(set(plot.COLOURS.values())) == len(plot.COLOURS)
+    assert not set(plot.COLOURS.values()) & set(waterfall.CLASS_COLOURS)
+    with pytest.raises(ValueError, match="plugin-odd"):
+        plot.colour_of("plugin-odd")
+
+
+def test_a_contender_keeps_its_colour_in_any_company(plot, tmp_path):
+    source = tmp_path / "rows.csv"
+    log = common.CsvLog(source)
+    for provider in ("stock-flash_attn", "stock-flashinfer", "plugin"):
+        log.add(make_row(provider=provider))
+    for kind in ("encoder", "attention"):
+        for providers in (["plugin"], ["stock-flash_attn", "plugin"], None):
+            target = tmp_path / "a.svg"
+            plot.draw(kind, source, target, None, providers)
+            svg = target.read_text().lower()
+            assert plot.COLOURS["plugin"].lower() in svg
+            assert "is better" in svg and "nxl: n images of l patches" in svg
+            shown = plot.COLOURS["stock-flashinfer"].lower() in svg
+            assert shown == (providers is None)
+
+
+@pytest.mark.parametrize(
+    ("background", "text"),
+    [("#332288", "white"), ("#444444", "white"), ("#88CCEE", "black")],
+)
+def test_digits_are_readable_on_their_bar(background, text):
+    assert waterfall.text_colour(background) == text
+
+
+def test_bars_are_in_the_order_of_their_sizes(plot):
+    cases = ["win64x256", "mixed", "8x4096", "1x1024\n2 ms", "20x400", "video16x1024"]
+    cases.insert(0, "1x4096")
+    assert [
+        case.partition("\n")[0] for case in sorted(cases, key=plot._case_order)
+    ] == [
+        "1x1024",
+        "1x4096",
+        "20x400",
+        "8x4096",
+        "video16x1024",
+        "mixed",
+        "win64x256",
+    ]
