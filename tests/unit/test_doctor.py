@@ -431,7 +431,7 @@ def test_this_machine(tmp_path: Path) -> None:
     env = {
         **os.environ,
         "VLLM_PLUGINS": "flashinfer_vit",
-        "PYTHONPATH": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
         "LOADED": str(loaded),
     }
     done = subprocess.run(
