@@ -15,7 +15,7 @@ from vllm_flashinfer_vit.patches.patch import (
     apply_group,
     revert_group,
 )
-from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
+from vllm_flashinfer_vit.settings import Settings, is_strict
 
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
@@ -48,7 +48,7 @@ def register() -> None:
         logger.exception(
             "vllm-flashinfer-vit is not active in this process; vLLM runs without it"
         )
-        if os.environ.get(ENV_STRICT) == "1":
+        if is_strict():
             raise
 
 

@@ -40,11 +40,17 @@ def test_register_runs_twice_without_cuda_and_can_be_undone():
         "applied = [p.name for p in plugin.all_patches() if p.applied]\n"
         "plugin.revert_all()\n"
         "after = Platform.__dict__['get_vit_attn_backend']\n"
+        "activation = layer.activation.model_patches.__module__\n"
+        "from torch.nn.modules import module\n"
+        "hooks = len(module._global_module_registration_hooks)\n"
         "print(json.dumps({'layer': layer.__module__, 'applied': applied,\n"
+        "  'activation': activation, 'hooks': hooks,\n"
         "  'cuda': torch.cuda.is_initialized(), 'wrapped': before is not during,\n"
         "  'restored': before is after}))"
     )
     assert state["layer"] == "vllm_flashinfer_vit.engine.layer"
+    assert state["activation"] == "vllm_flashinfer_vit.plugin"
+    assert state["hooks"] == 1
     assert not state["cuda"]
     assert "select-cpu" in state["applied"]
     assert not any(name.startswith("qwen") for name in state["applied"])
@@ -52,22 +58,65 @@ def test_register_runs_twice_without_cuda_and_can_be_undone():
     assert state["restored"]
 
 
-def test_an_unsupported_vllm_is_named_in_one_line_and_left_alone():
-    code = (
-        "import importlib.metadata as m\n"
-        "original = m.version\n"
-        "m.version = lambda n: '0.19.1' if n == 'vllm' else original(n)\n"
-        "import vllm_flashinfer_vit\n"
-        "vllm_flashinfer_vit.register()\n"
-        "from vllm.model_executor.custom_op import op_registry_oot\n"
-        "assert 'MMEncoderAttention' not in op_registry_oot\n"
-    )
+UNSUPPORTED = """
+import importlib.metadata as m
+original = m.version
+m.version = lambda n: '0.19.1' if n == 'vllm' else original(n)
+import json, os
+before = dict(os.environ)
+import vllm_flashinfer_vit
+vllm_flashinfer_vit.register()
+# Towers activate the package, too; an engine's processes inherit the environment.
+vllm_flashinfer_vit.register()
+changed = [n for n in os.environ if os.environ[n] != before.get(n)]
+from vllm.model_executor.custom_op import op_registry_oot
+assert 'MMEncoderAttention' not in op_registry_oot
+import torch
+from vllm.platforms.interface import Platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm_flashinfer_vit.engine import selection
+selection.current_platform.is_cpu = lambda: True
+try:
+    Platform.get_vit_attn_backend(72, torch.float32, AttentionBackendEnum.FLASHINFER)
+except ValueError as error:
+    print(json.dumps({'changed': changed, 'error': str(error)}))
+"""
+
+
+def test_an_unsupported_vllm_is_named_once_and_left_alone():
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        [sys.executable, "-c", UNSUPPORTED], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    lines = [
-        line for line in (done.stdout + done.stderr).splitlines() if "0.19.1" in line
-    ]
+    *out, result = done.stdout.splitlines()
+    lines = [line for line in [*out, *done.stderr.splitlines()] if "0.19.1" in line]
     assert len(lines) == 1
-    assert "0.25.1 to 0.33.0" in lines[0]
+    assert "0.25.1" in lines[0] and "0.33.0" in lines[0]
+    found = json.loads(result)
+    assert "_VLLM_FLASHINFER_VIT_WARNED" in found["changed"]
+    assert "vLLM 0.19.1 is installed" in found["error"]
+
+
+FAILED = """
+import os
+from vllm.model_executor.custom_op import op_registry_oot
+class Other: pass
+op_registry_oot['MMEncoderAttention'] = Other
+import vllm_flashinfer_vit
+vllm_flashinfer_vit.register()
+print('went on')
+os.environ['VLLM_FLASHINFER_VIT_STRICT'] = '1'
+vllm_flashinfer_vit.register()
+print('went on, strict')
+"""
+
+
+def test_a_failed_registration_is_logged_and_raised_if_strict():
+    done = subprocess.run(
+        [sys.executable, "-c", FAILED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "went on" in done.stdout and "went on, strict" not in done.stdout
+    output = done.stdout + done.stderr
+    assert "vllm-flashinfer-vit is not active in this process" in output
+    assert "Other already replaces MMEncoderAttention" in done.stderr.splitlines()[-1]

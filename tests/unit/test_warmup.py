@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a warm-up runs, and what is counted; on a GPU, that requests build nothing."""
 
+import functools
+import gc
 import json
 import logging
 from types import SimpleNamespace
@@ -11,9 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_flashinfer_vit.choices.lookup import bounds, encode, select
 from vllm_flashinfer_vit.engine import warmup
+from vllm_flashinfer_vit.engine.owner import gets_rotary, leaves_rotary
+from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
+from vllm_flashinfer_vit.ops.batch import Batch
+from vllm_flashinfer_vit.ops.plan import Plan
+from vllm_flashinfer_vit.settings import Settings
 
 
 def test_lengths_meet_every_class() -> None:
@@ -72,50 +78,116 @@ def test_counters_are_one_line_of_json() -> None:
     }
 
 
-def test_equal_layers_warm_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = []
-    monkeypatch.setattr(warmup, "_run", lambda *args: runs.append(args[1:3]))
-    monkeypatch.setattr(warmup, "_warm", set())
-    monkeypatch.setattr(warmup, "_max_patches", lambda: 8192)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    layer = SimpleNamespace(
-        signature=("a",), bounds=(128,), kernel_for=lambda *_: "flash_attn"
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """What warm-ups run instead: counts of sequences, lengths, and whether q turns."""
+    seen: list[tuple[int, int, bool]] = []
+    monkeypatch.setattr(
+        warmup, "_run", lambda layer, *shape: seen.append((*shape, layer.gets_rotary))
     )
-    with warmup.without_warm_up():
-        warmup.warm_up(layer)
-    assert not runs
-    warmup.warm_up(layer)
-    assert runs == [(1, length) for length in warmup.lengths((128,))]
-    warmup.warm_up(layer)
-    assert len(runs) == len(warmup.lengths((128,)))
-    layer.signature, layer.kernel_for = ("b",), lambda *_: "cudnn"
-    warmup.warm_up(layer)
-    assert runs[-1] == (bucket_num_seqs(1024), 8192)
-
-
-def test_the_kernel_for_many_sequences_warms_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan = "600:triton,*:flash_attn_4/flash_attn"
-    ran = []
-
-    def run(layer: Any, num_seqs: int, length: int, rotate: bool) -> None:
-        ran.append((length, select(plan, length, length / num_seqs)))
-
-    monkeypatch.setattr(warmup, "_run", run)
-    monkeypatch.setattr(warmup, "_warm", set())
     monkeypatch.setattr(warmup, "_max_patches", lambda: 8192)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    layer = SimpleNamespace(
+    return seen
+
+
+def an_engine() -> Any:
+    return SimpleNamespace(compilation_config=SimpleNamespace())
+
+
+def a_layer(plan: str, *, gets_rotary: bool = False) -> Any:
+    decoded = Plan.decode(plan)
+    return SimpleNamespace(
         signature=(plan,),
-        bounds=bounds(plan),
-        kernel_for=lambda *lengths: select(plan, *lengths),
+        bounds=decoded.bounds,
+        kernel_for=decoded.kernel_for,
+        gets_rotary=gets_rotary,
     )
-    warmup.warm_up(layer)
+
+
+WINDOWS = "128:triton_window,*:flash_attn"
+
+
+def test_equal_layers_warm_up_once(runs: list[tuple[int, int, bool]]) -> None:
+    engine = WarmUp(an_engine())
+    engine.run(a_layer(WINDOWS))
+    assert runs == [(1, length, False) for length in warmup.lengths((128,))]
+    engine.run(a_layer(WINDOWS))
+    assert len(runs) == len(warmup.lengths((128,)))
+    engine.run(a_layer("*:cudnn"))
+    assert runs[-1][:2] == (bucket_num_seqs(1024), 8192)
+
+
+def test_layers_that_turn_q_are_not_equal_to_those_that_do_not(
+    runs: list[tuple[int, int, bool]],
+) -> None:
+    engine = WarmUp(an_engine())
+    for turns in (True, False):
+        engine.run(a_layer(WINDOWS, gets_rotary=turns))
+    turned = [(n, length) for n, length, turns in runs if turns]
+    others = [(n, length) for n, length, turns in runs if not turns]
+    assert turned == others == [(1, length) for length in warmup.lengths((128,))]
+
+
+def test_an_engine_warms_up_by_itself(runs: list[tuple[int, int, bool]]) -> None:
+    first, second = an_engine(), an_engine()
+    one, other = WarmUp.of(first), WarmUp.of(second)
+    # vLLM derives configurations for parts of a model.
+    assert WarmUp.of(SimpleNamespace(**vars(first))) is one is not other
+    one.is_wanted = False
+    one.run(a_layer(WINDOWS))
+    assert not runs
+    other.run(a_layer(WINDOWS))
+    assert runs
+    del one, other
+    gc.collect()
+    assert WarmUp.of(first).is_wanted
+
+
+def test_the_kernel_for_many_sequences_warms_up() -> None:
+    layer = a_layer("600:triton,*:flash_attn_4/flash_attn")
+    shapes = warmup.shapes_of(layer, 8192)
+    ran = [(length, layer.kernel_for(length, length / n)) for n, length in shapes]
     assert len(ran) == len(set(ran))
     for kernel in ("flash_attn_4", "flash_attn"):
         lengths = [length for length, name in ran if name == kernel]
         assert lengths == [601, 1024, 2048, 4096]
+
+
+class Plain:
+    def forward(self) -> None: ...
+
+
+class Patched(Plain):
+    @leaves_rotary
+    def forward(self) -> None: ...
+
+
+class Inherits(Patched):
+    pass
+
+
+class Wraps(Patched):
+    @functools.wraps(Patched.forward)
+    def forward(self) -> None: ...
+
+
+class Replaces(Patched):
+    def forward(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("owner", "turns"),
+    [
+        (None, False),
+        (Plain, False),
+        (Patched, True),
+        (Inherits, True),
+        (Wraps, True),
+        (Replaces, False),
+    ],
+)
+def test_the_forward_that_calls_a_layer_decides(owner: Any, turns: bool) -> None:
+    assert gets_rotary(owner) is turns
 
 
 @pytest.mark.gpu
@@ -124,40 +196,39 @@ def test_the_kernel_for_many_sequences_warms_up(
 def test_no_call_compiles_after_it(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, rotate: bool
 ) -> None:
+    from vllm_flashinfer_vit.choices.lookup import plan_of
     from vllm_flashinfer_vit.engine.selection import served
-    from vllm_flashinfer_vit.ops import attention as ops
+    from vllm_flashinfer_vit.ops.attention import attention
 
-    choices = served(head_dim, torch.bfloat16)
+    choices = served(head_dim, torch.bfloat16, Settings())
     assert choices is not None
-    plan = encode(choices)
+    plan = plan_of(choices)
 
-    def attend(q, k, v, cos, sin, cu_seqlens, max_seqlen):
-        scale = head_dim**-0.5
-        return ops.attention(q, k, v, cos, sin, cu_seqlens, max_seqlen, 0, scale, plan)
+    def attend(batch: Batch) -> torch.Tensor:
+        return attention(batch, head_dim**-0.5, plan)
 
-    layer = SimpleNamespace(
-        signature=(plan, rotate),
-        bounds=bounds(plan),
-        kernel_for=lambda *lengths: select(plan, *lengths),
+    layer: Any = SimpleNamespace(
+        signature=(plan.text, rotate),
+        bounds=plan.bounds,
+        kernel_for=plan.kernel_for,
+        gets_rotary=rotate,
         num_heads=16,
         num_kv_heads=16,
         head_size=head_dim,
         dtype=torch.bfloat16,
         attend=attend,
     )
-    monkeypatch.setattr(warmup, "_warm", set())
     monkeypatch.setattr(warmup, "_max_patches", lambda: 32768)
-    patch = SimpleNamespace(applied=rotate)
-    monkeypatch.setattr(warmup.qwen_vl, "PATCHES", (patch,))
-    warmup.warm_up(layer)
+    WarmUp(an_engine()).run(layer)
     before = warmup.counters()
     for count, length in ((1, 1), (3, 7), (40, 64), (9, 100), (20, 400), (2, 9000)):
         tokens = count * length
         qkv = torch.randn(tokens, 48, head_dim, dtype=torch.bfloat16, device="cuda")
         q, k, v = qkv.split(16, dim=1)
-        on = {"dtype": qkv.dtype, "device": qkv.device}
-        cos = sin = torch.randn(tokens, head_dim // 2, **on) if rotate else None
+        cos = sin = None
+        if rotate:
+            cos = sin = torch.randn(tokens, head_dim // 2, device="cuda").bfloat16()
         cu = torch.arange(0, tokens + 1, length, dtype=torch.int32, device="cuda")
-        attend(q, k, v, cos, sin, cu, torch.tensor(length))
+        attend(Batch(q, k, v, cos, sin, cu, torch.tensor(length)))
     torch.cuda.synchronize()
     assert warmup.counters() == before

@@ -28,7 +28,7 @@ from vllm_flashinfer_vit.kernels.flash_attn import fa_version
 from vllm_flashinfer_vit.machine.versions import runner_note
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.ops.batch import Batch
-from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
+from vllm_flashinfer_vit.settings import ENV_STRICT, Settings, unknown_variables
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -108,7 +108,7 @@ class FlashInferViTAttention(MMEncoderAttention):
         if any("flash_attn" in choice.kernels for choice in choices):
             # Decided here, where the engine's configuration is in force.
             fa_version(head_size)
-        _warn_of_ignored_graphs()
+        _warn_of_what_is_ignored()
         self._say(choices)
 
     def _patch(self) -> None:
@@ -360,11 +360,12 @@ def _name_in_compile_cache(patches: tuple[str, ...], plan: str) -> None:
     config.additional_config["vllm_flashinfer_vit"] = [__version__, *patches, plan]
 
 
-def _warn_of_ignored_graphs() -> None:
-    config = get_current_vllm_config_or_none()
+def _warn_of_what_is_ignored() -> None:
+    for problem in unknown_variables():
+        logger.warning_once("%s", problem.what)
+    config = get_current_vllm_config()
     if (
-        config is not None
-        and config.compilation_config.cudagraph_mm_encoder
+        config.compilation_config.cudagraph_mm_encoder
         and config.use_v2_model_runner
         and (note := runner_note(version("vllm"), os.environ))
     ):
