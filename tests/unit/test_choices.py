@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The look-up of kernel choices, their files, and the plan's encoding."""
+"""The look-up of kernel choices, and what becomes of them where a kernel cannot run."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,19 @@ import torch
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.lookup import (
     Choice,
-    bounds,
     choices_for,
-    encode,
     forced,
     fp8_choices_for,
     fp8_ranges,
+    plan_of,
     replaced,
-    select,
     without,
 )
 from vllm_flashinfer_vit.choices.table import Measurement, Table
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.ops import attention as ops
-from vllm_flashinfer_vit.ops.plan import Class
+from vllm_flashinfer_vit.ops.batch import Batch
+from vllm_flashinfer_vit.ops.plan import Class, Plan
 
 CHOICES = (
     Choice("cudnn", 128, "short"),
@@ -69,8 +69,12 @@ def put(folder: Path, table: Table) -> Path:
     return path
 
 
+def text_of(choices: Iterable[Choice]) -> str:
+    return plan_of(choices).text
+
+
 def plan(*args: Any, **kwargs: Any) -> str:
-    return encode(choices_for(*args, **kwargs))
+    return text_of(choices_for(*args, **kwargs))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -105,7 +109,7 @@ def test_blackwell_takes_cudnn_for_long_sequences(capability: tuple[int, int]) -
 def test_the_bundled_file_of_this_gpu_counts(bundled: Path) -> None:
     put(bundled, TABLE)
     choices = choices_for(GPU, (9, 0), "bfloat16", 80)
-    assert encode(choices) == "128:triton_window,*:flash_attn"
+    assert text_of(choices) == "128:triton_window,*:flash_attn"
     assert {choice.reason for choice in choices} == {
         "fastest on NVIDIA H200, measured by tune with vLLM 0.25.1"
     }
@@ -132,7 +136,7 @@ def test_the_users_file_comes_before_the_bundled_one(bundled: Path, user: Path) 
 def test_the_nearest_measured_head_dim_above_is_taken_and_said(bundled: Path) -> None:
     put(bundled, TABLE)
     choices = choices_for(GPU, (9, 0), "bfloat16", 72)
-    assert encode(choices) == "128:triton_window,*:flash_attn"
+    assert text_of(choices) == "128:triton_window,*:flash_attn"
     assert all("at head dim 80, the next" in choice.reason for choice in choices)
     assert plan(GPU, (9, 0), "bfloat16", 88) == "*:cudnn"
 
@@ -158,44 +162,12 @@ def test_what_was_not_measured_follows_the_capability(
 def test_other_hopper_gpus_take_the_h200s_choices_and_say_so(bundled: Path) -> None:
     put(bundled, TABLE)
     choices = choices_for("NVIDIA H100 80GB HBM3", (9, 0), "bfloat16", 80)
-    assert encode(choices) == "128:triton_window,*:flash_attn"
+    assert text_of(choices) == "128:triton_window,*:flash_attn"
     for choice in choices:
         assert "unmeasured by this project on this GPU" in choice.reason
         assert "fastest on NVIDIA H200" in choice.reason
     ada = choices_for("NVIDIA L4", (8, 9), "bfloat16", 80)
     assert not any("H200" in choice.reason for choice in ada)
-
-
-@pytest.mark.parametrize(
-    ("length", "kernel"),
-    [
-        (1, "cudnn"),
-        (128, "cudnn"),
-        (129, "flash_attn"),
-        (1024, "flash_attn"),
-        (1025, "cudnn"),
-        (10**6, "cudnn"),
-    ],
-)
-def test_select_takes_the_first_class_that_holds_the_length(
-    length: int, kernel: str
-) -> None:
-    assert select(encode(CHOICES), length) == kernel
-
-
-def test_many_short_sequences_have_another_kernel() -> None:
-    plan = "512:triton,*:flash_attn_4/flash_attn"
-    assert select(plan, 4096) == select(plan, 4096, 512) == "flash_attn_4"
-    assert select(plan, 4096, 511.9) == "flash_attn"
-    assert select(plan, 512, 16) == "triton"
-    # Without a mean, all have the length.
-    assert select("*:flash_attn_4/flash_attn", 511) == "flash_attn"
-
-
-@pytest.mark.parametrize("kernel", tuple(KERNELS))
-def test_a_kernel_that_stands_alone_serves_many_sequences_too(kernel: Any) -> None:
-    for plan in (f"*:{kernel}", f"1024:triton,*:{kernel}"):
-        assert select(plan, 4096, 16) == select(plan, 4096) == kernel
 
 
 def test_a_measured_kernel_for_few_sequences_has_another_for_many(
@@ -207,7 +179,7 @@ def test_a_measured_kernel_for_few_sequences_has_another_for_many(
     text = "2048:flash_attn_4/flash_attn,*:hopper_fp8"
     assert plan(GPU, (9, 0), "bfloat16", 80) == text
     choices = fp8_choices_for(GPU, (9, 0), "bfloat16", 80)
-    assert encode(choices) == text
+    assert text_of(choices) == text
     assert [choice.served_by for choice in choices] == [
         "flash_attn_4, flash_attn below 512 rows to a sequence",
         "hopper_fp8",
@@ -234,15 +206,14 @@ def test_empty_sequences_count(
     monkeypatch.setattr(ops, "_kernel", find)
     qkv = [torch.zeros(4096, 1, 32)] * 3
     longest = torch.tensor(4096)
-    plan = f"1024:triton,*:{last}"
-    fp8 = ("block", False, None, None, None, None)
+    plan = Plan.decode(f"1024:triton,*:{last}")
 
     def run(empty: int) -> None:
         cu_seqlens = torch.tensor([0, 4096] + [4096] * empty, dtype=torch.int32)
-        args = (*qkv, None, None, cu_seqlens, longest, 0, 1.0, plan)
-        ops._fp8_attention(*args, *fp8)
+        batch = Batch(*qkv, cu_seqlens=cu_seqlens, max_seqlen=longest)
+        ops.fp8_attention(batch, 1.0, plan, ops.Fp8("block"))
         if last != "hopper_fp8":
-            ops._attention(*args)
+            ops.attention(batch, 1.0, plan)
 
     run(empty=7)
     assert set(ran) == {few}
@@ -251,31 +222,21 @@ def test_empty_sequences_count(
     assert set(ran) == {many}
 
 
-def test_encode_is_readable() -> None:
-    assert encode(CHOICES) == "128:cudnn,1024:flash_attn,*:cudnn"
-    assert encode(MANY) == "512:triton,768:flash_attn_4/flash_attn,*:cudnn"
-
-
-def test_bounds_of_a_plan() -> None:
-    assert bounds(encode(CHOICES)) == (128, 1024)
-    assert bounds(encode(MANY)) == (512, 768)
-
-
 def test_without_hands_the_classes_to_the_kernels_that_are_left() -> None:
     left = without(CHOICES, "cudnn")
-    assert encode(left) == "*:flash_attn"
+    assert text_of(left) == "*:flash_attn"
     assert without(left, "flash_attn") == ()
-    assert encode(without(CHOICES, "flash_attn")) == "128:cudnn,*:cudnn"
+    assert text_of(without(CHOICES, "flash_attn")) == "128:cudnn,*:cudnn"
 
 
 def test_of_two_kernels_of_a_class_the_other_serves_it() -> None:
     after = without(MANY, "flash_attn")
-    assert encode(after) == "512:triton,768:flash_attn_4,*:cudnn"
+    assert text_of(after) == "512:triton,768:flash_attn_4,*:cudnn"
     assert after[1].reason == "few"
     after = without(MANY, "flash_attn_4")
-    assert encode(after) == "512:triton,768:flash_attn,*:cudnn"
-    assert "in place of flash_attn_4" in after[1].reason
-    assert encode(without(after, "flash_attn")) == "512:triton,*:cudnn"
+    assert text_of(after) == "512:triton,768:flash_attn,*:cudnn"
+    assert after[1].reason == "flash_attn_4 would be faster, but cannot run here"
+    assert text_of(without(after, "flash_attn")) == "512:triton,*:cudnn"
 
 
 def test_without_gives_no_kernel_what_it_does_not_take() -> None:
@@ -289,16 +250,16 @@ def test_a_forced_kernel_gets_every_class_that_it_takes(kernel: Any) -> None:
     assert choices[0].kernel == kernel
     assert choices[-1].max_len is None
     if kernel == "triton_window":
-        assert encode(choices) == "128:triton_window,1024:flash_attn,*:cudnn"
+        assert text_of(choices) == "128:triton_window,1024:flash_attn,*:cudnn"
     else:
-        assert encode(choices) == f"*:{kernel}"
+        assert text_of(choices) == f"*:{kernel}"
 
 
 def test_a_forced_kernel_serves_many_sequences_too() -> None:
-    assert encode(forced(MANY, "flash_attn_4")) == "*:flash_attn_4"
+    assert text_of(forced(MANY, "flash_attn_4")) == "*:flash_attn_4"
     # Classes that are left as they were keep theirs.
     longer = "512:triton,768:flash_attn_4/flash_attn,*:cudnn"
-    assert encode(forced(MANY, "triton_window")) == f"128:triton_window,{longer}"
+    assert text_of(forced(MANY, "triton_window")) == f"128:triton_window,{longer}"
 
 
 class TestFp8:
@@ -318,29 +279,29 @@ class TestFp8:
         assert choices[-1].kernel == kernel
         assert "unmeasured" in choices[-1].reason
         assert fp8_ranges(choices) == [(4096, None)]
-        shorter = encode(choices).split(",")[:-1]
-        plain = encode(choices_for("Some GPU", capability, "bfloat16", 80))
+        shorter = text_of(choices).split(",")[:-1]
+        plain = text_of(choices_for("Some GPU", capability, "bfloat16", 80))
         assert ",".join(shorter) == plain.replace("*", "4095")
 
     def test_classes_above_the_bound_give_way(self, bundled: Path) -> None:
         rows = (Class(2048, "triton"), Class(8192, "cudnn"), Class(None, "flash_attn"))
         put(bundled, replace(TABLE, classes={"bfloat16/80": rows}))
         choices = fp8_choices_for(GPU, (9, 0), "bfloat16", 80)
-        assert encode(choices) == "2048:triton,4095:cudnn,*:triton_fp8"
+        assert text_of(choices) == "2048:triton,4095:cudnn,*:triton_fp8"
 
     def test_a_measured_entry_counts(self, bundled: Path) -> None:
         rows = (Class(1024, "triton"), Class(None, "triton_fp8"))
         classes = {**TABLE.classes, "float8_e4m3fn/80": rows}
         put(bundled, replace(TABLE, classes=classes))
         choices = fp8_choices_for(GPU, (9, 0), "bfloat16", 72)
-        assert encode(choices) == "1024:triton,*:triton_fp8"
+        assert text_of(choices) == "1024:triton,*:triton_fp8"
         assert "measured by tune" in choices[0].reason
         # Layers without FP8 know nothing of it.
         assert plan(GPU, (9, 0), "bfloat16", 72) == "128:triton_window,*:flash_attn"
 
     def test_no_gpu(self) -> None:
         choices = fp8_choices_for(None, None, "float32", 80)
-        assert encode(choices) == "128:reference,*:reference_fp8"
+        assert text_of(choices) == "128:reference,*:reference_fp8"
 
     def test_from_which_length(self) -> None:
         assert not fp8_ranges(CHOICES)
@@ -348,6 +309,6 @@ class TestFp8:
 
     def test_another_kernel_takes_over_the_classes_of_one(self) -> None:
         after = replaced(CHOICES, "cudnn", "triton")
-        assert encode(after) == "128:triton,1024:flash_attn,*:triton"
+        assert text_of(after) == "128:triton,1024:flash_attn,*:triton"
         assert after[1] is CHOICES[1]
         assert "in place of cudnn" in after[0].reason

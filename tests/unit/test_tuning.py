@@ -3,6 +3,7 @@
 
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,11 +20,19 @@ pytest.importorskip("vllm")
 
 import torch
 
+from vllm_flashinfer_vit.choices import clock as clocks
 from vllm_flashinfer_vit.choices import table as tuned
-from vllm_flashinfer_vit.choices.clock import GraphClock, order_of_turn
+from vllm_flashinfer_vit.choices.clock import GraphClock, Run, order_of_turn
 from vllm_flashinfer_vit.choices.derive import TuneError, derive_classes
-from vllm_flashinfer_vit.choices.lookup import choices_for, encode
-from vllm_flashinfer_vit.choices.measure import Cell, grid, measure
+from vllm_flashinfer_vit.choices.lookup import choices_for, plan_of
+from vllm_flashinfer_vit.choices.measure import (
+    COUNTS,
+    LENGTHS,
+    Cell,
+    candidates,
+    grid,
+    measure,
+)
 from vllm_flashinfer_vit.choices.table import Measurement
 from vllm_flashinfer_vit.commands import tune as tuning
 from vllm_flashinfer_vit.commands.cli import main
@@ -176,8 +185,8 @@ def test_the_last_class_has_a_kernel_for_any_length() -> None:
 def test_the_grid_covers_what_the_table_is_for() -> None:
     for head_dim in tuning.HEAD_DIMS:
         cells = grid(head_dim)
-        assert {cell.longest for cell in cells} == set(tuning.LENGTHS)
-        assert {cell.num_seqs for cell in cells} == set(tuning.COUNTS)
+        assert {cell.longest for cell in cells} == set(LENGTHS)
+        assert {cell.num_seqs for cell in cells} == set(COUNTS)
         assert Cell(65536, 1) in cells
         assert Cell(64, 1024) in cells
         assert Cell(65536, 4) not in cells
@@ -191,10 +200,10 @@ class ToldClock:
         self.times = times
         self.cells: list[tuple[int, ...]] = []
 
-    def prepare(self, run: tuning.Run) -> tuning.Run:
+    def prepare(self, run: Run) -> Run:
         return run
 
-    def median_us(self, runs: Mapping[str, tuning.Run]) -> dict[str, float]:
+    def median_us(self, runs: Mapping[str, Run]) -> dict[str, float]:
         outputs = [run() for run in runs.values()]
         self.cells.append(tuple(outputs[0].shape))
         tokens = outputs[0].shape[0]
@@ -359,7 +368,7 @@ def test_a_built_table_is_what_the_look_up_reads(tmp_path: Path) -> None:
     }
     tuned.write(table, tmp_path / tuned.file_name("NVIDIA H200"))
     choices = choices_for("NVIDIA H200", (9, 0), torch.bfloat16, 80, tmp_path)
-    assert encode(choices) == "16:cudnn,*:flash_attn"
+    assert plan_of(choices).text == "16:cudnn,*:flash_attn"
 
 
 @pytest.mark.usefixtures("two_kernels")
@@ -377,23 +386,23 @@ def test_the_time_limit_leaves_the_rest_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_candidates_are_the_gpu_kernels_that_can_run() -> None:
-    found = tuning.candidates(STACK, torch.bfloat16, 80)
+    found = candidates(STACK, torch.bfloat16, 80)
     assert {"cudnn", "flash_attn", "triton_window"} <= set(found)
     assert "reference" not in found
     old = replace(STACK, cudnn_backend=90800)
-    assert "cudnn" not in tuning.candidates(old, torch.bfloat16, 80)
-    assert "triton_window" not in tuning.candidates(STACK, torch.bfloat16, 256)
+    assert "cudnn" not in candidates(old, torch.bfloat16, 80)
+    assert "triton_window" not in candidates(STACK, torch.bfloat16, 256)
     assert not fp8_names().intersection(found)
 
 
 def test_candidates_of_fp8_layers_are_those_of_bf16_and_the_fp8_kernels() -> None:
     fp8 = torch.float8_e4m3fn
-    found = tuning.candidates(STACK, fp8, 80)
-    assert set(found) > set(tuning.candidates(STACK, torch.bfloat16, 80))
+    found = candidates(STACK, fp8, 80)
+    assert set(found) > set(candidates(STACK, torch.bfloat16, 80))
     assert "triton_fp8" in found and "reference_fp8" not in found
     ampere = STACK.gpus[0]._replace(capability=(8, 0))
     with pytest.raises(TuneError, match="no FP8 kernel"):
-        tuning.candidates(replace(STACK, gpus=(ampere,)), fp8, 80)
+        candidates(replace(STACK, gpus=(ampere,)), fp8, 80)
 
 
 def test_fp8_layers_have_entries_of_their_own(
@@ -476,6 +485,75 @@ def test_without_a_gpu_tune_says_so_and_exits_with_2(
     assert not (tmp_path / "tuned").exists()
 
 
+class TestBeforeMeasuring:
+    """What would waste the measurements of minutes is said at once."""
+
+    @pytest.fixture
+    def measured(self, monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+        """Options of the runs that came to measuring, on a machine that has a GPU."""
+        runs: list[Options] = []
+
+        def measure(options: Options, *args: Any) -> tuned.Table:
+            runs.append(options)
+            raise TuneError("enough")
+
+        monkeypatch.setattr(tuning, "probe", lambda: STACK)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(tuning, "GraphClock", lambda device: None)
+        monkeypatch.setattr(tuning, "build_table", measure)
+        return runs
+
+    def tune(self, *args: str) -> str:
+        result = CliRunner().invoke(main, ["tune", *args])
+        assert result.exit_code == 2
+        return result.stderr
+
+    @pytest.mark.parametrize(
+        ("name", "what"),
+        [
+            ("/dev/null", "it is a device"),
+            ("folder", "it is a folder"),
+            ("file/h200.json", "Not a directory|File exists"),
+            ("loop.json", "circle of symlinks"),
+        ],
+    )
+    def test_the_output_must_be_a_file(
+        self, name: str, what: str, measured: list[Options], tmp_path: Path
+    ) -> None:
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "file").touch()
+        (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
+        error = self.tune("--output", str(tmp_path / name))
+        assert re.search(what, error)
+        assert name in error
+        assert not measured
+
+    @pytest.mark.parametrize(
+        ("option", "value"), [("--dtypes", "bf16,fp4"), ("--head-dims", "80,100")]
+    )
+    def test_names_and_numbers(
+        self, option: str, value: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def inspect() -> None:
+            raise AssertionError("the machine was inspected first")
+
+        monkeypatch.setattr(tuning, "probe", inspect)
+        error = self.tune(option, value)
+        assert f"{option} has {value.partition(',')[2]!r}" in error
+
+    def test_what_is_good_is_measured(
+        self,
+        measured: list[Options],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path / "new" / "tuned"))
+        assert "enough" in self.tune()
+        assert "enough" in self.tune("--output", str(tmp_path / "h200.json"))
+        assert len(measured) == 2
+        assert not list(tmp_path.rglob("*.json"))
+
+
 @pytest.mark.usefixtures("two_kernels")
 def test_the_command_writes_and_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -502,6 +580,17 @@ def test_the_command_writes_and_prints(
     assert document["classes"] == json.loads(path.read_text())["classes"]
 
 
+def test_both_kernels_of_a_class_are_printed(two_kernels: None) -> None:
+    table = build(Options(dtypes="bf16", head_dims="80"))
+    rows = (Class(2048, "flash_attn_4", "flash_attn"), Class(None, "cudnn"))
+    console = Console(file=io.StringIO(), width=200)
+    table = replace(table, classes={"bfloat16/80": rows})
+    render(tuning.Report(Path("x.json"), table), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "up to 2048" in text
+    assert "flash_attn_4, flash_attn below 512 rows to a sequence" in text
+
+
 def test_what_was_left_out_is_printed(two_kernels: None) -> None:
     table = replace(
         build(Options(dtypes="bf16", head_dims="80")), left_out=("[cudnn]: no plan",)
@@ -510,20 +599,20 @@ def test_what_was_left_out_is_printed(two_kernels: None) -> None:
     render(tuning.Report(Path("x.json"), table), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "left out: [cudnn]: no plan" in text
-    assert "choices for NVIDIA H200 are in x.json" in text
+    assert "The choices for NVIDIA H200 are in x.json" in text
 
 
 @pytest.mark.parametrize("count", range(3, 8))
-def test_nobody_runs_behind_the_same_one_only(count: int) -> None:
+def test_nobody_runs_after_the_same_one_only(count: int) -> None:
     contenders = range(count)
     turns = [order_of_turn(contenders, turn) for turn in range(2 * count)]
     assert all(sorted(turn) == list(contenders) for turn in turns)
     for end in (0, -1):
         assert Counter(turn[end] for turn in turns) == dict.fromkeys(contenders, 2)
-    behind = Counter(pair for turn in turns for pair in pairwise(turn))
+    pairs = Counter(pair for turn in turns for pair in pairwise(turn))
     for contender in contenders:
         before, after = (contender - 1) % count, (contender + 1) % count
-        assert behind[before, contender] == behind[after, contender] > 0
+        assert pairs[before, contender] == pairs[after, contender] > 0
 
 
 @pytest.mark.parametrize("budget_ms", [0.0, 1e6])
@@ -542,7 +631,7 @@ def test_kernels_take_turns_both_ways(
     ran: list[str] = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(tuning, "_BUDGET_MS", budget_ms)
+    monkeypatch.setattr(clocks, "_BUDGET_MS", budget_ms)
     clock = GraphClock(torch.device("cpu"))
 
     def run(name: str) -> Callable[[], torch.Tensor]:
@@ -573,7 +662,7 @@ def test_this_gpu_is_measured(tmp_path: Path) -> None:
     )
     tuned.write(table, tmp_path / tuned.file_name(stack.gpus[0].name))
     assert tuned.read(tmp_path, stack.gpus[0].name) == table
-    kernels = tuning.candidates(stack, torch.bfloat16, 80)
+    kernels = candidates(stack, torch.bfloat16, 80)
     assert table.left_out == ()
     for row in table.measurements:
         expected = {k for k in kernels if row.longest <= 128 or k != "triton_window"}

@@ -32,6 +32,7 @@ from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.clock import Clock, GraphClock
 from vllm_flashinfer_vit.choices.derive import TuneError, derive_classes
+from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.choices.measure import (
     COUNTS,
     LENGTHS,
@@ -42,6 +43,7 @@ from vllm_flashinfer_vit.choices.measure import (
     measure,
 )
 from vllm_flashinfer_vit.choices.table import Measurement, Table
+from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.machine.versions import format_cudnn
@@ -130,8 +132,9 @@ def run(options: Options, console: Console) -> Report:
 
     Raises:
         TuneError: There is no GPU, an option is not valid, or nothing was measured.
-        OSError: The file cannot be written.
+        FileError: The file cannot be written; that is said before anything is measured.
     """
+    options.combinations()
     stack = probe()
     if not stack.gpus or not torch.cuda.is_available():
         raise TuneError(
@@ -142,10 +145,26 @@ def run(options: Options, console: Console) -> Report:
     path = options.output
     if path is None:
         path = Settings.from_env().tuned_dir / tuned.file_name(gpu_name)
+    _check_writable(path)
     device = torch.device("cuda:0")
     table = build_table(options, stack, GraphClock(device), device, console)
     tuned.write(table, path)
     return Report(path, table)
+
+
+def _check_writable(path: Path) -> None:
+    """Check that the table can be written, and make its folder.
+
+    Raises:
+        FileError: It cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise files.FileError(
+            f"{path} cannot be written: {error}; choose another with --output"
+        ) from error
+    files.check(path)
 
 
 def build_table(
@@ -250,15 +269,18 @@ def render(report: Report, console: Console) -> None:
     """Print the classes, what was left out, and where the table is."""
     text = TextTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in ("dtype", "head dim", "longest sequence", "kernel"):
-        text.add_column(column)
+        text.add_column(column, overflow="fold")
     for name, rows in report.table.classes.items():
         dtype, _, head_dim = name.partition("/")
         for row in rows:
             length = "any" if row.max_len is None else f"up to {row.max_len}"
-            text.add_row(dtype, head_dim, length, row.kernel)
+            served_by = Choice(row.kernel, row.max_len, "", row.many).served_by
+            text.add_row(dtype, head_dim, length, served_by)
             dtype = head_dim = ""
     console.print(text)
     for line in report.table.left_out:
         console.print(f"left out: {line}", markup=False, soft_wrap=True)
     gpu = report.table.made_by["gpu"]
-    console.print(f"choices for {gpu} are in {report.path}", soft_wrap=True)
+    console.print(
+        f"The choices for {gpu} are in {report.path}", markup=False, soft_wrap=True
+    )
