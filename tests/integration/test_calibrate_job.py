@@ -2,6 +2,7 @@
 """The `calibrate` job: images in, scales, plot and report out, and what is refused."""
 
 import gc
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,7 @@ def options(image: Path, **changes: Any) -> calibrate.Options:
 @cpu_only
 @pytest.mark.usefixtures("narrow")
 class TestCalibrate:
-    def test_writes_scales_that_a_tower_runs_with(
-        self, image: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_writes_scales_that_a_tower_runs_with(self, image: Path) -> None:
         pytest.importorskip("matplotlib")
         plot = image.with_name("plot.svg")
         report = calibrate.run(options(image, plot=plot))
@@ -78,8 +77,9 @@ class TestCalibrate:
         assert all(1e-3 < layer.relative_error < 0.1 for layer in report.layers)
         assert "<svg" in plot.read_text()
         json.dumps(report.to_json())
-        calibrate.render(report, Console(width=200))
-        assert "visual.blocks.1.attn.attn" in capsys.readouterr().out
+        shown = io.StringIO()
+        calibrate.render(report, Console(file=shown, width=200))
+        assert "visual.blocks.1.attn.attn" in shown.getvalue()
 
         path = Path(report.output)
         file = scales.read(path)

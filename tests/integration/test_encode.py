@@ -3,6 +3,7 @@
 
 import io
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def save_image(path: Path, width: int, height: int, mode: str = "RGB") -> Path:
     values = generator.integers(0, 256, (height, width, channels), dtype=np.uint8)
     Image.fromarray(values.squeeze(), mode).save(path)
     return path
+
+
+def scales_of_model(path: Path, model: str) -> Path:
+    document = json.loads(path.read_text())
+    document["made_by"]["model"] = model
+    copy = path.with_name(f"{model}.json")
+    copy.write_text(json.dumps(document))
+    return copy
 
 
 @cpu_only
@@ -243,7 +252,10 @@ class TestRun:
 
     @pytest.mark.usefixtures("narrow")
     def test_fp8(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         save_image(tmp_path / "a.png", 60, 60)
         save_image(tmp_path / "b.png", 300, 280)
@@ -260,9 +272,16 @@ class TestRun:
         )
         output = tmp_path / "out.safetensors"
         fp8 = {"attn_dtype": "fp8", "fp8_scale_path": scales, "max_pixels": None}
-        with caplog.at_level("WARNING", "vllm.plugins.flashinfer_vit"):
-            report = run(options(tmp_path, output=output, **fp8))
-        assert "were made with model" not in caplog.text
+        # vLLM's loggers hand nothing on to the root's, which pytest reads.
+        logger = logging.getLogger("vllm.plugins.flashinfer_vit")
+        logger.addHandler(caplog.handler)
+        report = run(options(tmp_path, output=output, **fp8))
+        other = scales_of_model(scales, "another")
+        run(options(tmp_path, **{**fp8, "fp8_scale_path": other}))
+        logger.removeHandler(caplog.handler)
+        # Said of the other model's file alone.
+        (warning,) = (m for m in caplog.messages if "were made with model" in m)
+        assert "another.json" in warning
         assert report.notes[-1].startswith("FP8 attention ran for 1 of 2 images. For")
         with safe_open(output, framework="pt") as file:
             metadata = file.metadata()
