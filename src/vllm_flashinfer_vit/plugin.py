@@ -130,7 +130,11 @@ def apply_model_patches(settings: Settings) -> tuple[str, ...]:
     except PatchError as error:
         if settings.strict:
             raise
-        logger.warning("vllm-flashinfer-vit leaves model patches out: %s", error)
+        from vllm.logger import init_logger
+
+        init_logger(logger.name).warning_once(
+            "vllm-flashinfer-vit leaves model patches out: %s", str(error)
+        )
     return tuple(patch.name for patch in _MODEL_PATCHES if patch.applied)
 
 

@@ -110,7 +110,8 @@ class QuackLinearMethod(UnquantizedLinearMethod):
                 "size run as small ones do: building %s failed with %s: %s",
                 self.activation or "a plain GEMM",
                 type(error).__name__,
-                error,
+                # Text is told apart from what was said before, an exception is not.
+                str(error),
             )
             return False
         return True

@@ -105,7 +105,9 @@ def served(
         if settings.strict or forced or check_vllm(version("vllm")):
             raise
         logger.warning_once(
-            "FLASHINFER was asked for, but %s. vLLM's own kernel runs instead.", error
+            "FLASHINFER was asked for, but %s. vLLM's own kernel runs instead.",
+            # Text is told apart from what was said before, an exception is not.
+            str(error),
         )
         return None
 

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer does when it is built: whom it serves, what it patches, what it says."""
+
+import logging
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from _blocks import blocks
+from _blocks import build as build_blocks
+from _models import PACKED, engine
+from _towers import FAMILIES, cpu_only, small_tower
+from torch import nn
+
+from vllm_flashinfer_vit import plugin
+from vllm_flashinfer_vit.choices.lookup import Choice
+from vllm_flashinfer_vit.choices.usable import NotServedError
+from vllm_flashinfer_vit.patches.patch import PatchError
+from vllm_flashinfer_vit.settings import (
+    ENV_DISABLE_PATCHES,
+    ENV_STRICT,
+    ENV_TUNED_DIR,
+    Settings,
+)
+from vllm_flashinfer_vit.towers.tower import Tower
+
+pytestmark = cpu_only
+
+HEADS, HEAD_DIM = 4, 16
+MODEL_PATCHES = [p for p in plugin.all_patches() if not p.name.startswith("select-")]
+
+
+@pytest.fixture(scope="module")
+def flashinfer() -> Tower:
+    return engine("FLASHINFER")
+
+
+@pytest.fixture
+def unpatched(flashinfer: Tower) -> Iterator[None]:
+    """Begin without model patches, and leave them applied."""
+    dtype = torch.get_default_dtype()
+    plugin.revert_all()
+    plugin.apply_platform_patches()
+    yield
+    # vLLM's context manager leaves it changed after an error.
+    torch.set_default_dtype(dtype)
+    plugin.apply_model_patches(Settings())
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What the package logs; vLLM's loggers do not propagate to pytest's handler."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
+    logger = logging.getLogger("vllm.plugins.flashinfer_vit")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def build(tower: Tower, **kwargs: Any) -> Any:
+    from vllm.model_executor.layers.attention import MMEncoderAttention
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    settings = {"num_heads": HEADS, "head_size": HEAD_DIM, "prefix": "a.layer"}
+    with tower.running(), set_default_torch_dtype(tower.dtype):
+        return MMEncoderAttention(**{**settings, **kwargs})
+
+
+def layers_of(module: nn.Module) -> list[Any]:
+    from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
+
+    return [m for m in module.modules() if isinstance(m, FlashInferViTAttention)]
+
+
+@pytest.mark.usefixtures("unpatched")
+class TestRotary:
+    """Who turns q and k; the first layer of a process is built before any patch."""
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_warm_up_is_of_what_calls_the_layers(
+        self, family: str, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm_flashinfer_vit.engine import warmup
+
+        qwen = layers_of(small_tower(family).visual)
+        encoder = PACKED["glm4_1v"]
+        with flashinfer.running():
+            module, _ = encoder.build(encoder.load())
+        others = layers_of(module)
+        assert qwen and others
+        ran: list[tuple[bool, bool]] = []
+
+        def attend(is_qwen: bool, batch: Any) -> None:
+            assert (batch.cos is None) is (batch.sin is None)
+            ran.append((is_qwen, batch.cos is not None))
+
+        # What a warm-up makes on a GPU.
+        for name in ("zeros", "ones", "full"):
+            monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        for is_qwen, layers in ((True, qwen), (False, others)):
+            with flashinfer.running():
+                warm_up = warmup.WarmUp(flashinfer.vllm_config)
+                for layer in layers:
+                    monkeypatch.setattr(layer, "attend", partial(attend, is_qwen))
+                    warm_up.run(layer)
+        assert set(ran) == {(True, True), (False, False)}
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_not_where_the_patch_is_left_out(
+        self, family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = [p.name for p in MODEL_PATCHES if p.name.endswith("-fused-rotary")]
+        monkeypatch.setenv(ENV_DISABLE_PATCHES, ",".join(names))
+        layers = layers_of(small_tower(family).visual)
+        assert layers
+        assert not any(layer.gets_rotary for layer in layers)
+
+
+def on_cpu(make: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return make(*args, **{**kwargs, "device": "cpu"})
+
+    return made
+
+
+@pytest.mark.usefixtures("unpatched")
+class TestPatches:
+    def test_a_layer_by_itself_patches_nothing(
+        self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm_flashinfer_vit.engine.layer import Activation, FlashInferViTAttention
+
+        monkeypatch.setattr(FlashInferViTAttention, "activation", Activation())
+        assert type(build(flashinfer)) is FlashInferViTAttention
+        assert not any(patch.applied for patch in MODEL_PATCHES)
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_one_that_does_not_fit(
+        self,
+        strict: bool,
+        flashinfer: Tower,
+        messages: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        patch = next(p for p in MODEL_PATCHES if p.name == "qwen2_vl-fused-rotary")
+        monkeypatch.setattr(patch, "parameters", ("self", "y"))
+        monkeypatch.setenv(ENV_STRICT, str(int(strict)))
+        if strict:
+            with pytest.raises(PatchError, match="qwen2_vl-fused-rotary"):
+                build(flashinfer)
+        else:
+            # Every layer finds it.
+            assert layers_of(build(flashinfer)) and layers_of(build(flashinfer))
+            (line,) = [line for line in messages if "leaves model patches out" in line]
+            assert "qwen2_vl-fused-rotary" in line
+        assert not any(patch.applied for patch in MODEL_PATCHES)
+
+    @pytest.mark.parametrize(
+        "left_out", [(), ("fp8-save-scales",), ("fp8-forget-dummies",)]
+    )
+    def test_those_of_fp8(self, left_out: tuple[str, ...]) -> None:
+        import vllm.v1.worker.gpu_worker  # noqa: F401
+
+        plugin.apply_fp8_patches(Settings(disabled_patches=frozenset(left_out)))
+        names = {"fp8-save-scales", "fp8-forget-dummies"}
+        applied = {p.name for p in MODEL_PATCHES if p.applied}
+        assert applied & names == names - {*left_out}
+
+
+class TestMlpOrder:
+    """Qwen3-VL's MLP is changed by three patches, each on top of the last one."""
+
+    @pytest.mark.usefixtures("unpatched")
+    @pytest.mark.parametrize("seed", range(3))
+    def test_is_not_that_of_a_tuple(
+        self, seed: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm_flashinfer_vit.blocks import methods as module
+
+        shuffled = random.Random(seed).sample(
+            plugin._MODEL_PATCHES, len(plugin._MODEL_PATCHES)
+        )
+        monkeypatch.setattr(plugin, "_MODEL_PATCHES", tuple(shuffled))
+        monkeypatch.setattr(module, "has_quack", lambda: True)
+        mlp = blocks(build_blocks("qwen3_vl", dtype=torch.bfloat16))[0].mlp
+        methods = []
+        method = mlp.linear_fc1.quant_method
+        while method is not None:
+            methods.append(type(method).__name__)
+            method = getattr(method, "inner", None)
+        assert methods == [
+            "QuackLinearMethod",
+            "GeluLinearMethod",
+            "AlignedLinearMethod",
+        ]
+        assert type(mlp.linear_fc2.quant_method).__name__ == "AlignedLinearMethod"
+        assert type(mlp.act_fn) is nn.Identity
+
+
+@pytest.mark.usefixtures("unpatched")
+class TestServed:
+    @pytest.fixture
+    def nothing_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm_flashinfer_vit.engine import selection
+
+        refused = {"triton": "triton: needs another GPU"}
+        monkeypatch.setattr(selection, "usable_choices", lambda *_, **__: ((), refused))
+        # Answers are kept by their arguments, of which this is one.
+        monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path))
+
+    def test_nothing_can(
+        self, flashinfer: Tower, nothing_runs: None, messages: list[str]
+    ) -> None:
+        from vllm.model_executor.layers.attention import MMEncoderAttention
+
+        for _ in range(2):
+            assert type(build(flashinfer)) is MMEncoderAttention
+        (line,) = [line for line in messages if "FLASHINFER was asked for" in line]
+        assert "needs another GPU" in line
+        assert "vLLM's own kernel runs instead" in line
+        assert not any(patch.applied for patch in MODEL_PATCHES)
+
+    def test_nothing_can_and_strict(
+        self,
+        flashinfer: Tower,
+        nothing_runs: None,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setenv(ENV_STRICT, "1")
+        with pytest.raises(NotServedError, match="'a.layer'.*needs another GPU"):
+            build(flashinfer)
+
+    def test_each_folder_of_tables_has_its_answer(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flashinfer: Tower
+    ) -> None:
+        from vllm_flashinfer_vit.engine import selection
+
+        asked: list[Path] = []
+
+        def usable(
+            stack: Any, head_dim: int, dtype: Any, forced: Any, folder: Path, **_
+        ):
+            asked.append(folder)
+            return (Choice("reference", None, folder.name),), {}
+
+        monkeypatch.setattr(selection, "usable_choices", usable)
+        for name in ("one", "other", "one"):
+            monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path / name))
+            settings = Settings.from_env()
+            with flashinfer.running():
+                (choice,) = selection.served(HEAD_DIM, torch.float32, settings)
+            assert choice.reason == name
+        assert asked == [tmp_path / "one", tmp_path / "other"]
+
+    def test_what_is_said(
+        self, flashinfer: Tower, messages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm_flashinfer_vit.engine import layer as module
+
+        choices = (
+            Choice("reference", 77, "a test of short ones"),
+            Choice("reference", None, "a test of long ones"),
+        )
+        monkeypatch.setattr(module, "served", lambda *_: choices)
+        monkeypatch.setenv("VLLM_FLASHINFER_VIT_KERNAL", "auto")
+        build(flashinfer)
+        monkeypatch.setattr(module, "served", lambda *_: choices[1:])
+        build(flashinfer)
+        served = " (head dim 16, torch.float32) are served by reference: a test of "
+        assert any(f"sequences of up to 77 tokens{served}short" in m for m in messages)
+        assert any(f"longer sequences{served}long" in m for m in messages)
+        assert any(f"all sequences{served}long" in m for m in messages)
+        assert any("VLLM_FLASHINFER_VIT_KERNAL has no effect" in m for m in messages)
+
+
+class TestFp8WithoutFlashInfer:
+    """It is vLLM's to judge, which differs between versions."""
+
+    def test_as_in_stock(
+        self, messages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm.model_executor.layers.attention import MMEncoderAttention
+
+        from vllm_flashinfer_vit.engine import layer as module
+
+        tower = engine("TORCH_SDPA")
+        multimodal = tower.vllm_config.model_config.multimodal_config
+        monkeypatch.setattr(multimodal, "mm_encoder_attn_dtype", "fp8")
+        said: list[str] = []
+        logger = SimpleNamespace(warning_once=lambda text, *args: said.append(text))
+        monkeypatch.setattr(module, "logger", logger)
+        errors = []
+        for make in (build, self.build_stock):
+            with pytest.raises(ValueError) as error:
+                make(tower)
+            errors.append(str(error.value))
+        # On a CPU, vLLM refuses it.
+        assert errors[0] == errors[1]
+        monkeypatch.setattr(MMEncoderAttention, "_init_fp8_state", lambda self: None)
+        layer = build(tower)
+        assert type(layer) is MMEncoderAttention
+        assert layer._forward_method.__func__ is MMEncoderAttention.forward_cpu
+        assert said and "--mm-encoder-attn-backend FLASHINFER" in said[0]
+        assert "--mm-encoder-attn-dtype fp8" in said[0]
+
+    def build_stock(self, tower: Tower) -> Any:
+        from vllm.model_executor.custom_op import op_registry_oot
+
+        with pytest.MonkeyPatch.context() as context:
+            context.delitem(op_registry_oot, "MMEncoderAttention")
+            return build(tower)
