@@ -272,7 +272,7 @@ class TestRun:
         )
         output = tmp_path / "out.safetensors"
         fp8 = {"attn_dtype": "fp8", "fp8_scale_path": scales, "max_pixels": None}
-        # vLLM's loggers hand nothing on to the root's, which pytest reads.
+        # Some vLLM hand nothing on to the root logger, which pytest reads.
         logger = logging.getLogger("vllm.plugins.flashinfer_vit")
         logger.addHandler(caplog.handler)
         report = run(options(tmp_path, output=output, **fp8))
@@ -280,7 +280,7 @@ class TestRun:
         run(options(tmp_path, **{**fp8, "fp8_scale_path": other}))
         logger.removeHandler(caplog.handler)
         # Said of the other model's file alone.
-        (warning,) = (m for m in caplog.messages if "were made with model" in m)
+        (warning,) = {m for m in caplog.messages if "were made with model" in m}
         assert "another.json" in warning
         assert report.notes[-1].startswith("FP8 attention ran for 1 of 2 images. For")
         with safe_open(output, framework="pt") as file:
