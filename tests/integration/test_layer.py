@@ -148,13 +148,14 @@ def test_the_kernel_for_many_sequences_is_prepared_and_said(
     flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_flashinfer_vit.engine import layer as module
+    from vllm_flashinfer_vit.kernels import flash_attn
 
     decided: list[int] = []
     said: list[str] = []
     choices = (Choice("flash_attn_4", None, "fast", "flash_attn"),)
     logger = SimpleNamespace(info_once=lambda text, *args: said.append(text % args))
     monkeypatch.setattr(module, "served", lambda *_: choices)
-    monkeypatch.setattr(module, "fa_version", decided.append)
+    monkeypatch.setattr(flash_attn, "fa_version", decided.append)
     monkeypatch.setattr(module, "logger", logger)
     layer = build(flashinfer)
     assert layer.kernel_for(4096, 16) == "flash_attn"

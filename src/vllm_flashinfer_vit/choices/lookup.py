@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
+from vllm_flashinfer_vit.kernels.formats import MAX_WINDOW
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 from vllm_flashinfer_vit.ops.plan import LEAST_MEAN_LEN, Class, Plan
 from vllm_flashinfer_vit.settings import ENV_KERNEL
@@ -55,12 +56,12 @@ _UNMEASURED = "unmeasured by this project on this GPU"
 _NO_GPU = (Choice("reference", None, "no GPU: plain PyTorch serves every length"),)
 
 _BLACKWELL = (
-    Choice("triton_window", 128, f"{_UNMEASURED}; one pass from the projection"),
+    Choice("triton_window", MAX_WINDOW, f"{_UNMEASURED}; one pass from the projection"),
     Choice("cudnn", None, f"{_UNMEASURED}; cuDNN leads in published figures"),
 )
 
 _OTHER = (
-    Choice("triton_window", 128, f"{_UNMEASURED}; one pass from the projection"),
+    Choice("triton_window", MAX_WINDOW, f"{_UNMEASURED}; one pass from the projection"),
     Choice("flash_attn", None, f"{_UNMEASURED}; vLLM's own default kernel"),
 )
 
@@ -68,12 +69,15 @@ _OTHER = (
 # quantising then costs about what the faster matmuls save.
 _FP8_ABOVE = 4095
 
-# By major compute capability; `triton_fp8` everywhere else.
+# What attends in FP8 on every GPU that can.
+PORTABLE_FP8 = "triton_fp8"
+
+# By major compute capability; `PORTABLE_FP8` everywhere else.
 _FP8_KERNEL: Mapping[int, str] = MappingProxyType({10: "cudnn_fp8", 12: "cudnn_fp8"})
 
 # Windows stay in the activations' dtype, as they do on a GPU.
 _NO_GPU_FP8 = (
-    Choice("reference", 128, _NO_GPU[0].reason),
+    Choice("reference", MAX_WINDOW, _NO_GPU[0].reason),
     Choice("reference_fp8", None, "no GPU: plain PyTorch quantises and attends"),
 )
 
@@ -144,7 +148,7 @@ def fp8_choices_for(
             short.append(choice._replace(max_len=_FP8_ABOVE))
             break
         short.append(choice)
-    kernel = _FP8_KERNEL.get(capability[0], "triton_fp8")
+    kernel = _FP8_KERNEL.get(capability[0], PORTABLE_FP8)
     return (*short, Choice(kernel, None, f"FP8, {_UNMEASURED}"))
 
 

@@ -63,8 +63,8 @@ def usable_choices(
         forced: The kernel that the user forces, or None.
         tuned_dir: Folder of the user's measurements, or None to ignore them.
         fp8: The layer is one with FP8 attention. What is left may have no FP8 kernel.
-        attempt: Runs a kernel of FP8, or one compiled by a library for this GPU, that
-            should run by all that is known, and says what went wrong, or None.
+        attempt: Runs a kernel once whose record asks for that, and which should run by
+            all that is known; says what went wrong, or None.
 
     Returns:
         The choices that are left, none if nothing can serve, and by each kernel that
@@ -80,8 +80,8 @@ def usable_choices(
         choices = lookup.forced(choices, forced)
     refusals: dict[str, str] = {}
     passed: set[str] = set()
-    while pending := _names(choices) - passed:
-        kernel = next(name for name in _ordered(choices) if name in pending)
+    while pending := [name for name in _names(choices) if name not in passed]:
+        kernel = pending[0]
         record = KERNELS[kernel]
         if stack.inspected is None and record.needs.on_cudnn:
             stack = probe()
@@ -105,12 +105,8 @@ def usable_choices(
     return choices, refusals
 
 
-def _ordered(choices: Sequence[Choice]) -> list[str]:
+def _names(choices: Sequence[Choice]) -> list[str]:
     return [kernel for choice in choices for kernel in choice.kernels]
-
-
-def _names(choices: Sequence[Choice]) -> set[str]:
-    return set(_ordered(choices))
 
 
 def serves_fp8(choices: Sequence[Choice], refusals: Container[str]) -> bool:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_flashinfer_vit import __version__
+from vllm_flashinfer_vit.choices.lookup import PORTABLE_FP8
 from vllm_flashinfer_vit.commands.images import (
     ImageFile,
     JobError,
@@ -260,7 +261,7 @@ def _fp8_kernel(tower: Tower, head_dim: int) -> str:
         )
     found = [c.kernel for c in choices if c.kernel in fp8_names()]
     # Where FP8 pays at no length, the portable kernel shows what it would cost.
-    return found[-1] if found else "triton_fp8"
+    return found[-1] if found else PORTABLE_FP8
 
 
 def _check_finite(

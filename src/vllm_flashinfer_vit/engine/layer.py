@@ -24,7 +24,7 @@ from vllm_flashinfer_vit.engine.selection import flashinfer_requested, served
 from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.fp8 import policy as fp8
 from vllm_flashinfer_vit.fp8.state import EngineScales, ScaleState
-from vllm_flashinfer_vit.kernels.flash_attn import fa_version
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine.versions import runner_note
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.ops.batch import Batch
@@ -105,9 +105,8 @@ class FlashInferViTAttention(MMEncoderAttention):
         if fp8.requested():
             self._engine_scales = EngineScales.of(config)
             self._fp8_state = self._engine_scales.enroll(prefix, head_size, policy)
-        if any("flash_attn" in choice.kernels for choice in choices):
-            # Decided here, where the engine's configuration is in force.
-            fa_version(head_size)
+        for name in {name for choice in choices for name in choice.kernels}:
+            KERNELS[name].decide(head_size)
         _warn_of_what_is_ignored()
         self._say(choices)
 

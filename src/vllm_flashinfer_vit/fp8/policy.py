@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.vision import get_multimodal_config
 
 from vllm_flashinfer_vit import __version__
-from vllm_flashinfer_vit.choices.lookup import Choice, fp8_ranges
+from vllm_flashinfer_vit.choices.lookup import PORTABLE_FP8, Choice, fp8_ranges
 from vllm_flashinfer_vit.choices.trial import attempt
 from vllm_flashinfer_vit.choices.usable import (
     NotServedError,
@@ -182,7 +182,7 @@ def _method(
         names = ", ".join(sorted(whole_tensor))
         raise NotServedError(
             f"{ENV_FP8_SCALES}=block, but {names} takes one scale for each tensor; set "
-            f"{ENV_KERNEL}=triton_fp8 too"
+            f"{ENV_KERNEL}={PORTABLE_FP8} too"
         )
     return "dynamic"
 

@@ -40,6 +40,9 @@ class Kernel:
         for_few: Whether batches of many sequences, most of which may be empty, have
             another kernel.
         is_reference: Whether it is plain PyTorch: no candidate on a GPU.
+        decides: `module:function` like `entry`, or None. It is called with the head dim
+            while a layer is built: what it decides follows vLLM's configuration, which
+            is in force then.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Kernel:
     builds_plans: bool = False
     for_few: bool = False
     is_reference: bool = False
+    decides: str | None = None
 
     @property
     def is_fp8(self) -> bool:
@@ -68,9 +72,22 @@ class Kernel:
 
     def load(self) -> Callable[..., Any]:
         """Import the function."""
-        module, _, function = self.entry.partition(":")
-        folder = __name__.rpartition(".")[0]
-        return getattr(import_module(f"{folder}.{module}"), function)
+        return _load(self.entry)
+
+    def decide(self, head_dim: int) -> None:
+        """Decide what depends on vLLM's configuration; call it while a layer is built.
+
+        Raises:
+            RuntimeError: The kernel cannot run, and only now that is known.
+        """
+        if self.decides is not None:
+            _load(self.decides)(head_dim)
+
+
+def _load(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    folder = __name__.rpartition(".")[0]
+    return getattr(import_module(f"{folder}.{module}"), function)
 
 
 _HALF_ON_TRITON = Needs("triton", head_dims=(32, 128))
@@ -113,6 +130,7 @@ KERNELS: dict[str, Kernel] = {
             entry="flash_attn:attention",
             # `supports_head_size` of vLLM's FlashAttention backend.
             needs=Needs("flash_attn", head_dims=(8, 256)),
+            decides="flash_attn:fa_version",
         ),
         Kernel(
             name="flash_attn_4",
