@@ -165,7 +165,7 @@ def _row(
             id="unbounded-for-many",
         ),
         pytest.param(
-            _with_classes(_row(256, "triton_window"), _row(None)),
+            _with_classes(_row(129, "triton_window"), _row(None)),
             "more than 128 tokens",
             id="too-long-for-its-kernel",
         ),

@@ -140,7 +140,7 @@ class ExactManager(PaddedManager):
         """Serve a batch that no graph holds, such as a long video of small frames."""
         if Settings.from_env().strict:
             raise ReplaySizeError(f"{error}, or unset {ENV_STRICT}") from None
-        logger.warning_once("%s. The batch runs without a CUDA graph.", error)
+        logger.warning_once("%s. The batch runs without a CUDA graph.", str(error))
         self.graph_misses += len(self._get_item_specs(mm_kwargs))
         with torch.inference_mode():
             return self.model.encoder_eager_forward(mm_kwargs)
