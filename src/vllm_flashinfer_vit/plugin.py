@@ -58,24 +58,18 @@ def _register_layer() -> None:
     Raises:
         RuntimeError: Another plugin replaces MMEncoderAttention already.
     """
-    from torch.nn.modules.module import register_module_module_registration_hook
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.attention.mm_encoder_attention import (
         MMEncoderAttention,
     )
 
-    from vllm_flashinfer_vit.engine.layer import (
-        Activation,
-        FlashInferViTAttention,
-        note_owner,
-    )
+    from vllm_flashinfer_vit.engine.layer import Activation, FlashInferViTAttention
 
     taken = op_registry_oot.get(MMEncoderAttention.__name__)
     if taken is None:
         FlashInferViTAttention.activation = Activation(
             apply_model_patches, apply_fp8_patches, apply_graph_patches
         )
-        register_module_module_registration_hook(note_owner)
         MMEncoderAttention.register_oot(FlashInferViTAttention)
     elif taken is not FlashInferViTAttention:
         raise RuntimeError(

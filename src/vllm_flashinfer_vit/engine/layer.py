@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices.lookup import Choice, plan_of
 from vllm_flashinfer_vit.choices.usable import NotServedError
-from vllm_flashinfer_vit.engine.owner import gets_rotary
+from vllm_flashinfer_vit.engine.owner import OwnerSearch, gets_rotary
 from vllm_flashinfer_vit.engine.packed import token_offsets
 from vllm_flashinfer_vit.engine.selection import flashinfer_requested, served
 from vllm_flashinfer_vit.engine.warmup import WarmUp
@@ -62,11 +62,9 @@ class FlashInferViTAttention(MMEncoderAttention):
 
     Attributes:
         activation: What every layer calls while it is built.
-        owner: The class of the module that the layer is a part of, once it is.
     """
 
     activation: ClassVar[Activation] = Activation()
-    owner: type | None = None
 
     def __init__(
         self,
@@ -94,6 +92,7 @@ class FlashInferViTAttention(MMEncoderAttention):
             )
             return
         super().__init__(num_heads, head_size, scale, num_kv_heads, prefix)
+        self._search = OwnerSearch(self)
         self._settings = settings
         self._plan = plan_of(choices)
         self._fp8_policy = policy
@@ -148,6 +147,7 @@ class FlashInferViTAttention(MMEncoderAttention):
             NotServedError: Settings name a layer that the model does not have.
             ScaleError: The scale file does.
         """
+        self._search.end()
         if self._engine_scales is not None:
             self._engine_scales.check_names(self._fp8_policy, self._settings)
         if current_platform.is_cuda():
@@ -170,7 +170,7 @@ class FlashInferViTAttention(MMEncoderAttention):
     @property
     def gets_rotary(self) -> bool:
         """Whether q and k arrive unturned, with cos and sin, if they are turned."""
-        return gets_rotary(self.owner)
+        return gets_rotary(self._search.owner)
 
     def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str:
         """Return the name of a batch's kernel; see `Plan.kernel_for`."""
@@ -310,12 +310,6 @@ class FlashInferViTAttention(MMEncoderAttention):
         )
         # The FLASH_ATTN path in vLLM's tree takes the key length from the query.
         return self._forward_sdpa(query, key, value)
-
-
-def note_owner(module: torch.nn.Module, name: str, child: Any) -> None:
-    """Note whose part a layer is; torch calls it when a module gets a submodule."""
-    if isinstance(child, FlashInferViTAttention) and child.owner is None:
-        child.owner = type(module)
 
 
 def _choose(
