@@ -43,6 +43,7 @@ from common import (
     take_turns,
 )
 from vllm_flashinfer_vit.choices.clock import capture
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS
 
 NUM_HEADS = 16
 # Six images: 256 x 256, 560 x 560, 1280 x 720, 1920 x 1080, 1024 x 1024 and 352 x 608
@@ -65,8 +66,6 @@ CASES: dict[str, tuple[int, ...]] = {
 }
 SMOKE_CASES = {"1x64": (64,), "3x16": (16,) * 3, "ragged": (1, 40, 7)}
 BENCHES = ("attention", "qkv_attention")
-# Head dims of the Qwen towers first, so that a cut sweep has them.
-SWEEP_HEAD_DIMS = (80, 72, 64, 96, 128)
 SWEEP_LENGTHS = tuple(2**i for i in range(4, 17))
 SWEEP_COUNTS = tuple(2**i for i in range(11))
 SWEEP_MAX_TOKENS = 2**17
@@ -384,7 +383,7 @@ def run_sweep(bench: Bench, args: argparse.Namespace) -> None:
     until = time.monotonic() + args.limit_s
     left_out = 0
     for dtype in args.dtypes or ("bf16", "fp16"):
-        for head_dim in args.head_dims or SWEEP_HEAD_DIMS:
+        for head_dim in args.head_dims or HEAD_DIMS:
             print(f"sweep D={head_dim} {dtype}", flush=True)
             for case, lens in sweep_cases():
                 if time.monotonic() > until:

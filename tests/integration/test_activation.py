@@ -261,10 +261,18 @@ class TestServed:
         assert asked == [tmp_path / "one", tmp_path / "other"]
 
     def test_what_is_said(
-        self, flashinfer: Tower, messages: list[str], monkeypatch: pytest.MonkeyPatch
+        self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from vllm_flashinfer_vit.engine import layer as module
 
+        messages: list[str] = []
+
+        def say(text: str, *values: object) -> None:
+            messages.append(text % values)
+
+        # Whatever level this vLLM logs, and whatever was said before.
+        logger = SimpleNamespace(info_once=say, warning_once=say)
+        monkeypatch.setattr(module, "logger", logger)
         choices = (
             Choice("reference", 77, "a test of short ones"),
             Choice("reference", None, "a test of long ones"),

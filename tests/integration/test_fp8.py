@@ -11,9 +11,18 @@ from _models import engine
 
 from cases import Case, make_cos_sin, make_qkv, relative_error
 from vllm_flashinfer_vit.choices.trial import attempt
+from vllm_flashinfer_vit.choices.usable import NotServedError
+from vllm_flashinfer_vit.fp8.state import EngineScales
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.formats import DynamicScales
-from vllm_flashinfer_vit.settings import ENV_FP8_SCALES, ENV_FP8_SKIP_LAYERS, ENV_KERNEL
+from vllm_flashinfer_vit.ops.batch import Batch
+from vllm_flashinfer_vit.ops.plan import Plan
+from vllm_flashinfer_vit.settings import (
+    ENV_FP8_SCALES,
+    ENV_FP8_SKIP_LAYERS,
+    ENV_KERNEL,
+    Settings,
+)
 from vllm_flashinfer_vit.towers.spec import resolve_spec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
@@ -28,7 +37,6 @@ cpu_only = pytest.mark.skipif(
 )
 
 BATCH = Case("", (300, 40, 129), zeros=2, pad_rows=20)
-# Longest first: the reference kernel reads lengths, so no bound is needed.
 PLAN = "128:reference,*:reference_fp8"
 
 
@@ -40,13 +48,13 @@ def run_op(
     plan: str = PLAN,
     batch: Case = BATCH,
 ) -> torch.Tensor:
-    from vllm_flashinfer_vit.ops import attention as ops
+    from vllm_flashinfer_vit.ops.attention import Fp8, fp8_attention
 
     longest = torch.tensor(batch.max_seqlen)
-    tensors = (None,) * 4 if state is None else state
     cu_seqlens = batch.cu_seqlens(str(inputs[0].device))
-    return ops.fp8_attention(
-        *inputs, cu_seqlens, longest, 0, SCALE, plan, method, save, *tensors
+    fp8 = Fp8(method, save, state)  # type: ignore[arg-type]
+    return fp8_attention(
+        Batch(*inputs, cu_seqlens, longest), SCALE, Plan.decode(plan), fp8
     )
 
 
@@ -176,12 +184,41 @@ class TestLayer:
         error = relative_error(call(layer), call(plain))
         assert 1e-3 < error < 8e-2
 
-    def test_needs_flashinfer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_flashinfer_vllms_own_layer_runs(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         tower = engine("TORCH_SDPA")
         config = tower.vllm_config.model_config.multimodal_config
         monkeypatch.setattr(config, "mm_encoder_attn_dtype", "fp8")
-        with pytest.raises(ValueError, match=rf"'{NAME}'.*backend FLASHINFER"):
-            build(tower)
+        assert type(build(tower)).__name__ == "MMEncoderAttention"
+
+    def test_two_engines_know_nothing_of_each_other(
+        self,
+        fp8_engine: Tower,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        from vllm.config import replace
+
+        monkeypatch.setenv(ENV_FP8_SCALES, "dynamic")
+        other = engine("FLASHINFER")
+        config = other.vllm_config.model_config.multimodal_config
+        monkeypatch.setattr(config, "mm_encoder_attn_dtype", "fp8")
+        second = NAME.replace("0", "1")
+        ours, theirs = build(fp8_engine), build(other, prefix=second)
+        call(ours)
+        call(theirs)
+        record = EngineScales.find(fp8_engine.vllm_config)
+        assert record is not None
+        assert record is not EngineScales.find(other.vllm_config)
+        # As vLLM derives it for a part of the model.
+        assert record is EngineScales.find(replace(fp8_engine.vllm_config))
+        record.forget_dummies()
+        assert not ours._fp8_state.position.any()
+        assert theirs._fp8_state.position.item() == 1
+        skip = Settings(fp8_skip_layers=frozenset({"1"}))
+        with pytest.raises(NotServedError, match=rf"names '1'.*the layers are {NAME}$"):
+            record.check_names(None, skip)
 
     def test_a_forced_kernel_is_for_what_runs_in_fp8(
         self, monkeypatch: pytest.MonkeyPatch
@@ -289,19 +326,14 @@ class TestOnGpu:
         graph = torch.cuda.CUDAGraph()
         longest = torch.tensor(batch.max_seqlen)
         cu_seqlens = batch.cu_seqlens("cuda")
-        from vllm_flashinfer_vit.ops import attention as ops
+        from vllm_flashinfer_vit.ops.attention import Fp8, fp8_attention
 
         with torch.cuda.graph(graph, stream=stream):
-            out = ops.fp8_attention(
-                *fed,
-                cu_seqlens,
-                longest,
-                0,
+            out = fp8_attention(
+                Batch(*fed, cu_seqlens, longest),
                 SCALE,
-                plan,
-                method,
-                False,
-                *state,
+                Plan.decode(plan),
+                Fp8(method, state=state),  # type: ignore[arg-type]
             )
         for one, wanted in zip(passes, expected, strict=True):
             for x, y in zip(fed, one, strict=True):

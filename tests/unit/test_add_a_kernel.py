@@ -167,7 +167,7 @@ class TestWhoReadsTheRecord:
             summary="a toy in FP8",
             sequences="long",
             entry="toy:toy_fp8",
-            needs=Needs("triton", is_fp8=True, capability=(8, 9)),
+            needs=Needs("triton", dtypes=(FP8_DTYPE,), capability=(8, 9)),
             quantized="blocks",
             fallback="triton_fp8",
             needs_trial=True,

@@ -4,6 +4,7 @@
 import inspect
 
 import pytest
+import torch
 
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, Kernel, fp8_names
 
@@ -49,6 +50,22 @@ def test_needs_and_layout_agree(kernel: Kernel) -> None:
     assert kernel.needs.is_fp8 == kernel.is_fp8 == (kernel.name in fp8_names())
     assert kernel.is_reference == (kernel.needs.capability is None)
     assert kernel.builds_plans == kernel.needs.on_cudnn
+
+
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_cudnn_fp8_takes_the_head_dims_of_its_quantiser(head_dim: int) -> None:
+    from vllm_flashinfer_vit.kernels.quantize_rows import quantize_rows
+
+    assert KERNELS["cudnn_fp8"].needs.head_dims == (32, 128)
+    cu_seqlens = torch.tensor([0, 2], dtype=torch.int32)
+
+    def quantize(width: int) -> None:
+        qkv = torch.randn(3, 2, 1, width, dtype=torch.float16).unbind()
+        quantize_rows(*qkv, cu_seqlens, torch.ones(3), 128)
+
+    quantize(head_dim)
+    with pytest.raises(ValueError, match="head dim"):
+        quantize(head_dim - 8 if head_dim == 32 else head_dim + 8)
 
 
 def test_every_fp8_kernel_on_a_gpu_is_tried_first() -> None:

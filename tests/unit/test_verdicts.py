@@ -306,7 +306,7 @@ def test_the_bounds_of_the_catalog_are_those_of_the_verdict(kernel: str) -> None
 
 
 def test_what_to_do_instead_is_said_only_where_nothing_mends_it() -> None:
-    needs = Needs("cudnn_fp8", is_fp8=True, instead="another setting")
+    needs = Needs("cudnn_fp8", dtypes=(FP8_DTYPE,), instead="another setting")
     assert judge(needs, STACK, 80, FP8_DTYPE).remedy == "another setting"
     old = replace(STACK, gpus=(BLACKWELL,), cudnn_backend=91002)
     assert "pip install" in str(judge(needs, old, 80, FP8_DTYPE).remedy)

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from vllm_flashinfer_vit import __version__
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS
 
 main = typer.Typer(
     name="vllm-flashinfer-vit",
@@ -239,7 +240,7 @@ def tune(
     ] = "bf16,fp16,fp8",
     head_dims: Annotated[
         str, typer.Option(help="Head dims to measure, comma-separated.")
-    ] = "80,72,64,96,128",
+    ] = ",".join(map(str, HEAD_DIMS)),
     output: Annotated[
         Path | None,
         typer.Option(help="File to write instead of this GPU's in the user's folder."),

@@ -19,6 +19,7 @@ from vllm_flashinfer_vit.choices.usable import (
     serves_fp8,
     usable_choices,
 )
+from vllm_flashinfer_vit.kernels import catalog
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine.child import run_isolated
 from vllm_flashinfer_vit.machine.probe import probe
@@ -38,9 +39,7 @@ from vllm_flashinfer_vit.settings import (
 SCHEMA = "vllm-flashinfer-vit/doctor/1"
 COMMAND = "vllm-flashinfer-vit doctor"
 
-# CLIP and Qwen's text-like towers, SigLIP and Qwen3-VL, Qwen2-VL and Qwen2.5-VL, and
-# two larger ones.
-HEAD_DIMS = (64, 72, 80, 96, 128)
+HEAD_DIMS = tuple(sorted(catalog.HEAD_DIMS))
 DTYPES = (*HALF_DTYPES, "float32", FP8_DTYPE)
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"

@@ -43,6 +43,7 @@ from vllm_flashinfer_vit.choices.measure import (
     measure,
 )
 from vllm_flashinfer_vit.choices.table import Measurement, Table
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS
 from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Stack
@@ -55,8 +56,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }
-# Head dims of the Qwen towers first: they are measured if the time runs out.
-HEAD_DIMS = (80, 72, 64, 96, 128)
 TIME_LIMIT_S = 600.0
 
 

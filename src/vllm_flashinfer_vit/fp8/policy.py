@@ -228,10 +228,7 @@ def resolve_fp8(
             "--mm-encoder-attn-dtype out to run in the model's dtype"
         )
     for refusal in refusals.values():
-        logger.warning_once(
-            "vllm-flashinfer-vit cannot run the kernel %s. Another one runs instead.",
-            refusal,
-        )
+        logger.warning_once("vllm-flashinfer-vit does not use the kernel %s", refusal)
     return choices
 
 

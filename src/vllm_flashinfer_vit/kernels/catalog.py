@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from vllm_flashinfer_vit.kernels.formats import MAX_WINDOW
-from vllm_flashinfer_vit.machine.verdicts import Needs
+from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE, Needs
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Kernel:
         rotates: Whether it turns q and k itself, if the whole head dim is turned.
         quantized: For FP8, how q, k and v are laid out: `blocks` has a scale for each
             block of 128 tokens and head, `rows` one for each tensor. None without FP8.
+        pads: `module:function` like `entry`, or None. For rows, it returns of head dim
+            and device the head dim that they are padded to.
         fallback: The kernel that takes its classes where it cannot run. None: the
             neighbouring class's.
         needs_trial: Whether it runs once, and is compared with plain PyTorch, before a
@@ -53,6 +55,7 @@ class Kernel:
     max_len: int | None = None
     rotates: bool = False
     quantized: Literal["blocks", "rows"] | None = None
+    pads: str | None = None
     fallback: str | None = None
     needs_trial: bool = False
     builds_plans: bool = False
@@ -74,6 +77,10 @@ class Kernel:
         """Import the function."""
         return _load(self.entry)
 
+    def padded_head_dim(self, head_dim: int, device: Any) -> int:
+        """Return the head dim that rows of q, k and v are padded to with zeros."""
+        return head_dim if self.pads is None else _load(self.pads)(head_dim, device)
+
     def decide(self, head_dim: int) -> None:
         """Decide what depends on vLLM's configuration; call it while a layer is built.
 
@@ -90,6 +97,11 @@ def _load(name: str) -> Callable[..., Any]:
     return getattr(import_module(f"{folder}.{module}"), function)
 
 
+# Head dims of the encoders in vLLM's tree, the Qwen towers' first: what is measured,
+# in this order, and what is reported.
+HEAD_DIMS = (80, 72, 64, 96, 128)
+
+_FP8 = (FP8_DTYPE,)
 _HALF_ON_TRITON = Needs("triton", head_dims=(32, 128))
 
 KERNELS: dict[str, Kernel] = {
@@ -112,12 +124,14 @@ KERNELS: dict[str, Kernel] = {
             entry="cudnn_fp8:attention",
             needs=Needs(
                 "cudnn_fp8",
-                is_fp8=True,
-                head_dims=(8, 128),
+                dtypes=_FP8,
+                # Of cuDNN's 8 to 128, what the quantiser takes.
+                head_dims=(32, 128),
                 capability=(9, 0),
                 instead="VLLM_FLASHINFER_VIT_KERNEL=hopper_fp8",
             ),
             quantized="rows",
+            pads="cudnn_fp8:padded_head_dim",
             fallback="triton_fp8",
             needs_trial=True,
             builds_plans=True,
@@ -153,7 +167,7 @@ KERNELS: dict[str, Kernel] = {
             entry="hopper_fp8:attention",
             needs=Needs(
                 "triton",
-                is_fp8=True,
+                dtypes=_FP8,
                 head_dims=(32, 80),
                 capability=(8, 9),
                 major=9,
@@ -167,7 +181,7 @@ KERNELS: dict[str, Kernel] = {
             summary="plain PyTorch, fp32 accumulation",
             sequences="any; slow",
             entry="attention_ref:attention_ref",
-            needs=Needs("torch", capability=None),
+            needs=Needs("torch", dtypes=None, capability=None),
             is_reference=True,
         ),
         Kernel(
@@ -175,7 +189,7 @@ KERNELS: dict[str, Kernel] = {
             summary="what `triton_fp8` computes, in plain PyTorch",
             sequences="any; slow",
             entry="flash_fp8_ref:attention_fp8_ref",
-            needs=Needs("torch", is_fp8=True, capability=None),
+            needs=Needs("torch", dtypes=_FP8, capability=None),
             quantized="blocks",
             fallback="triton_fp8",
             is_reference=True,
@@ -193,7 +207,7 @@ KERNELS: dict[str, Kernel] = {
             summary="FP8 with block scales, in Triton",
             sequences="long",
             entry="flash_fp8:attention",
-            needs=Needs("triton", is_fp8=True, head_dims=(32, 128), capability=(8, 9)),
+            needs=Needs("triton", dtypes=_FP8, head_dims=(32, 128), capability=(8, 9)),
             quantized="blocks",
             needs_trial=True,
         ),

@@ -38,21 +38,27 @@ class Needs:
     Attributes:
         library: What it runs on, a key of `_LIBRARIES`: `torch`, `triton`, `flash_attn`
             for vLLM's choice of FlashAttention, `flash_attn_4`, `cudnn`, `cudnn_fp8`.
-        is_fp8: Whether q, k and v are e4m3.
+        dtypes: Names of the dtypes of q, k and v that it takes; None for any. FP8 is
+            `(FP8_DTYPE,)`.
         head_dims: Least and largest head dim; it must be a multiple of 8, too. None
             for any.
         capability: The least CUDA compute capability; None for a kernel that needs no
-            GPU, and takes any dtype.
+            GPU.
         major: The only major compute capability that it is for, or None.
         instead: What to do where its library runs here, but not for it.
     """
 
     library: str
-    is_fp8: bool = False
+    dtypes: tuple[str, ...] | None = HALF_DTYPES
     head_dims: tuple[int, int] | None = None
     capability: tuple[int, int] | None = (8, 0)
     major: int | None = None
     instead: str | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether q, k and v are e4m3."""
+        return self.dtypes == (FP8_DTYPE,)
 
     @property
     def on_cudnn(self) -> bool:
@@ -73,20 +79,14 @@ def judge(needs: Needs, stack: Stack, head_dim: int, dtype: str) -> Verdict:
         The verdict. Its reason names neither kernel nor head dim, so that kernels and
         head dims can share it.
     """
-    if needs.is_fp8 and dtype != FP8_DTYPE:
-        return Verdict(
-            False,
-            "it is FP8 attention, which must be asked for",
-            "--mm-encoder-attn-dtype fp8",
-        )
+    if needs.dtypes is not None and dtype not in needs.dtypes:
+        if needs.is_fp8:
+            reason = "it is FP8 attention, which must be asked for"
+            return Verdict(False, reason, "--mm-encoder-attn-dtype fp8")
+        reason = f"it takes {' and '.join(needs.dtypes)}, not {dtype}"
+        return Verdict(False, reason, f"--dtype {needs.dtypes[-1]}")
     if needs.capability is None:
         return _LIBRARIES[needs.library](stack)
-    if not needs.is_fp8 and dtype not in HALF_DTYPES:
-        return Verdict(
-            False,
-            f"it takes {' and '.join(HALF_DTYPES)}, not {dtype}",
-            "--dtype bfloat16",
-        )
     if needs.head_dims is not None:
         least, most = needs.head_dims
         if head_dim % 8 or not least <= head_dim <= most:

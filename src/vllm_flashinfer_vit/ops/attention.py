@@ -132,11 +132,10 @@ def _run_fp8(batch: Batch, scale: float, plan: Plan, fp8: Fp8) -> torch.Tensor:
         assert fp8.state is not None
         scales = fp8.state.scales
     if record.quantized == "rows":
-        from vllm_flashinfer_vit.kernels.cudnn_fp8 import padded_head_dim
         from vllm_flashinfer_vit.kernels.quantize_rows import quantize_rows
 
         assert scales is not None
-        width = padded_head_dim(head_dim, q.device)
+        width = record.padded_head_dim(head_dim, q.device)
         rows = quantize_rows(q, k, v, cu_seqlens, scales, width, cos, sin)
         return _kernel(name)(
             *rows, scales, cu_seqlens, longest, scale, head_dim, q.dtype
