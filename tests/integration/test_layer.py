@@ -201,7 +201,12 @@ class TestModelPatches:
 
     def test_revert_all_restores_every_object(self, flashinfer: Tower) -> None:
         plugin.revert_all()
-        loaded = [patch for patch in plugin.all_patches() if patch.loaded]
+        # This layer has no FP8 scales.
+        loaded = [
+            patch
+            for patch in plugin.all_patches()
+            if patch.loaded and not patch.name.startswith("fp8-")
+        ]
 
         def objects() -> list[object]:
             return [
