@@ -184,14 +184,6 @@ class TestLayer:
         error = relative_error(call(layer), call(plain))
         assert 1e-3 < error < 8e-2
 
-    def test_without_flashinfer_vllms_own_layer_runs(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        tower = engine("TORCH_SDPA")
-        config = tower.vllm_config.model_config.multimodal_config
-        monkeypatch.setattr(config, "mm_encoder_attn_dtype", "fp8")
-        assert type(build(tower)).__name__ == "MMEncoderAttention"
-
     def test_two_engines_know_nothing_of_each_other(
         self,
         fp8_engine: Tower,
