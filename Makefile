@@ -75,4 +75,4 @@ types: $(STAMP)
 check: lint types test
 
 clean:
-	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -18,8 +18,8 @@ from vllm.platforms import current_platform
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices.lookup import Choice, plan_of
 from vllm_flashinfer_vit.choices.usable import NotServedError
+from vllm_flashinfer_vit.engine.element_offsets import token_offsets
 from vllm_flashinfer_vit.engine.owner import OwnerSearch, gets_rotary
-from vllm_flashinfer_vit.engine.packed import token_offsets
 from vllm_flashinfer_vit.engine.selection import flashinfer_requested, served
 from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.fp8 import policy as fp8

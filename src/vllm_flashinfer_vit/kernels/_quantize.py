@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._packed import (
+from vllm_flashinfer_vit.kernels._pairs import (
     finite,
     larger,
     pairs_to_e4m3,

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._packed import finite, to_e4m3
+from vllm_flashinfer_vit.kernels._pairs import finite, to_e4m3
 from vllm_flashinfer_vit.kernels._quantize import (
     absmax_pairs,
     absmax_tiles,

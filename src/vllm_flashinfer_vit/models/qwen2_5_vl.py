@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_flashinfer_vit.engine.packed import token_offsets
+from vllm_flashinfer_vit.engine.element_offsets import token_offsets
 from vllm_flashinfer_vit.models._shared import (
     Function,
     aligned_mlp,

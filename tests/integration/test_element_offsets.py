@@ -14,7 +14,7 @@ import torch
 from _models import engine
 
 from cases import Case, attention_eager, relative_error
-from vllm_flashinfer_vit.engine.packed import token_offsets
+from vllm_flashinfer_vit.engine.element_offsets import token_offsets
 from vllm_flashinfer_vit.settings import ENV_KERNEL
 
 HAS_GPU = torch.cuda.is_available()
