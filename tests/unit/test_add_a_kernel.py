@@ -55,7 +55,7 @@ RECORD = """
             summary="a toy",
             sequences="up to 7 tokens",
             entry="toy:toy",
-            needs=Needs("torch", capability=None),
+            needs=Needs("torch", dtypes=None, capability=None),
             max_len=7,
             is_reference=True,
         ),
