@@ -10,6 +10,7 @@ import pytest
 from _benchmarks import BENCHMARKS
 
 import table
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS, fp8_names
 
 ROOT = BENCHMARKS.parent
 RESULTS = BENCHMARKS / "results" / "h200"
@@ -44,6 +45,23 @@ def test_the_accuracy_page_is_written_from_its_rows() -> None:
 def test_generated_tables_are_of_now(page: Path) -> None:
     text = page.read_text()
     assert generate.filled(text) == text, "run python docs/generate.py"
+
+
+def test_the_head_dims_of_fp8_kernels_are_those_of_their_records() -> None:
+    text = (ROOT / "docs" / "fp8.md").read_text()
+    section = text.partition("\n## Kernels\n")[2].partition("\n## ")[0]
+    lines = [line.split(" | ") for line in section.splitlines() if "| `" in line]
+    shown = {name.strip("| `"): dims for name, _, dims, *_ in lines}
+    needed = {name: KERNELS[name].needs.head_dims for name in fp8_names()}
+    assert shown == {
+        name: f"{dims[0]} to {dims[1]}" if dims else "any"
+        for name, dims in needed.items()
+    }
+
+
+def test_the_head_dims_that_tune_measures_are_those_of_the_catalog() -> None:
+    text = (ROOT / "docs" / "choices.md").read_text()
+    assert f"| `{','.join(map(str, HEAD_DIMS))}` |" in text
 
 
 def test_a_stale_or_unknown_table_is_noticed() -> None:
