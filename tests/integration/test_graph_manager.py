@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -403,17 +402,17 @@ class TestStockBackend:
 def test_a_runner_without_graphs_is_named(
     graphs: bool, v2: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from vllm.model_executor.layers.attention import MMEncoderAttention
+
     from vllm_flashinfer_vit.engine import layer
 
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_mm_encoder=graphs),
-        use_v2_model_runner=v2,
-    )
-    said: list[str] = []
+    tower = small_tower("qwen2_vl")
+    config = tower.vllm_config
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    monkeypatch.setattr(layer, "get_current_vllm_config_or_none", lambda: config)
+    monkeypatch.setattr(config.compilation_config, "cudagraph_mm_encoder", graphs)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", v2)
     monkeypatch.setattr(layer, "version", lambda _: "0.25.1")
-    monkeypatch.setattr(layer.logger, "warning_once", lambda _, note: said.append(note))
-    layer._warn_of_ignored_graphs()
-    assert bool(said) == warned
-    assert all("VLLM_USE_V2_MODEL_RUNNER=0" in note for note in said)
+    with tower.running(), mock.patch.object(layer.logger, "warning_once") as warning:
+        MMEncoderAttention(num_heads=4, head_size=16)
+    said = [" ".join(map(str, call.args)) for call in warning.call_args_list]
+    assert any("VLLM_USE_V2_MODEL_RUNNER=0" in text for text in said) == warned

@@ -85,7 +85,9 @@ def test_blocks_of_many_heads(kv_heads):
     _check_blocks(make_inputs(Case("70", (70,)), 10, 72, 72, kv_heads=kv_heads))
 
 
-@pytest.mark.parametrize("dtype", {torch.float32, torch.float16, DTYPE}, ids=str)
+@pytest.mark.parametrize(
+    "dtype", dict.fromkeys((torch.float32, torch.float16, DTYPE)), ids=str
+)
 def test_blocks_of_every_dtype(dtype):
     _check_blocks(make_inputs(RAGGED, 2, 72, 72, dtype=dtype))
 
