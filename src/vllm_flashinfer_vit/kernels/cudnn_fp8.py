@@ -354,7 +354,7 @@ def _finish(
         padded: `[T, H, Dp]`, contiguous, e4m3 or `dtype`.
         scales: `[3] fp32`, of q, k and v.
         offsets: `[Nb + 1, 1, 1, 1] int64` of the sequences, in elements of `padded`.
-            Behind the last one the output is zeros.
+            After the last one the output is zeros.
         head_dim: D <= Dp.
         dtype: Of the output.
 

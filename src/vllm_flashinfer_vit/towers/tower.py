@@ -99,7 +99,7 @@ class Tower:
         Returns:
             Kernel names by layer class: `windows` and `full` for a tower that has
             windowed layers, else `all`. What vLLM runs without this package has its
-            backend's name behind `in-tree`.
+            backend's name after `in-tree`.
         """
         longest = max(rows * columns for _, rows, columns in grid_thw)
         patches = sum(math.prod(grid) for grid in grid_thw)
