@@ -80,6 +80,7 @@ class FlashInferViTAttention(MMEncoderAttention):
             NotServedError: FLASHINFER cannot be had, see `selection.served`; or FP8
                 attention, see `fp8.policy_for`.
             ScaleError: The file of FP8 scales cannot be used, or not for this layer.
+            FileError: FP8 scales cannot be saved where vLLM's settings say.
         """
         settings = Settings.from_env()
         choices, policy = _choose(prefix, head_size, settings)
@@ -336,8 +337,8 @@ def _prepare_stock(settings: Settings) -> None:
     if serving and fp8.requested() and not flashinfer_requested():
         logger.warning_once(
             "--mm-encoder-attn-dtype fp8 has no effect on vllm-flashinfer-vit without "
-            "--mm-encoder-attn-backend FLASHINFER: vLLM's own attention runs. Set "
-            "both, or leave the dtype out."
+            "--mm-encoder-attn-backend FLASHINFER: it is left to vLLM, which may "
+            "refuse to start. Set both, or leave the dtype out."
         )
 
 

@@ -142,8 +142,9 @@ class EngineScales:
             What the layer keeps on the default device, or None if it keeps nothing.
 
         Raises:
-            ScaleError: The file of static scales cannot be used for this layer, or
-                scales cannot be saved to the path that settings name.
+            ScaleError: The file of static scales cannot be used for this layer, or the
+                file to save to holds scales that cannot be widened.
+            FileError: The file to save to cannot be written.
         """
         self._layer_names.add(layer_name)
         if policy is None or not policy.has_state:
