@@ -13,6 +13,7 @@ from _towers import DEVICE
 from torch import nn
 
 from vllm_flashinfer_vit import plugin
+from vllm_flashinfer_vit.patches.patch import revert_group
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
@@ -93,13 +94,11 @@ def without(*names: str) -> Iterator[None]:
     model_patches = [
         patch for patch in plugin.all_patches() if not patch.name.startswith("select-")
     ]
-    for patch in reversed(model_patches):
-        patch.revert()
+    revert_group(model_patches)
     with pytest.MonkeyPatch.context() as context:
         context.setenv(ENV_DISABLE_PATCHES, ",".join(names))
         yield
-    for patch in reversed(model_patches):
-        patch.revert()
+    revert_group(model_patches)
 
 
 def outputs(of: Tower) -> torch.Tensor:
