@@ -68,7 +68,9 @@ def _register_layer() -> None:
     taken = op_registry_oot.get(MMEncoderAttention.__name__)
     if taken is None:
         FlashInferViTAttention.activation = Activation(
-            apply_model_patches, apply_fp8_patches, apply_graph_patches
+            model_patches=apply_model_patches,
+            fp8_patches=apply_fp8_patches,
+            graph_patches=apply_graph_patches,
         )
         MMEncoderAttention.register_oot(FlashInferViTAttention)
     elif taken is not FlashInferViTAttention:

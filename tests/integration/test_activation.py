@@ -325,3 +325,17 @@ class TestFp8WithoutFlashInfer:
         with pytest.MonkeyPatch.context() as context:
             context.delitem(op_registry_oot, "MMEncoderAttention")
             return build(tower)
+
+
+def test_a_skipped_fp8_layer_without_a_kernel_is_an_error_of_ours(
+    flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own layer would be refused by the backend that models are told."""
+    from vllm_flashinfer_vit.choices.usable import NotServedError
+    from vllm_flashinfer_vit.engine import layer
+
+    monkeypatch.setattr(layer.fp8, "requested", lambda: True)
+    monkeypatch.setattr(layer.fp8, "policy_for", lambda *args: None)
+    monkeypatch.setattr(layer, "served", lambda *args: None)
+    with pytest.raises(NotServedError, match=r"layer 'a\.layer': .*has no kernel"):
+        build(flashinfer, prefix="a.layer")

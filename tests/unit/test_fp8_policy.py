@@ -386,6 +386,16 @@ class TestSaving:
         engine.mm_encoder_fp8_scale_save_path = str(path)
         return path
 
+    def test_a_path_that_cannot_be_written_is_said_with_its_setting(
+        self, engine: SimpleNamespace, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "no folder" / "new.json"
+        engine.mm_encoder_fp8_scale_save_path = str(path)
+        with pytest.raises(
+            ScaleError, match="mm_encoder_fp8_scale_save_path: .*folder"
+        ):
+            Engine(required())
+
     def test_at_the_16th_pass_and_never_again(self, path: Path) -> None:
         saving = Engine(required())
         for i in range(16):

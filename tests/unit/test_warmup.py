@@ -14,11 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_flashinfer_vit.engine import warmup
-from vllm_flashinfer_vit.engine.owner import (
-    OwnerSearch,
-    gets_rotary,
-    leaves_rotary,
-)
+from vllm_flashinfer_vit.engine.owner import gets_rotary, leaves_rotary
 from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 from vllm_flashinfer_vit.ops.batch import Batch
@@ -192,30 +188,6 @@ class Replaces(Patched):
 )
 def test_the_forward_that_calls_a_layer_decides(owner: Any, turns: bool) -> None:
     assert gets_rotary(owner) is turns
-
-
-def test_a_layer_learns_whose_part_it_is() -> None:
-    from torch.nn.modules import module
-
-    hooks = module._global_module_registration_hooks
-    before = len(hooks)
-    layer, other = torch.nn.Identity(), torch.nn.Identity()
-    search = OwnerSearch(layer)
-    torch.nn.Sequential(other)
-    assert search.owner is None
-    torch.nn.ModuleList([layer])
-    torch.nn.Sequential(layer)
-    assert search.owner is torch.nn.ModuleList
-    search.end()
-    assert len(hooks) == before
-
-
-def test_a_layer_that_is_gone_leaves_no_hook() -> None:
-    from torch.nn.modules import module
-
-    before = len(module._global_module_registration_hooks)
-    OwnerSearch(torch.nn.Identity())
-    assert len(module._global_module_registration_hooks) == before
 
 
 @pytest.mark.gpu

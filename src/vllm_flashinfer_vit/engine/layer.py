@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The encoder attention layer that vLLM builds in place of `MMEncoderAttention`."""
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from importlib.metadata import version
 from typing import ClassVar
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mm_encoder_attention import (
@@ -19,7 +21,7 @@ from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices.lookup import Choice, plan_of
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.engine.element_offsets import token_offsets
-from vllm_flashinfer_vit.engine.owner import OwnerSearch, gets_rotary
+from vllm_flashinfer_vit.engine.owner import gets_rotary
 from vllm_flashinfer_vit.engine.selection import flashinfer_requested, served
 from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.fp8 import policy as fp8
@@ -62,9 +64,11 @@ class FlashInferViTAttention(MMEncoderAttention):
 
     Attributes:
         activation: What every layer calls while it is built.
+        owner: The class of the module that the layer is a part of, once it is.
     """
 
     activation: ClassVar[Activation] = Activation()
+    owner: type | None = None
 
     def __init__(
         self,
@@ -80,7 +84,6 @@ class FlashInferViTAttention(MMEncoderAttention):
             NotServedError: FLASHINFER cannot be had, see `selection.served`; or FP8
                 attention, see `fp8.policy_for`.
             ScaleError: The file of FP8 scales cannot be used, or not for this layer.
-            FileError: FP8 scales cannot be saved where vLLM's settings say.
         """
         settings = Settings.from_env()
         choices, policy = _choose(prefix, head_size, settings)
@@ -93,7 +96,7 @@ class FlashInferViTAttention(MMEncoderAttention):
             )
             return
         super().__init__(num_heads, head_size, scale, num_kv_heads, prefix)
-        self._search = OwnerSearch(self)
+        _find_owners()
         self._settings = settings
         self._plan = plan_of(choices)
         self._fp8_policy = policy
@@ -148,7 +151,6 @@ class FlashInferViTAttention(MMEncoderAttention):
             NotServedError: Settings name a layer that the model does not have.
             ScaleError: The scale file does.
         """
-        self._search.end()
         if self._engine_scales is not None:
             self._engine_scales.check_names(self._fp8_policy, self._settings)
         if current_platform.is_cuda():
@@ -171,7 +173,7 @@ class FlashInferViTAttention(MMEncoderAttention):
     @property
     def gets_rotary(self) -> bool:
         """Whether q and k arrive unturned, with cos and sin, if they are turned."""
-        return gets_rotary(self._search.owner)
+        return gets_rotary(self.owner)
 
     def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str:
         """Return the name of a batch's kernel; see `Plan.kernel_for`."""
@@ -313,6 +315,17 @@ class FlashInferViTAttention(MMEncoderAttention):
         return self._forward_sdpa(query, key, value)
 
 
+@functools.cache
+def _find_owners() -> None:
+    """Have torch say whose part layers become; from a process's first layer on."""
+    register_module_module_registration_hook(_note_owner)
+
+
+def _note_owner(module: torch.nn.Module, name: str, child: object) -> None:
+    if isinstance(child, FlashInferViTAttention) and child.owner is None:
+        child.owner = type(module)
+
+
 def _choose(
     layer_name: str, head_size: int, settings: Settings
 ) -> tuple[tuple[Choice, ...] | None, fp8.Policy | None]:
@@ -323,6 +336,13 @@ def _choose(
     try:
         policy = fp8.policy_for(layer_name, head_size, dtype, settings)
         choices = policy.choices if policy else served(head_size, dtype, settings)
+        if choices is None and fp8.requested():
+            # vLLM's own layer would refuse FP8 by the backend that it is told.
+            raise NotServedError(
+                "mm_encoder_attn_dtype=fp8 was asked for, and this layer, which is to "
+                "stay in the model's dtype, has no kernel for that; leave "
+                "--mm-encoder-attn-dtype out"
+            )
     except NotServedError as error:
         raise NotServedError(f"layer {layer_name!r}: {error}") from None
     return choices, policy

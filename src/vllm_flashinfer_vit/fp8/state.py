@@ -22,6 +22,7 @@ from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.policy import Policy, names
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError
 from vllm_flashinfer_vit.kernels.formats import HISTORY, DynamicScales
+from vllm_flashinfer_vit.machine.files import FileError
 from vllm_flashinfer_vit.settings import ENV_FP8_SKIP_LAYERS, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -143,8 +144,8 @@ class EngineScales:
 
         Raises:
             ScaleError: The file of static scales cannot be used for this layer, or the
-                file to save to holds scales that cannot be widened.
-            FileError: The file to save to cannot be written.
+                file to save to holds scales that cannot be widened, or cannot be
+                written.
         """
         self._layer_names.add(layer_name)
         if policy is None or not policy.has_state:
@@ -153,10 +154,16 @@ class EngineScales:
         self._states.append(state)
         if policy.save_path is not None:
             if self._saving is None or self._saving.done:
-                scales.check_mergeable(policy.save_path, self._model)
+                self._check_save_path(policy.save_path)
                 self._saving = _Saving(policy.save_path, policy.save_margin, [])
             self._saving.states.append(state)
         return state
+
+    def _check_save_path(self, path: Path) -> None:
+        try:
+            scales.check_mergeable(path, self._model)
+        except FileError as error:
+            raise ScaleError(f"mm_encoder_fp8_scale_save_path: {error}") from None
 
     def check_names(self, policy: Policy | None, settings: Settings) -> None:
         """Check that settings and the scale file name only layers that there are.
