@@ -391,9 +391,7 @@ class TestSaving:
     ) -> None:
         path = tmp_path / "no folder" / "new.json"
         engine.mm_encoder_fp8_scale_save_path = str(path)
-        with pytest.raises(
-            ScaleError, match="mm_encoder_fp8_scale_save_path: .*folder"
-        ):
+        with pytest.raises(ScaleError, match="scale_save_path: .*folder"):
             Engine(required())
 
     def test_at_the_16th_pass_and_never_again(self, path: Path) -> None:
