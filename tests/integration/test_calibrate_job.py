@@ -245,8 +245,7 @@ class TestCalibrate:
         names = [p.name for p in plugin.all_patches() if p.name.endswith("-rotary")]
         assert names
         monkeypatch.setenv(ENV_DISABLE_PATCHES, ",".join(names))
-        for patch in plugin.all_patches():
-            patch.revert()
+        plugin.revert_all()
         report = calibrate.run(options(image))
         assert not any(p.applied for p in plugin.all_patches() if p.name in names)
         for one, other in zip(report.layers, fused.layers, strict=True):

@@ -592,7 +592,9 @@ def test_compiled_blocks_stay_as_they_are(family: str, calls: list[Call]) -> Non
     with context.running():
         found = compiled(x)
         assert not calls
-        assert torch.equal(found[:-1], built(x[:-1]))
+        # On a GPU, cuBLAS has other kernels for other numbers of rows.
+        limit = 1e-2 if x.is_cuda else 0.0
+        assert relative_error(found[:-1], built(x[:-1])) <= limit
         built(x)
     assert len(calls) == 1
 

@@ -22,6 +22,7 @@ from vllm_flashinfer_vit.graphs.padded import PaddedManager  # noqa: E402
 from vllm_flashinfer_vit.graphs.sizes import ReplaySizeError, usual_frames  # noqa: E402
 from vllm_flashinfer_vit.kernels import attention_ref as reference  # noqa: E402
 from vllm_flashinfer_vit.ops.plan import Plan  # noqa: E402
+from vllm_flashinfer_vit.patches.patch import revert_group
 from vllm_flashinfer_vit.settings import (  # noqa: E402
     ENV_DISABLE_PATCHES,
     ENV_FIX_GRAPH_PADDING,
@@ -50,11 +51,9 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (ENV_DISABLE_PATCHES, ENV_FIX_GRAPH_PADDING, ENV_STRICT):
         monkeypatch.delenv(name, raising=False)
     model_patches = [p for p in plugin.all_patches() if "select" not in p.name]
-    for patch in reversed(model_patches):
-        patch.revert()
+    revert_group(model_patches)
     yield
-    for patch in reversed(model_patches):
-        patch.revert()
+    revert_group(model_patches)
 
 
 def request(modality: str, values: torch.Tensor, grids: Sequence[Any]) -> dict:

@@ -449,6 +449,9 @@ def fresh_dynamo() -> Iterator[None]:
 CODE_BACKEND = "inductor" if which("g++") else "aot_eager"
 
 
+@pytest.mark.skipif(
+    HAS_GPU, reason="a default device is a mode through which dynamo cannot trace"
+)
 @pytest.mark.usefixtures("fresh_dynamo")
 class TestCompile:
     @pytest.mark.parametrize("backend", values(["eager"], extended=[CODE_BACKEND]))

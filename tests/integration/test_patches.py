@@ -35,6 +35,7 @@ from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.blocks import chain, compiled, methods
 from vllm_flashinfer_vit.models import qwen2_5_vl, qwen2_vl, qwen3_vl
 from vllm_flashinfer_vit.models._shared import ROTARY_CACHE
+from vllm_flashinfer_vit.patches.patch import revert_group
 from vllm_flashinfer_vit.settings import Settings
 from vllm_flashinfer_vit.towers import tower
 from vllm_flashinfer_vit.towers.spec import resolve_spec
@@ -536,8 +537,7 @@ def test_disabled_and_reverted(family: str) -> None:
     patched = build(family)
     assert all(patch.applied for patch in targets)
     assert relative_error(outputs(patched), outputs(disabled)) < TOLERANCE
-    for patch in reversed(targets):
-        patch.revert()
+    revert_group(targets)
     after = [owner.__dict__[attribute] for owner, attribute in owners]
     assert all(new is old for new, old in zip(after, stock, strict=True))
     plugin.apply_model_patches(Settings())

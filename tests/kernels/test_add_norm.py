@@ -113,7 +113,9 @@ def test_equal_values():
     _, weight, bias = make_inputs(2, 1152)
     total, normed = sum_norm((x, x), weight, bias, EPS, True)
     assert torch.equal(total, 2 * x)
-    assert torch.equal(normed, bias.expand(2, -1))
+    # On a GPU the mean may be off by an ulp, which 1 / sqrt(EPS) enlarges.
+    atol = 1e-3 if DEVICE == "cuda" else 0.0
+    torch.testing.assert_close(normed, bias.expand(2, -1), atol=atol, rtol=0)
 
 
 def test_rows_stay_apart(num_terms, has_bias):

@@ -57,11 +57,13 @@ def test_cudnn_fp8_takes_the_head_dims_of_its_quantiser(head_dim: int) -> None:
     from vllm_flashinfer_vit.kernels.quantize_rows import quantize_rows
 
     assert KERNELS["cudnn_fp8"].needs.head_dims == (32, 128)
-    cu_seqlens = torch.tensor([0, 2], dtype=torch.int32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=device)
+    scales = torch.ones(3, device=device)
 
     def quantize(width: int) -> None:
-        qkv = torch.randn(3, 2, 1, width, dtype=torch.float16).unbind()
-        quantize_rows(*qkv, cu_seqlens, torch.ones(3), 128)
+        qkv = torch.randn(3, 2, 1, width, dtype=torch.float16, device=device).unbind()
+        quantize_rows(*qkv, cu_seqlens, scales, 128)
 
     quantize(head_dim)
     with pytest.raises(ValueError, match="head dim"):

@@ -72,8 +72,7 @@ def unpatched() -> Iterator[None]:
     yield
     from vllm_flashinfer_vit import plugin
 
-    for patch in reversed(plugin.all_patches()):
-        patch.revert()
+    plugin.revert_all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's platform is the GPU here")

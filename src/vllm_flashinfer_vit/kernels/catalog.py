@@ -144,7 +144,7 @@ KERNELS: dict[str, Kernel] = {
             entry="flash_attn:attention",
             # `supports_head_size` of vLLM's FlashAttention backend.
             needs=Needs("flash_attn", head_dims=(8, 256)),
-            decides="flash_attn:decide_version",
+            decides="flash_attn:fa_version",
         ),
         Kernel(
             name="flash_attn_4",

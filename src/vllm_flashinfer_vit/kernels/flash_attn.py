@@ -50,21 +50,6 @@ def fa_version(head_dim: int) -> int:
     return version
 
 
-def decide_version(head_dim: int) -> None:
-    """Decide `fa_version` by the configuration that is in force.
-
-    Without a whole model in it, vLLM cannot be asked, and the first batch decides.
-
-    Raises:
-        RuntimeError: See `fa_version`.
-    """
-    from vllm.config import ModelConfig, get_current_vllm_config_or_none
-
-    config = get_current_vllm_config_or_none()
-    if config is not None and isinstance(config.model_config, ModelConfig):
-        fa_version(head_dim)
-
-
 @functools.cache
 def _varlen_func() -> Callable[..., torch.Tensor]:
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func

@@ -80,10 +80,10 @@ class DynamicScales(NamedTuple):
         import torch
 
         return cls(
-            amax=torch.zeros(3, device=device),
-            history=torch.zeros(HISTORY, 3, device=device),
+            amax=torch.zeros(3, dtype=torch.float32, device=device),
+            history=torch.zeros(HISTORY, 3, dtype=torch.float32, device=device),
             position=torch.zeros(1, dtype=torch.int32, device=device),
-            scales=torch.ones(3, device=device),
+            scales=torch.ones(3, dtype=torch.float32, device=device),
         )
 
 

@@ -41,6 +41,7 @@ class Patch:
     replace: Callable[[Callable[..., Any]], Callable[..., Any]]
     after: tuple[str, ...] = ()
     _original: Any = field(default=None, init=False, repr=False)
+    _replacement: Any = field(default=None, init=False, repr=False)
 
     @property
     def applied(self) -> bool:
@@ -92,15 +93,24 @@ class Patch:
         else:
             new = self.replace(raw)
         setattr(owner, attribute, new)
-        self._original = raw
+        self._original, self._replacement = raw, new
 
     def revert(self) -> None:
-        """Put the original object back."""
+        """Put the original object back.
+
+        Raises:
+            PatchError: Something else wraps the target since then.
+        """
         if not self.applied:
             return
         owner, attribute = self._owner()
+        if owner.__dict__[attribute] is not self._replacement:
+            raise PatchError(
+                f"patch {self.name}: {self.target} was wrapped once more; put that "
+                "back first"
+            )
         setattr(owner, attribute, self._original)
-        self._original = None
+        self._original = self._replacement = None
 
     def state(self, disabled: frozenset[str] = frozenset()) -> str:
         """Describe the patch's state in this process, for `doctor`."""
