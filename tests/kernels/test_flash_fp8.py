@@ -67,6 +67,30 @@ def _assert_right(out, quantized, case, args) -> None:
     assert relative_error(out, expected) < TOLERANCE
 
 
+def test_fp8_of_one_layout_in_two_dtypes(attention):
+    """A variant that was compiled for one output dtype must not write the other."""
+    case = Case("300", (300,))
+    _, quantized = _quantized(case, 1, 72)
+    args = _args(case, 72)[:-1]
+    expected = attention_fp8_ref(quantized, *args, torch.float32)
+    for dtype in (torch.float16, torch.bfloat16, torch.float16):
+        out = attention(quantized, *args, dtype)
+        assert out.dtype == dtype
+        assert relative_error(out, expected) < 0.05
+
+
+def test_launches_of_two_dtypes_are_two():
+    """Triton's interpreter compiles nothing, so that no result shows it here."""
+    case = Case("300", (300,))
+    _, quantized = _quantized(case, 1, 72)
+    sizes = (quantized.q, quantized.v, case.cu_seqlens(DEVICE), case.rows, 1.0, 72)
+    half, bfloat = (
+        flash_fp8._plan(*sizes, dtype) for dtype in (torch.float16, torch.bfloat16)
+    )
+    assert half is not bfloat
+    assert half is flash_fp8._plan(*sizes, torch.float16)
+
+
 @pytest.mark.parametrize("case", params(CASES, extended=LARGE))
 def test_fp8_of_every_case(attention, case):
     _, quantized = _quantized(case, 1, 72)

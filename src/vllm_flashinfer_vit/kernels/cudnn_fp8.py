@@ -363,13 +363,16 @@ def _finish(
     """
     shape = (*padded.shape[:2], head_dim)
     out = torch.empty(shape, dtype=dtype, device=padded.device)
-    launch = _finish_launch(padded, offsets.shape[0] - 1, head_dim)
+    launch = _finish_launch(padded, offsets.shape[0] - 1, head_dim, dtype)
     launch(padded, scales, offsets, out)
     return out
 
 
 @cached_by_layout
-def _finish_launch(padded: torch.Tensor, num_seqs: int, head_dim: int) -> Launch:
+def _finish_launch(
+    padded: torch.Tensor, num_seqs: int, head_dim: int, dtype: torch.dtype
+) -> Launch:
+    # A launch keeps the variant that it compiled, which writes one dtype.
     num_tokens, heads, width = padded.shape
     units = num_tokens * heads * (head_dim // _UNIT)
     return Launch(

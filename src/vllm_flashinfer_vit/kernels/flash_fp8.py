@@ -223,7 +223,9 @@ def attention(
     Raises:
         ValueError: The tensors do not fit the sizes, or scale is not above 0.
     """
-    launch = _plan(quantized.q, quantized.v, cu_seqlens, num_tokens, scale, head_dim)
+    launch = _plan(
+        quantized.q, quantized.v, cu_seqlens, num_tokens, scale, head_dim, dtype
+    )
     heads = quantized.q.shape[0]
     shape = (num_tokens, heads, head_dim)
     out = torch.empty(shape, dtype=dtype, device=quantized.q.device)
@@ -240,7 +242,9 @@ def _plan(
     num_tokens: int,
     scale: float,
     head_dim: int,
+    dtype: torch.dtype,
 ) -> Launch:
+    # A launch keeps the variant that it compiled, which writes one dtype.
     heads, _, d_qk = q.shape
     kv_heads, d_v, _ = v.shape
     num_seqs = cu_seqlens.numel() - 1
