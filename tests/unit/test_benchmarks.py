@@ -355,6 +355,7 @@ def test_compiled_engine_is_compared_with_eager_stock_once():
     ]
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has real cases")
 def test_attention_benchmark_runs_on_the_cpu(tmp_path):
     output = tmp_path / "attention.csv"

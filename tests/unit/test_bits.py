@@ -83,6 +83,7 @@ def test_outputs_that_differ_from_call_to_call_are_an_error() -> None:
         bits._case_row(Unsteady(), ((1, 2, 2),), "eager")  # type: ignore[arg-type]
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has real cases")
 def test_towers_are_hashed_on_the_cpu(tmp_path: Path) -> None:
     output = tmp_path / "bits.csv"

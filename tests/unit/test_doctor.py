@@ -423,6 +423,7 @@ atexit.register(lambda: path.write_text(" ".join(sys.modules)))
 """
 
 
+@pytest.mark.extended
 def test_this_machine(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)

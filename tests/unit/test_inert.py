@@ -83,6 +83,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.extended
 def test_an_unsupported_vllm_is_named_once_and_left_alone():
     done = subprocess.run(
         [sys.executable, "-c", UNSUPPORTED], capture_output=True, text=True, check=False
