@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 
 def run(code: str) -> dict:
     """Run code in a fresh interpreter and return the JSON of its last line."""
