@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """This machine: what is installed, the GPU, what is wrong, and how to mend it.
 
-Also files (`files`, `documents`) and child processes (`child`). Nothing here knows a
-kernel by name or creates a CUDA context. It imports nothing of the package.
+Also files (`files`, `documents`) and child processes (`child`). It judges libraries
+that kernels run on, and creates no CUDA context. It imports nothing of the package.
 """
