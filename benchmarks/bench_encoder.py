@@ -10,12 +10,13 @@ tower in fp32 on TORCH_SDPA, with the same weights.
 """
 
 import argparse
+import functools
 import math
 import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +35,8 @@ from common import (
     attention_flops,
     check_error,
     device,
+    host_ms,
+    is_host,
     is_replay,
     print_row,
     relative_error,
@@ -41,6 +44,7 @@ from common import (
     results_path,
     rounds_within,
 )
+from host_load import load_text, watched_load
 from vllm_flashinfer_vit.choices.clock import capture, order_of_turn
 
 Grids = tuple[tuple[int, int, int], ...]
@@ -228,11 +232,28 @@ class Worker:
         return rel_err
 
     def sample(self, mode: str, count: int, warm_up: bool) -> list[float]:
-        """Return times of `count` calls in milliseconds."""
+        """Return times of `count` calls in milliseconds, of the host for each block."""
         run = self._runs[mode]
         if warm_up:
             run()
+        if is_host(mode):
+            return [host_ms(run) / self.tower.spec.depth for _ in range(count)]
         return [self._clock.sample_ms(run, mode) for _ in range(count)]
+
+    def metadata_ms(self, known: Grids, batches: Sequence[Grids]) -> list[float]:
+        """Return the host's time to prepare each batch's metadata, in milliseconds.
+
+        Args:
+            known: Prepared first, unmeasured.
+            batches: What is prepared once each, in this order.
+        """
+        visual: Any = self.tower.visual
+        first, *calls = (
+            functools.partial(visual.prepare_encoder_metadata, list(map(list, grids)))
+            for grids in (known, *batches)
+        )
+        first()
+        return [host_ms(call) for call in calls]
 
     def kernel_times(self, calls: int) -> dict[str, float]:
         """Return the device's time in a call without a graph, by kernel.
@@ -399,6 +420,7 @@ class Bench:
     stock_modes: Sequence[str]
     dtype: str
     budget_s: float
+    bench: str = "encoder"
     error_ratios: dict[str, float] = field(default_factory=dict)
 
     def run_model(
@@ -409,12 +431,26 @@ class Bench:
         depth: int | None,
     ) -> None:
         """Time one model's towers on every case."""
+        with self.towers(model, providers, depth) as (head_dim, remotes):
+            self.run_cases(model, head_dim, remotes, cases)
+
+    @contextmanager
+    def towers(
+        self, model: str, providers: Sequence[str], depth: int | None
+    ) -> Iterator[tuple[int, list[Remote]]]:
+        """Hold the reference's process and those that a mode needs.
+
+        Yields:
+            The head dim, and the processes with a tower, the reference's first; none
+            without the reference.
+        """
         sdpa = Contender.of("stock-torch_sdpa", "fp32")
         contenders = [replace(sdpa, provider=REFERENCE)]
+        modes = (*self.modes, *self.stock_modes)
         for blocks in BLOCKS:
             for name in providers:
                 contender = Contender.of(name, self.dtype, blocks)
-                if any(self.runs(contender, mode) for mode in MODES):
+                if any(self.runs(contender, mode) for mode in modes):
                     contenders.append(contender)
         # All at once, since importing and building take longer than measuring.
         remotes = [Remote(contender, model, depth) for contender in contenders]
@@ -424,21 +460,33 @@ class Bench:
                 with self.failures.noted(f"{model} {_title(remote)}"):
                     head_dim = remote.wait()
                     ready.append(remote)
-            if not ready or ready[0].contender.provider != REFERENCE:
-                return
-            for case, grids in cases.items():
-                print(f"{model} {case}", flush=True)
-                with (
-                    self.failures.noted(f"{model} {case} {REFERENCE}"),
-                    tempfile.TemporaryDirectory() as folder,
-                ):
-                    path = str(Path(folder, "reference.safetensors"))
-                    ready[0].call("load", grids, None)
-                    flops = ready[0].call("write_reference", path)
-                    self._run_case(model, case, grids, ready[1:], path, flops, head_dim)
+            has_reference = ready and ready[0].contender.provider == REFERENCE
+            yield head_dim, ready if has_reference else []
         finally:
             for remote in remotes:
                 remote.close()
+
+    def run_cases(
+        self,
+        model: str,
+        head_dim: int,
+        remotes: Sequence[Remote],
+        cases: Mapping[str, Grids],
+    ) -> None:
+        """Time towers of `towers` on every case."""
+        if not remotes:
+            return
+        reference, *others = remotes
+        for case, grids in cases.items():
+            print(f"{model} {case}", flush=True)
+            with (
+                self.failures.noted(f"{model} {case} {REFERENCE}"),
+                tempfile.TemporaryDirectory() as folder,
+            ):
+                path = str(Path(folder, "reference.safetensors"))
+                reference.call("load", grids, None)
+                flops = reference.call("write_reference", path)
+                self._run_case(model, case, grids, others, path, flops, head_dim)
 
     def _run_case(
         self,
@@ -463,11 +511,14 @@ class Bench:
                     with self.failures.noted(f"{model} {case} {_title(remote)} {mode}"):
                         errors[remote] = remote.call("check", mode)
             with self.failures.noted(f"{model} {case} {mode}"):
-                samples = self._take_turns(list(errors), mode)
+                # A replay does not wait for the host.
+                watched = errors and not is_replay(mode)
+                with watched_load() if watched else nullcontext():
+                    samples = self._take_turns(list(errors), mode)
                 for remote, taken in samples.items():
                     row = result_row(
                         self.environment,
-                        bench="encoder",
+                        bench=self.bench,
                         case=case,
                         provider=remote.contender.provider,
                         model=model,
@@ -475,7 +526,7 @@ class Bench:
                         dtype=self.dtype,
                         mode=mode,
                         samples_ms=taken,
-                        flops=flops,
+                        flops=0 if is_host(mode) else flops,
                         rel_err=errors[remote],
                     )
                     self.log.add(row)
@@ -524,8 +575,9 @@ class Bench:
 
 
 def _blocks(mode: str) -> str:
-    """Return which of `BLOCKS` a mode runs; a graph is of eager blocks by default."""
-    return mode.removesuffix("graph").removesuffix("_") or "eager"
+    """Return which of `BLOCKS` a mode runs, eager ones if it names none."""
+    blocks = mode.removesuffix("graph").removesuffix("host").removesuffix("_")
+    return blocks or "eager"
 
 
 def _title(remote: Remote) -> str:
@@ -571,6 +623,7 @@ def main() -> None:
     known = {**CASES, **SMOKE_CASES}
     names = args.cases or (SMOKE_CASES if args.smoke else CASES)
     stock = ("flash_attn", "flashinfer") if on_gpu else ("torch_sdpa",)
+    print(load_text())
     environment = Environment.probe()
     output = results_path("encoder", environment.gpu, args.output)
     bench = Bench(

@@ -420,6 +420,31 @@ def is_replay(mode: str) -> bool:
     return mode.endswith("graph")
 
 
+def is_host(mode: str) -> bool:
+    """Return whether a mode's times are those that the host spends on a call."""
+    return mode.endswith("host")
+
+
+def host_ms(run: Callable[[], object], calls: int = 1) -> float:
+    """Return the host's time for a call, the mean over a batch of them.
+
+    It begins on an idle device, and nothing waits for the device within the batch.
+    """
+    _wait_for_device()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        run()
+    taken_s = time.perf_counter() - begin
+    # Otherwise what comes next on this device would run beside it.
+    _wait_for_device()
+    return taken_s * 1e3 / calls
+
+
+def _wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def rounds_within(
     one_round_ms: float, budget_s: float, least: int = 7, most: int = 100
 ) -> int:

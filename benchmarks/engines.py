@@ -91,13 +91,14 @@ def fill_tower(model: torch.nn.Module) -> None:
 
     Dummy weights are so small that the biases alone make up the embeddings.
     """
-    from vllm_flashinfer_vit.blocks.quack_linear import aligned_method
+    from vllm_flashinfer_vit.blocks.aligned_linear import AlignedLinearMethod
     from vllm_flashinfer_vit.towers.weights import fill_with_random_weights
 
     with ExitStack() as stack:
         # What the package padded must get the values that stock's weights get.
         for module in model.visual.modules():
-            if method := aligned_method(module):
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, AlignedLinearMethod):
                 for parameter in module.parameters(recurse=False):
                     if hasattr(parameter, "stock_weight_loader"):
                         stack.enter_context(method.in_stock_size(parameter))

@@ -20,7 +20,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -344,27 +344,18 @@ def recorded(tower: Any) -> Iterator[dict[str, list[QKV]]]:
     from vllm_flashinfer_vit.ops.attention import rotate
 
     seen: dict[str, list[QKV]] = defaultdict(list)
-    layers = tower.attention_layers().values()
 
-    def watch(layer: Any) -> None:
-        attend = layer.attend
+    def watch(layer: Any, attend: Callable[[Any], Any], batch: Any) -> torch.Tensor:
+        q, k, v, cos, sin = batch[:5]
+        turned = (q, k) if cos is None else rotate(q, k, cos, sin)
+        extremes = (torch.stack(x.aminmax()) for x in (*turned, v))
+        seen[layer.layer_name].append(QKV(*extremes))
+        return attend(batch)
 
-        def watched(batch: Any) -> torch.Tensor:
-            q, k, v, cos, sin = batch[:5]
-            turned = (q, k) if cos is None else rotate(q, k, cos, sin)
-            extremes = (torch.stack(x.aminmax()) for x in (*turned, v))
-            seen[layer.layer_name].append(QKV(*extremes))
-            return attend(batch)
-
-        layer.attend = watched
-
-    for layer in layers:
-        watch(layer)
-    try:
+    with ExitStack() as stack:
+        for layer in tower.attention_layers().values():
+            stack.enter_context(layer.watched(watch))
         yield seen
-    finally:
-        for layer in layers:
-            del layer.attend
 
 
 def scale_file(

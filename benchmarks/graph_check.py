@@ -31,7 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -277,11 +277,10 @@ class Encoder:
         For a batch that a graph served, eager mode takes the graph's kernels. Attention
         layers choose one by the bound of the sequence lengths, which also sets the
         blocks of `triton_window`, whether FA3 splits the keys, and cuDNN's bucket.
-        cuBLAS chooses by the number of rows, which is a bound of the lengths too, and
-        QuACK runs smaller batches in a graph. So eager mode gets the bounds and the
-        mean length that the graph was captured with, frames of one token where the
-        graph has padding, and QuACK from as few rows on. What stays different is the
-        number of sequences, which is a part of cuDNN's bucket.
+        cuBLAS, and who runs a GEMM, go by the number of rows, which is a bound of the
+        lengths too. So eager mode gets the bounds and the mean length that the graph
+        was captured with, and frames of one token where the graph has padding. What
+        stays different is the number of sequences, which is a part of cuDNN's bucket.
         """
         items: dict[int, torch.Tensor] = {}
         for batch in batches:
@@ -289,7 +288,7 @@ class Encoder:
                 output = self.eager(batch.inputs)
             else:
                 inputs = _filled(batch.inputs, batch.graph.patches)
-                with self._bounded(batch.graph), self._quack_as_in_graphs():
+                with self._bounded(batch.graph):
                     output = self.eager(inputs)
             output = output[: sum(batch.tokens)]
             items |= zip(batch.items, output.split(batch.tokens), strict=True)
@@ -313,19 +312,6 @@ class Encoder:
             mock.patch.object(visual, "prepare_encoder_metadata", bounded),
             mock.patch.object(Ready, "mean_len", graph.patches / graph.sequences),
         ):
-            yield
-
-    @contextmanager
-    def _quack_as_in_graphs(self) -> Iterator[None]:
-        """Let QuACK run a layer from as few rows on as in a graph."""
-        from vllm_flashinfer_vit.blocks.quack_linear import QuackLinearMethod
-
-        with ExitStack() as stack:
-            for module in self._model.visual.modules():
-                method = getattr(module, "quant_method", None)
-                if isinstance(method, QuackLinearMethod):
-                    rows = method.min_graph_rows
-                    stack.enter_context(mock.patch.object(method, "min_rows", rows))
             yield
 
 

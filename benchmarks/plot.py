@@ -11,12 +11,14 @@ white and on black, and the background is transparent.
     python benchmarks/plot.py attention benchmarks/results/h200/attention.csv \\
         docs/figures/attention.svg --benches qkv_attention --modes graph \\
         --providers stock-flash_attn plugin plugin-hopper_fp8
+    python benchmarks/plot.py host benchmarks/results/h200/host.csv \\
+        docs/figures/host.svg --providers stock-flash_attn plugin plugin-fp8
 """
 
 import argparse
 import csv
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from common import COLUMNS
+from waterfall import CLASS_COLOURS, text_colour
 
 GREY = "#767676"
 COLOURS = {
@@ -55,6 +58,14 @@ CASE_NAMES = (
     "percentile."
 )
 MODE_NAMES = {"graph": "CUDA graph replay", "eager": "eager mode"}
+# The case of the towers in the figure of the host's time, and of the steps beside them.
+HOST_CASE = "1x256"
+HOST_NAMES = (
+    "One image of 256 patches. A tower's time, until the call returns, is divided by "
+    "its blocks, and includes\npatch embedding, metadata and merger; steps are those "
+    "of one block alone. Bars: medians; whiskers: 20th and 80th percentile."
+)
+HOST_MODES = {"host": "", "fused_host": ", fused ops", "compiled_host": ", compiled"}
 BENCH_NAMES = {
     "attention": "attention alone",
     "qkv_attention": "from the QKV projection, with rotary embedding",
@@ -213,13 +224,17 @@ def _draw(
         Patch(color=colour_of(provider), label=provider) for provider in providers
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+    _say_where(figure, CASE_NAMES, rows)
+    return figure
+
+
+def _say_where(figure: Any, names: str, rows: Sequence[Row]) -> None:
     where = _unique(
         f"{row['gpu']}, vLLM {row['vllm']}, torch {row['torch']}, FlashInfer "
         f"{row['flashinfer']}, cuDNN {row['cudnn']}, commit {row['commit']}"
         for row in rows
     )
-    figure.supxlabel("\n".join([CASE_NAMES, *where]), fontsize=7)
-    return figure
+    figure.supxlabel("\n".join([names, *where]), fontsize=7)
 
 
 def draw_encoder(rows: Sequence[Row]) -> Any:
@@ -257,7 +272,84 @@ def draw_attention(rows: Sequence[Row]) -> Any:
     return _draw(rows, panels, _speeds, "TFLOP/s (higher is better)")
 
 
-DRAWINGS = {"encoder": draw_encoder, "attention": draw_attention}
+def draw_host(rows: Sequence[Row]) -> Any:
+    """Draw the host's time for a block, of towers and by step: a panel per model.
+
+    Raises:
+        ValueError: Rows of towers or of steps are missing, or there are more steps than
+            colours.
+    """
+    is_tower = {"bench": "tower_host", "case": HOST_CASE}.items()
+    towers = [row for row in rows if is_tower <= row.items()]
+    steps = [row for row in rows if row["bench"] == "step_host"]
+    if not towers or not steps:
+        raise ValueError(
+            f"the figure needs rows of tower_host at {HOST_CASE} and of step_host; "
+            "measure both with bench_host.py"
+        )
+    names = _unique(row["case"] for row in steps)
+    if len(names) > len(CLASS_COLOURS):
+        raise ValueError(f"{len(names)} steps, but {len(CLASS_COLOURS)} colours")
+    colours = dict(zip(names, CLASS_COLOURS, strict=False))
+    panels = list(_groups([*towers, *steps], "model"))
+    figure, all_axes = plt.subplots(
+        len(panels),
+        1,
+        figsize=(9, 1.8 * len(panels) + 1),
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes, ((model,), part) in zip(all_axes[:, 0], panels, strict=True):
+        _host_bars(axes, part, colours)
+        axes.set_title(model, loc="left")
+        axes.set_xlabel("host time for a block, µs (lower is better)")
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=5)
+    _say_where(figure, HOST_NAMES, [*towers, *steps])
+    return figure
+
+
+def _host_bars(axes: Any, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
+    """Draw a bar of each tower in its contender's colour, then one of the steps."""
+    longest = max(_us(row, 50) for row in rows)
+    # Of each bar.
+    totals: dict[str, float] = {}
+    ends: dict[str, float] = {}
+    for row in rows:
+        low, middle, high = (_us(row, percent) for percent in (20, 50, 80))
+        if row["bench"] == "tower_host":
+            name = row["provider"] + HOST_MODES[row["mode"]]
+            spread = [[middle - low], [high - middle]]
+            colour = colour_of(row["provider"])
+            axes.barh(name, middle, xerr=spread, color=colour, ecolor=GREY)
+            totals[name], ends[name] = middle, high
+            continue
+        name, colour = "plugin's steps", colours[row["case"]]
+        begin = totals.get(name, 0.0)
+        axes.barh(name, middle, left=begin, color=colour)
+        if middle > 0.03 * longest:
+            axes.text(
+                begin + middle / 2,
+                name,
+                f"{middle:.2g}",
+                ha="center",
+                va="center",
+                color=text_colour(colour),
+                fontsize=7,
+            )
+        totals[name] = ends[name] = begin + middle
+    for name, total in totals.items():
+        where = ends[name] + 0.01 * longest
+        axes.text(where, name, f"{total:.3g}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="x")
+
+
+def _us(row: Row, percent: int) -> float:
+    return float(row[f"p{percent}_ms"]) * 1e3
+
+
+DRAWINGS = {"encoder": draw_encoder, "attention": draw_attention, "host": draw_host}
 
 
 def draw(

@@ -4,6 +4,7 @@
     python benchmarks/table.py summary benchmarks/results/h200
     python benchmarks/table.py best benchmarks/results/h200/encoder.csv
     python benchmarks/table.py encoder benchmarks/results/h200/encoder.csv --mode eager
+    python benchmarks/table.py host benchmarks/results/h200/host.csv --bench tower_host
     python benchmarks/table.py attention benchmarks/results/h200/attention.csv \
         --bench qkv_attention --providers stock-flash_attn plugin plugin-hopper_fp8
 
@@ -286,7 +287,7 @@ def memory_table(rows: list[Row]) -> str:
 
 
 def host_table(rows: Iterable[Row]) -> str:
-    """Write what the host needs to launch one layer, in microseconds."""
+    """Write the host's time in microseconds, of one bench and mode."""
     rows = newest(rows, lambda row: (row["model"], row["case"], row["provider"]))
     providers = list(dict.fromkeys(row["provider"] for row in rows))
     times: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
@@ -355,7 +356,12 @@ KINDS: Mapping[str, Callable[[list[Row]], str]] = {
     "quantize": quantize_table,
 }
 # Kinds of which only one mode is compared.
-_DEFAULT_MODES = dict.fromkeys(("encoder", "attention", "errors", "quantize"), "graph")
+_DEFAULT_MODES = {
+    **dict.fromkeys(("encoder", "attention", "errors", "quantize"), "graph"),
+    "host": "host",
+}
+# Kinds whose file also has rows of benches that are read by their names.
+_DEFAULT_BENCHES = {"host": "host"}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -371,7 +377,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", help="default: graph, where one mode is compared")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--commit", help="default: the newest row of each")
-    parser.add_argument("--bench")
+    parser.add_argument("--bench", help="default: host, for the table of that name")
     parser.add_argument("--head-dim")
     parser.add_argument("--cases", nargs="+")
     parser.add_argument("--providers", nargs="+")
@@ -389,7 +395,7 @@ def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[
         "mode": mode,
         "dtype": args.dtype,
         "commit": args.commit,
-        "bench": args.bench,
+        "bench": args.bench or _DEFAULT_BENCHES.get(args.kind),
         "head_dim": args.head_dim,
     }
     rows = [

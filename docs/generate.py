@@ -81,11 +81,21 @@ def patches() -> str:
     return "\n".join(lines)
 
 
+def optimisations() -> str:
+    """Write a line for each optimisation of blocks, as `doctor` lists them."""
+    from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
+
+    lines = ["| name | what it does |", "|---|---|"]
+    lines += [f"| {name} | {what} |" for name, what in OPTIMISATIONS.items()]
+    return "\n".join(lines)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "kernels": kernels,
     "classes": classes,
     "settings": settings,
     "patches": patches,
+    "optimisations": optimisations,
 }
 
 

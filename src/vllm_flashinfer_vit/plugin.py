@@ -6,6 +6,7 @@ import logging
 import os
 from importlib.metadata import version
 
+from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
 from vllm_flashinfer_vit.machine.versions import check_vllm
 from vllm_flashinfer_vit.models import qwen2_5_vl, qwen2_vl, qwen3_vl
 from vllm_flashinfer_vit.patches import encoder_graphs, fp8_scales, platform
@@ -114,9 +115,10 @@ def apply_model_patches(settings: Settings) -> tuple[str, ...]:
         ValueError: The settings disable a patch that does not exist.
     """
     names = {patch.name for patch in (*_MODEL_PATCHES, *fp8_scales.PATCHES)}
+    names.update(OPTIMISATIONS)
     if unknown := settings.disabled_patches - names:
         raise ValueError(
-            f"no model patch is named {', '.join(sorted(unknown))}; "
+            f"no model patch or optimisation is named {', '.join(sorted(unknown))}; "
             f"the names are {', '.join(sorted(names))}"
         )
     # Runners import it after the model is built.

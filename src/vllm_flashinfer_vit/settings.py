@@ -103,9 +103,10 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         name=ENV_DISABLE_PATCHES,
         field="disabled_patches",
-        values="names of patches, comma-separated",
+        values="names of patches and optimisations, comma-separated",
         default="none",
-        summary="Patches that are left out; `vllm-flashinfer-vit doctor` lists all.",
+        summary="Patches, and optimisations of all towers' blocks, that are left out; "
+        "`vllm-flashinfer-vit doctor` lists all.",
         parse=_names,
     ),
     Variable(
@@ -157,7 +158,8 @@ class Settings:
             the tables of `choices`.
         strict: Whether a layer or call that the plugin cannot serve is an error
             instead of a logged fall-back to the kernel in vLLM's tree.
-        disabled_patches: Names of patches that are not applied.
+        disabled_patches: Names of patches that are not applied, and of what blocks do
+            without.
         tuned_dir: Folder of the choices that were measured on this machine.
         fp8_scales: Scales of FP8 attention where no scale file is given, or None for
             what the layer's kernels take.

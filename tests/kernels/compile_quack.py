@@ -23,7 +23,7 @@ import quack.cache
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_flashinfer_vit.blocks.quack_linear import (
+from vllm_flashinfer_vit.blocks.quack import (
     QUICK_GELU,
     SWIGLU,
     TANH_GELU,

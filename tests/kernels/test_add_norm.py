@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import layer_norm
 
 from cases import relative_error
-from vllm_flashinfer_vit.kernels.add_norm import MAX_WIDTH, sum_norm
+from vllm_flashinfer_vit.kernels.add_norm import MAX_WIDTH, prepare, sum_norm
 from vllm_flashinfer_vit.kernels.add_norm_ref import sum_norm_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
@@ -148,6 +148,68 @@ def test_what_it_cannot_read():
             sum_norm(terms, w, b, EPS, True)
     with pytest.raises(ValueError, match=f"1 to {MAX_WIDTH} values"):
         sum_norm(*make_inputs(1, MAX_WIDTH + 1), EPS, True)
+
+
+def settle(terms, weight, bias, normed):
+    """Return a settled call as one of a stream, and what it writes the sum to."""
+    x, *branches = terms
+    call = prepare(x, tuple(branches), weight, bias, EPS, normed)
+    total = torch.full_like(x, float("nan"))
+    return lambda x: call(x, weight, weight if bias is None else bias, total), total
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_settled_call(num_terms, has_bias, in_place):
+    kinds = {"num_terms": num_terms, "has_bias": has_bias}
+    terms, weight, bias = make_inputs(7, 1152, **kinds)
+    normed = terms[-1] if in_place else torch.empty_like(terms[-1])
+    call, total = settle(terms, weight, bias, normed)
+    for seed in (1, 2):
+        (x, *branches), *_ = make_inputs(7, 1152, **kinds, seed=seed)
+        for held, new in zip(terms[1:], branches, strict=True):
+            held.copy_(new)
+        # A stream elsewhere.
+        call(x)
+        expected = sum_norm((x, *branches), weight, bias, EPS, num_terms == 3)
+        assert torch.equal(normed, expected[1])
+        if num_terms == 3:
+            assert torch.equal(total, expected[0])
+        else:
+            assert total.isnan().all()
+
+
+def test_settled_calls_take_other_weights_and_a_stream_of_other_dimensions():
+    (x, branch), weight, bias = make_inputs(7, 64, num_terms=2)
+    normed = torch.empty_like(x)
+    call = prepare(x[:, None], (branch[:, None],), weight, bias, EPS, normed)
+    other_weight, other_bias = 2 * weight, bias + 1
+    call(2 * x[:, None], other_weight, other_bias, normed)
+    expected = sum_norm((2 * x, branch), other_weight, other_bias, EPS, False)
+    assert torch.equal(normed, expected[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [1024, 1152, 1280])
+def test_settled_calls_in_place_in_a_graph(width, dtype, num_terms, has_bias):
+    kinds = {"num_terms": num_terms, "has_bias": has_bias, "dtype": dtype}
+    terms, weight, bias = make_inputs(300, width, **kinds)
+    branch = terms[-1].clone()
+    settle(terms, weight, bias, terms[-1])[0](terms[0])  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        terms[-1].copy_(branch)
+        call, total = settle(terms, weight, bias, terms[-1])
+        call(terms[0])
+    for seed in (1, 2):
+        new, *_ = make_inputs(300, width, **kinds, seed=seed)
+        for held, values in zip((*terms[:-1], branch), new, strict=True):
+            held.copy_(values)
+        graph.replay()
+        expected = sum_norm(new, weight, bias, EPS, num_terms == 3)
+        assert torch.equal(terms[-1], expected[1])
+        assert num_terms == 2 or torch.equal(total, expected[0])
 
 
 @pytest.mark.gpu

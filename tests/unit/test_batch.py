@@ -50,13 +50,3 @@ def test_a_length_on_the_device_is_not_read() -> None:
 def test_empty_sequences_count_for_the_mean() -> None:
     batch = _batch(cu_seqlens=_offsets(0, 12, 12, 12))
     assert ready(batch).mean_len == 4.0
-
-
-def test_only_tensors_whose_last_stride_is_not_one_are_copied() -> None:
-    q = torch.randn(_TOKENS, 8, 2).transpose(1, 2)
-    _, k, v = torch.randn(_TOKENS, 3, 2, 8).unbind(1)
-    inputs = ready(Batch(q, k, v, cu_seqlens=_offsets(0, 12)))
-    assert inputs.q.stride(2) == 1
-    assert torch.equal(inputs.q, q)
-    assert inputs.k is k
-    assert inputs.v is v

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks' arithmetic, files and cases; nothing here is timed."""
 
+import contextlib
 import csv
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from hypothesis import strategies as st
 
 import bench_attention
 import bench_encoder
+import bench_host
 import common
 import engine_check
+import host_load
 
 
 def test_columns_are_the_published_ones():
@@ -278,6 +282,13 @@ def test_modes_name_how_the_blocks_run():
     assert blocks == [name for name in bench_encoder.BLOCKS for _ in range(2)]
 
 
+def test_host_modes_run_the_same_blocks_as_others():
+    blocks = [
+        bench_encoder._blocks(mode) for mode in ("host", "fused_host", "compiled_host")
+    ]
+    assert blocks == list(bench_encoder.BLOCKS)
+
+
 def test_only_stock_runs_in_modes_of_its_own():
     bench = bench_encoder.Bench(
         None, None, None, ["graph"], ["fused_graph", "compiled"], "bf16", 1.0
@@ -293,6 +304,189 @@ def test_only_stock_runs_in_modes_of_its_own():
 
     assert modes("stock-flash_attn") == ["graph", "fused_graph", "compiled"]
     assert modes("plugin") == modes("plugin-fp8") == ["graph"]
+
+
+def test_host_time_ends_when_the_last_call_returns(monkeypatch):
+    now, events = [0.0], []
+
+    def run():
+        events.append("run")
+        now[0] += 0.002
+
+    def wait():
+        events.append("wait")
+        now[0] += 1.0
+
+    monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(common, "_wait_for_device", wait)
+    assert common.host_ms(run, calls=3) == pytest.approx(2.0)
+    assert events == ["wait", "run", "run", "run", "wait"]
+
+
+def test_a_towers_host_time_is_over_its_blocks(monkeypatch):
+    monkeypatch.setattr(bench_encoder, "host_ms", lambda run: run())
+    calls = []
+
+    def run():
+        calls.append(1)
+        return 81.0
+
+    worker = SimpleNamespace(
+        _runs={"host": run, "fused_host": run},
+        tower=SimpleNamespace(spec=SimpleNamespace(depth=27)),
+    )
+    for mode in worker._runs:
+        assert bench_encoder.Worker.sample(worker, mode, 2, True) == [3.0, 3.0]
+    assert len(calls) == 6
+
+
+def test_a_tower_of_host_rows_counts_no_operations(tmp_path):
+    class Remote:
+        contender = bench_encoder.Contender.of("plugin", "bf16")
+
+        def call(self, method, *arguments):
+            if method == "sample":
+                return [0.05] * arguments[1]
+            return {"load": "", "check": 0.01}[method]
+
+    log = common.CsvLog(tmp_path / "host.csv")
+    bench = bench_encoder.Bench(
+        log, ENVIRONMENT, common.Failures(), ["host"], [], "bf16", 0.0, "tower_host"
+    )
+    grids = bench_encoder.CASES["1x256"]
+    bench._run_case("a model", "1x256", grids, [Remote()], "", 1e12, 80)
+    with log.path.open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["bench"], row["mode"], row["tflops"]) == ("tower_host", "host", "0")
+    assert (row["p50_ms"], row["rel_err"]) == ("0.0500", "1.00e-02")
+
+
+def test_metadata_of_a_known_batch_comes_first_and_is_not_timed(monkeypatch):
+    prepared = []
+    visual = SimpleNamespace(prepare_encoder_metadata=prepared.append)
+    worker = SimpleNamespace(tower=SimpleNamespace(visual=visual))
+
+    def host_ms(call):
+        call()
+        return float(len(prepared))
+
+    monkeypatch.setattr(bench_encoder, "host_ms", host_ms)
+    batches = [((1, 4, 6),), ((2, 4, 4),) * 2]
+    times = bench_encoder.Worker.metadata_ms(worker, ((1, 8, 8),), batches)
+    assert times == [2.0, 3.0]
+    assert prepared == [[[1, 8, 8]], [[1, 4, 6]], [[2, 4, 4], [2, 4, 4]]]
+
+
+def test_sizes_of_cold_metadata_are_new():
+    sizes = {}
+    for case, ((_, height, width), *_) in bench_host.METADATA.items():
+        sizes[case] = bench_host.other_sizes(height, width, bench_host.METADATA_SAMPLES)
+        assert len(set(sizes[case])) == bench_host.METADATA_SAMPLES
+        assert (height, width) not in sizes[case]
+        assert all(h % 2 == w % 2 == 0 for h, w in sizes[case])
+        patches = [h * w for h, w in sizes[case]]
+        assert max(patches) <= 1.2 * height * width
+        assert min(patches) >= 0.8 * height * width
+    # What one case has shown to a process is not new to it in the other.
+    assert not set(sizes["1x256"]) & set(sizes["20x400"])
+
+
+def test_metadata_is_cold_once_and_warm_again_and_again(tmp_path):
+    class Remote:
+        def __init__(self, provider):
+            self.contender = bench_encoder.Contender.of(provider, "bf16")
+            self.seen = []
+
+        def call(self, method, known, batches):
+            assert method == "metadata_ms" and known == grids
+            self.seen += batches
+            return [1.0] * len(batches)
+
+    grids = bench_host.METADATA["20x400"]
+    log = common.CsvLog(tmp_path / "host.csv")
+    rows = bench_host.Rows(log, ENVIRONMENT)
+    remotes = [Remote("stock-flash_attn"), Remote("plugin")]
+    bench_host.time_metadata(rows, "a model", 80, remotes, "20x400", grids)
+    count = bench_host.METADATA_SAMPLES
+    for remote in remotes:
+        cold, warm = remote.seen[:count], remote.seen[count:]
+        assert len({*cold, grids}) == count + 1
+        assert all(len(batch) == 20 and len(set(batch)) == 1 for batch in cold)
+        assert warm == [grids] * count
+    with log.path.open(newline="") as file:
+        found = [(row["bench"], row["case"]) for row in csv.DictReader(file)]
+    cases = ["20x400-cold"] * 2 + ["20x400-warm"] * 2
+    assert found == [("metadata_host", case) for case in cases]
+
+
+def test_steps_are_rows_of_their_names(monkeypatch, tmp_path):
+    passes = []
+
+    class Tower:
+        spec = SimpleNamespace(patch_dim=12)
+        running = staticmethod(contextlib.nullcontext)
+
+        def encode(self, pixels, grids):
+            passes.append(tuple(pixels.shape))
+
+        def attention_layers(self):
+            return {"blocks.0.attn.attn": SimpleNamespace(head_size=72)}
+
+    def steps_of(tower, encode):
+        encode()
+        return {"norm": lambda: None, "qkv": lambda: None}
+
+    monkeypatch.setattr(bench_host, "build_tower", lambda *args, **kwargs: Tower())
+    args = bench_host.parse_args(["--models", "Qwen/Qwen3-VL-8B-Instruct"])
+    args.batches = args.calls = 2
+    log, failures = common.CsvLog(tmp_path / "host.csv"), common.Failures()
+    rows = bench_host.Rows(log, ENVIRONMENT)
+    bench_host.time_steps(rows, failures, args)
+    # Its blocks have no programs.
+    assert len(failures.lines) == 1 and not passes
+    monkeypatch.setattr(bench_host, "steps_of", steps_of)
+    bench_host.time_steps(rows, failures, args)
+    assert passes == [(256, 12)]
+    with log.path.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    names = [(row["bench"], row["case"], row["provider"]) for row in found]
+    assert names == [("step_host", step, "plugin") for step in ("norm", "qkv")]
+
+
+def test_each_host_bench_takes_the_cases_that_it_has():
+    args = bench_host.parse_args(["--cases", "1x256", "20x400", "4x100"])
+    benches = (bench_host.CASES, bench_host.TOWERS, bench_host.METADATA)
+    found = [bench_host.cases_of(known, (), args) for known in benches]
+    assert found == [["1x256", "4x100"], ["1x256"], ["1x256", "20x400"]]
+    args = bench_host.parse_args([])
+    assert bench_host.cases_of(bench_host.TOWERS, (), args) == [
+        "1x64",
+        "1x256",
+        "1x1024",
+    ]
+
+
+def test_host_cases_that_no_bench_has_are_refused(monkeypatch):
+    argv = ["bench_host.py", "--smoke", "--bench", "tower", "--cases", "20x400"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit, match="20x400"):
+        bench_host.main()
+
+
+@pytest.mark.parametrize(("busy_s", "warns"), [(1.0, False), (5.0, True)])
+def test_busy_cores_are_a_warning(monkeypatch, capsys, busy_s, warns):
+    # Two seconds of measuring.
+    times, work = iter([10.0, 12.0]), iter([100.0, 100.0 + busy_s])
+    monkeypatch.setattr(
+        host_load, "time", SimpleNamespace(monotonic=lambda: next(times))
+    )
+    monkeypatch.setattr(host_load, "_busy_s", lambda: next(work))
+    with host_load.watched_load():
+        pass
+    out = capsys.readouterr().out
+    assert f"{busy_s / 2:.1f} busy while measuring" in out
+    assert f"{os.cpu_count()} cores" in out
+    assert ("warning" in out) == warns
 
 
 def test_environment_of_a_process_does_not_stay(monkeypatch):
@@ -375,4 +569,30 @@ def test_attention_benchmark_runs_on_the_cpu(tmp_path):
     for row in rows:
         limit = common.FP8_GATE if "fp8" in row["provider"] else 0.01
         assert 0 < float(row["rel_err"]) < limit
+    assert all(0 < float(row["p20_ms"]) <= float(row["p80_ms"]) for row in rows)
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has real cases")
+def test_host_benchmark_runs_on_the_cpu(tmp_path):
+    output = tmp_path / "host.csv"
+    script = [sys.executable, str(BENCHMARKS / "bench_host.py"), "--smoke"]
+    options = ["--models", "Qwen/Qwen2.5-VL-7B-Instruct", "--depth", "1"]
+    options += ["--batches", "4", "--calls", "2", "--budget-s", "0.1"]
+    subprocess.run(
+        [*script, *options, "--output", str(output)], check=True, timeout=300
+    )
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["bench"], row["case"], row["provider"]) for row in rows] == [
+        (bench, case, provider)
+        for bench, case in (
+            ("host", "2x24"),
+            ("tower_host", "1x64"),
+            ("metadata_host", "1x64-cold"),
+            ("metadata_host", "1x64-warm"),
+        )
+        for provider in ("stock-torch_sdpa", "plugin")
+    ]
+    assert all(row["mode"] == "host" and row["tflops"] == "0" for row in rows)
     assert all(0 < float(row["p20_ms"]) <= float(row["p80_ms"]) for row in rows)

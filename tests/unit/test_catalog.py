@@ -36,6 +36,31 @@ def test_the_entry_takes_what_the_op_hands_over(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("kernel", _RECORDS)
+def test_what_settles_a_kernel_takes_what_it_takes(kernel: Kernel) -> None:
+    if kernel.prepare is None:
+        return
+    entry, settle = kernel.load(), kernel.load_prepare()
+    assert entry.__module__ == settle.__module__
+    names = list(inspect.signature(settle).parameters)
+    assert names == list(inspect.signature(entry).parameters)
+
+
+def test_a_kernel_without_it_is_called_as_it_is(monkeypatch) -> None:
+    calls = []
+
+    def entry(*args: object) -> str:
+        calls.append(args)
+        return "output"
+
+    monkeypatch.setattr(Kernel, "load", lambda self: entry)
+    assert KERNELS["reference"].prepare is None
+    call = KERNELS["reference"].load_prepare()("q", "k", 3)
+    assert not calls
+    assert call() == call() == "output"
+    assert calls == [("q", "k", 3)] * 2
+
+
+@pytest.mark.parametrize("kernel", _RECORDS)
 def test_fallbacks_serve_the_same_layers(kernel: Kernel) -> None:
     if kernel.fallback is None:
         return

@@ -201,9 +201,9 @@ def test_empty_sequences_count(
 
     def find(name: str) -> Any:
         ran.append(name)
-        return lambda *args: args[0]
+        return lambda *args: lambda: args[0]
 
-    monkeypatch.setattr(ops, "_kernel", find)
+    monkeypatch.setattr(ops, "_prepare_kernel", find)
     qkv = [torch.zeros(4096, 1, 32)] * 3
     longest = torch.tensor(4096)
     plan = Plan.decode(f"1024:triton,*:{last}")

@@ -15,12 +15,13 @@ import pytest
 from _stacks import AMPERE, BLACKWELL, HOPPER, STACK, TURING
 from rich.console import Console
 
+from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
 from vllm_flashinfer_vit.choices import lookup
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.commands import doctor
 from vllm_flashinfer_vit.commands.doctor import HEAD_DIMS, Report, diagnose
-from vllm_flashinfer_vit.commands.doctor_text import render
+from vllm_flashinfer_vit.commands.doctor_text import OWN_STEPS, render
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
 from vllm_flashinfer_vit.machine.problems import stack_problems
 from vllm_flashinfer_vit.machine.stack import Stack
@@ -152,7 +153,7 @@ def test_a_kernel_that_is_dropped_from_the_table_is_noted(
         ),
         pytest.param(
             {ENV_DISABLE_PATCHES: "qwen9-fused,typo"},
-            "names 'typo', which is no patch",
+            "names 'typo', which is no patch or optimisation",
             "qwen9-fused",
             id="patch",
         ),
@@ -207,6 +208,25 @@ def test_a_disabled_patch_is_shown_as_its_state() -> None:
     assert "disabled" in text_of(report)
 
 
+def test_optimisations_are_listed_with_their_state() -> None:
+    report = judge(env={ENV_DISABLE_PATCHES: "quack_mlp"})
+    assert report.ok
+    assert report.problems == ()
+    states = {row["name"]: row["state"] for row in report.optimisations}
+    assert states == {
+        **dict.fromkeys(OPTIMISATIONS, "enabled"),
+        "quack_mlp": "disabled",
+    }
+    lines = [line.strip() for line in text_of(report).splitlines()]
+    for name, what in OPTIMISATIONS.items():
+        shown = "disabled" if name == "quack_mlp" else what
+        assert any(line.split(None, 1) == [name, shown] for line in lines), name
+
+
+def test_the_text_says_when_blocks_run_as_vllms_own() -> None:
+    assert OWN_STEPS in " ".join(text_of(judge(), width=80).split())
+
+
 def test_a_patch_that_does_not_fit_is_reported_and_not_fatal() -> None:
     row = {**PATCH, "state": "unavailable: patch qwen9-fused: no such class"}
     report = judge(plugin={"active": True, "patches": [row]})
@@ -254,6 +274,7 @@ def test_the_document_has_a_stable_shape() -> None:
         "kernels": "list",
         "choices": "list",
         "patches": "list",
+        "optimisations": "list",
         "problems": "list",
         "notes": "list",
     }
@@ -305,6 +326,7 @@ def test_the_document_has_a_stable_shape() -> None:
         "many",
     }
     assert document["patches"] == [PATCH]
+    assert set(document["optimisations"][0]) == {"name", "what", "state"}
     assert set(document["problems"][0]) == {"what", "remedy", "fatal"}
 
 
@@ -603,6 +625,12 @@ def test_a_misspelt_patch_is_told_the_nearest_name() -> None:
     (problem,) = judge(env={ENV_DISABLE_PATCHES: "qwen9_fused"}).problems
     assert problem.remedy is not None
     assert "perhaps qwen9-fused was meant" in problem.remedy
+
+
+def test_a_misspelt_optimisation_is_told_the_nearest_name() -> None:
+    (problem,) = judge(env={ENV_DISABLE_PATCHES: "quack_mlps"}).problems
+    assert problem.remedy is not None
+    assert "perhaps quack_mlp was meant" in problem.remedy
 
 
 def test_a_folder_of_choices_without_a_file_for_this_gpu_is_noted(

@@ -136,6 +136,83 @@ def test_waterfall_from_a_csv(plot, tmp_path):
     assert target.read_bytes() == first
 
 
+def host_rows(*, tower_case="1x256", steps=("norm", "qkv", "attention")):
+    towers = [
+        ("stock-flash_attn", "host", 0.307),
+        ("stock-flash_attn", "fused_host", 0.2),
+    ]
+    towers.append(("plugin", "host", 0.05))
+    changes = [
+        {"provider": provider, "mode": mode, "samples_ms": [p50]}
+        for provider, mode, p50 in towers
+    ]
+    rows = [make_row(bench="tower_host", case=tower_case, **row) for row in changes]
+    for index, step in enumerate(steps):
+        time_ms = 0.01 * (index + 1)
+        rows.append(
+            make_row(bench="step_host", case=step, mode="host", samples_ms=[time_ms])
+        )
+    # One layer's time, and another case's tower: neither is drawn.
+    rows.append(make_row(bench="host", case="1x256", mode="host", samples_ms=[0.777]))
+    rows.append(
+        make_row(bench="tower_host", case="1x64", mode="host", samples_ms=[0.888])
+    )
+    return rows
+
+
+def write_rows(path, rows):
+    log = common.CsvLog(path)
+    for row in rows:
+        log.add(row)
+    return path
+
+
+def test_host_figure_from_a_csv(plot, tmp_path):
+    source = write_rows(tmp_path / "host.csv", host_rows())
+    target = tmp_path / "figures" / "host.svg"
+    plot.draw("host", source, target, None)
+    svg = target.read_text()
+    for text in ("stock-flash_attn, fused ops", "norm", "qkv", "attention", "307"):
+        assert text in svg
+    # The steps' sum stands at the end of their bar.
+    assert ">60<" in svg
+    assert "777" not in svg and "888" not in svg
+    for provider in ("stock-flash_attn", "plugin"):
+        assert plot.COLOURS[provider].lower() in svg
+    for colour in waterfall.CLASS_COLOURS[:3]:
+        assert colour.lower() in svg
+    first = target.read_bytes()
+    plot.draw("host", source, target, None)
+    assert target.read_bytes() == first
+
+
+def test_host_figure_needs_towers_and_steps_of_one_case(plot, tmp_path):
+    target = tmp_path / "host.svg"
+    for name, rows in (
+        ("other.csv", host_rows(tower_case="1x1024")),
+        ("no_steps.csv", host_rows(steps=())),
+    ):
+        source = write_rows(tmp_path / name, rows)
+        with pytest.raises(ValueError, match="1x256 and of step_host"):
+            plot.draw("host", source, target, None)
+    source = write_rows(
+        tmp_path / "many.csv", host_rows(steps=tuple(map(str, range(10))))
+    )
+    with pytest.raises(ValueError, match="10 steps, but 9 colours"):
+        plot.draw("host", source, target, None)
+    assert not target.exists()
+
+
+def test_host_table_is_of_one_bench(tmp_path):
+    path = str(write_rows(tmp_path / "host.csv", host_rows()))
+    assert table.render(["host", path]).splitlines()[2].endswith("| 777 |")
+    lines = table.render(["host", path, "--bench", "tower_host"]).splitlines()
+    assert lines[2].endswith("| 1x256 | abc1234 | 307 | 50 |")
+    assert lines[3].endswith("| 1x64 | abc1234 | - | 888 |")
+    options = ["--bench", "tower_host", "--mode", "fused_host"]
+    assert table.render(["host", path, *options]).endswith("| 200 |")
+
+
 def test_the_last_of_repeated_rows_is_drawn(plot, tmp_path):
     path = tmp_path / "rows.csv"
     log = common.CsvLog(path)

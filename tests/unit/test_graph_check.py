@@ -90,7 +90,12 @@ def test_graphs_are_compared_by_their_kernels(
         factor = 1 + len(name) / 100 + max_seqlen / 10000
         return attention_ref(q, k, factor * v, cu_seqlens, max_seqlen, scale)
 
-    monkeypatch.setattr(ops, "_kernel", lambda name: functools.partial(attend, name))
+    def prepare(name, *args):
+        return functools.partial(attend, name, *args)
+
+    monkeypatch.setattr(
+        ops, "_prepare_kernel", lambda name: functools.partial(prepare, name)
+    )
     tower = graph_check.small_tower(graph_check.Job(model, "limits", "plugin"))
     for layer in tower.attention_layers().values():
         layer._plan = Plan.decode("20:reference,100:triton,*:flash_attn")

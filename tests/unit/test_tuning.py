@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How measurements become classes, and the measuring with a clock that is told."""
 
+import functools
 import io
 import json
 import re
@@ -217,7 +218,11 @@ CLOCK = {"flash_attn": lambda tokens: 10.0, "cudnn": lambda tokens: tokens / 4.0
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
     """GPU kernels by name, each replaced by plain PyTorch."""
     replaced = dict.fromkeys(("flash_attn", "cudnn", "triton_window"), attention_ref)
-    monkeypatch.setattr(ops, "_kernel", replaced.__getitem__)
+
+    def prepare(name: str) -> Callable[..., Any]:
+        return functools.partial(functools.partial, replaced[name])
+
+    monkeypatch.setattr(ops, "_prepare_kernel", prepare)
     return replaced
 
 

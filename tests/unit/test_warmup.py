@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a warm-up runs, and what is counted; on a GPU, that requests build nothing."""
 
-import functools
 import gc
 import json
 import logging
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_flashinfer_vit.engine import warmup
-from vllm_flashinfer_vit.engine.owner import gets_rotary, leaves_rotary
 from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 from vllm_flashinfer_vit.ops.batch import Batch
@@ -151,43 +149,6 @@ def test_the_kernel_for_many_sequences_warms_up() -> None:
     for kernel in ("flash_attn_4", "flash_attn"):
         lengths = [length for length, name in ran if name == kernel]
         assert lengths == [601, 1024, 2048, 4096]
-
-
-class Plain:
-    def forward(self) -> None: ...
-
-
-class Patched(Plain):
-    @leaves_rotary
-    def forward(self) -> None: ...
-
-
-class Inherits(Patched):
-    pass
-
-
-class Wraps(Patched):
-    @functools.wraps(Patched.forward)
-    def forward(self) -> None: ...
-
-
-class Replaces(Patched):
-    def forward(self) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("owner", "turns"),
-    [
-        (None, False),
-        (Plain, False),
-        (Patched, True),
-        (Inherits, True),
-        (Wraps, True),
-        (Replaces, False),
-    ],
-)
-def test_the_forward_that_calls_a_layer_decides(owner: Any, turns: bool) -> None:
-    assert gets_rotary(owner) is turns
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs between two attention layers: linear layers, activations, sums and norms.
+"""The blocks of vision towers as programs: what a block is, its steps, their launches.
 
-Nothing here knows a model or whether FLASHINFER was asked for: `models` decides.
-It imports kernels and machine.
+Nothing here knows a model or whether FLASHINFER was asked for: `models` says what
+blocks are, `engine` gives them programs. It imports ops and kernels.
 """

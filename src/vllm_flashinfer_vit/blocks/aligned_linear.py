@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
 
 # Values of 16 bits in 16 bytes, the most that one thread loads.
 _VECTOR = 8
@@ -131,3 +134,37 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
             # vLLM's reload counts copied elements, so nothing is copied by copy_.
             self.pad(parameter.data, out=padded)
             parameter.data = padded
+
+
+def align(first: Any, second: Any, parts: int) -> None:
+    """Have what one layer returns and the other takes padded, if it is unaligned.
+
+    Args:
+        first: The unquantized layer in front of an activation that makes 0 of 0; its
+            weights are not loaded.
+        second: The one after it.
+        parts: Stacked projections in `first`.
+    """
+    size = second.input_size_per_partition
+    added = aligned_size(size) - size
+    if not added:
+        return
+    first.quant_method = AlignedLinearMethod(0, size, parts)
+    second.quant_method = AlignedLinearMethod(1, size)
+    for linear in (first, second):
+        linear.quant_method.reserve(linear)
+    values = added * (parts * first.weight.shape[1] + second.weight.shape[0])
+    logger.info_once(
+        "The vision tower's MLPs get rows of %d values instead of %d, which takes "
+        "%.2f MiB more in each block.",
+        size + added,
+        size,
+        values * second.weight.element_size() / 2**20,
+    )
+
+
+def padded_inputs(layer: Any) -> int:
+    """Return how many values a row has that a layer takes, padding included."""
+    size: int = layer.input_size_per_partition
+    is_padded = isinstance(layer.quant_method, AlignedLinearMethod)
+    return aligned_size(size) if is_padded else size

@@ -9,7 +9,7 @@ the resulting scales beside the layer's own attention, on the same inputs.
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -285,15 +285,11 @@ def _check_finite(
 def _watching(
     tower: Tower, watch: Callable[[Any, Attend, Batch], torch.Tensor]
 ) -> Iterator[None]:
-    """Have `watch(layer, attend, batch)` called where layers call `attend(batch)`."""
-    layers = _layers(tower)
-    for layer in layers:
-        layer.attend = partial(watch, layer, layer.attend)
-    try:
+    """Have `watch(layer, attend, batch)` called where a tower's layers attend."""
+    with ExitStack() as stack:
+        for layer in _layers(tower):
+            stack.enter_context(layer.watched(watch))
         yield
-    finally:
-        for layer in layers:
-            del layer.attend
 
 
 def _rotated(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_flashinfer_vit import __version__
+from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
 from vllm_flashinfer_vit.choices.table import TableError, file_name
 from vllm_flashinfer_vit.choices.usable import (
     kernel_verdict,
@@ -58,6 +59,7 @@ class Report:
         kernels: A row for each kernel, head dim and dtype; see `to_json`.
         choices: A row for each class of calls; see `to_json`.
         patches: A row for each patch; see `to_json`.
+        optimisations: A row for each of `OPTIMISATIONS`; see `to_json`.
         problems: What is wrong.
         notes: What is worth knowing, though nothing is wrong.
     """
@@ -68,6 +70,7 @@ class Report:
     kernels: tuple[dict[str, Any], ...]
     choices: tuple[dict[str, Any], ...]
     patches: tuple[dict[str, Any], ...]
+    optimisations: tuple[dict[str, str], ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
 
@@ -107,6 +110,7 @@ class Report:
             "kernels": list(self.kernels),
             "choices": list(self.choices),
             "patches": list(self.patches),
+            "optimisations": list(self.optimisations),
             "problems": [problem._asdict() for problem in self.problems],
             "notes": list(self.notes),
         }
@@ -193,6 +197,7 @@ def diagnose(
         kernels=tuple(_kernel_rows(stack)),
         choices=tuple(choices),
         patches=patches,
+        optimisations=tuple(_optimisation_rows(settings)),
         problems=tuple(dict.fromkeys(problems)),
         notes=tuple(notes),
     )
@@ -407,17 +412,28 @@ def _plugin_problems(
             problems.append(Problem(row["state"].partition(": ")[2]))
     names = {row["name"] for row in patches}
     disabled = settings.disabled_patches if settings and names else frozenset()
+    names.update(OPTIMISATIONS)
     for name in sorted(disabled - names):
         near = difflib.get_close_matches(name, names, n=1)
         good = f"perhaps {near[0]} was meant" if near else ", ".join(sorted(names))
         problems.append(
             Problem(
-                f"{ENV_DISABLE_PATCHES} names {name!r}, which is no patch",
-                f"use only names of the list of patches: {good}",
+                f"{ENV_DISABLE_PATCHES} names {name!r}, which is no patch or "
+                "optimisation",
+                f"use only names of patches and optimisations: {good}",
                 True,
             )
         )
     return problems
+
+
+def _optimisation_rows(settings: Settings | None) -> list[dict[str, str]]:
+    disabled = settings.disabled_patches if settings else frozenset()
+    states = {name: "disabled" for name in disabled}
+    return [
+        {"name": name, "what": what, "state": states.get(name, "enabled")}
+        for name, what in OPTIMISATIONS.items()
+    ]
 
 
 def _kernel_rows(stack: Stack) -> list[dict[str, Any]]:

@@ -18,6 +18,14 @@ from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 from vllm_flashinfer_vit.machine.versions import format_cudnn
 from vllm_flashinfer_vit.settings import VARIABLES, Settings
 
+# When `blocks/program.py` leaves steps to vLLM.
+OWN_STEPS = (
+    "A block runs as vLLM's own, without these, if it is compiled "
+    "(compile_mm_encoder), if its norms are of an unknown class, or if "
+    "VLLM_BATCH_INVARIANT is set; the log says so. A linear layer runs as vLLM's own "
+    "if it is quantized, can get LoRA adapters, or is summed or gathered over ranks."
+)
+
 
 def render(report: Report, console: Console) -> None:
     """Print a report for people."""
@@ -31,6 +39,9 @@ def render(report: Report, console: Console) -> None:
         ),
         "Plugin and settings": _settings_table(report.entry_point, report.settings),
         "Patches": _patch_table(report.patches),
+        "What blocks of vision towers do beside vLLM's steps": _optimisation_table(
+            report.optimisations
+        ),
         "Problems": _problem_list(report.problems),
         "Notes": _bullets(Text(note) for note in report.notes),
     }
@@ -217,6 +228,14 @@ def _patch_table(patches: Iterable[Mapping[str, Any]]) -> RenderableType:
         "says why each exists."
     )
     return Group(grid, Text(text))
+
+
+def _optimisation_table(rows: Iterable[Mapping[str, Any]]) -> Group:
+    grid = _grid()
+    for row in rows:
+        what = row["what"] if row["state"] == "enabled" else row["state"]
+        grid.add_row(row["name"], Text(what))
+    return Group(grid, Text(OWN_STEPS))
 
 
 def _problem_list(problems: Iterable[Problem]) -> Table | None:

@@ -3,7 +3,8 @@
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import ClassVar
@@ -18,10 +19,11 @@ from vllm.model_executor.layers.attention.mm_encoder_attention import (
 from vllm.platforms import current_platform
 
 from vllm_flashinfer_vit import __version__
+from vllm_flashinfer_vit.blocks.program import BlockProgram, attach, spec_of
 from vllm_flashinfer_vit.choices.lookup import Choice, plan_of
 from vllm_flashinfer_vit.choices.usable import NotServedError
+from vllm_flashinfer_vit.engine.advice import graphs_off
 from vllm_flashinfer_vit.engine.element_offsets import token_offsets
-from vllm_flashinfer_vit.engine.owner import gets_rotary
 from vllm_flashinfer_vit.engine.selection import flashinfer_requested, served
 from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.fp8 import policy as fp8
@@ -33,6 +35,12 @@ from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.settings import ENV_STRICT, Settings, unknown_variables
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
+
+
+# Takes a layer, what attends for it, and a batch; returns the output.
+Watch = Callable[
+    ["FlashInferViTAttention", Callable[[Batch], torch.Tensor], Batch], torch.Tensor
+]
 
 
 def _none_applied(settings: Settings) -> tuple[str, ...]:
@@ -64,11 +72,14 @@ class FlashInferViTAttention(MMEncoderAttention):
 
     Attributes:
         activation: What every layer calls while it is built.
-        owner: The class of the module that the layer is a part of, once it is.
+        program: What runs the block that the layer is a part of, if anything does.
+        gets_rotary: Whether q and k arrive unturned, with cos and sin.
     """
 
     activation: ClassVar[Activation] = Activation()
-    owner: type | None = None
+    program: BlockProgram | None = None
+    gets_rotary: bool = False
+    _watch: Watch | None = None
 
     def __init__(
         self,
@@ -96,7 +107,7 @@ class FlashInferViTAttention(MMEncoderAttention):
             )
             return
         super().__init__(num_heads, head_size, scale, num_kv_heads, prefix)
-        _find_owners()
+        _watch_towers()
         self._settings = settings
         self._plan = plan_of(choices)
         self._fp8_policy = policy
@@ -139,6 +150,8 @@ class FlashInferViTAttention(MMEncoderAttention):
         if self._fp8_policy is not None:
             summary = self._fp8_policy.summary
             logger.info_once("vllm-flashinfer-vit %s: %s", __version__, summary)
+        if advice := graphs_off(get_current_vllm_config()):
+            logger.info_once("vllm-flashinfer-vit %s: %s", __version__, advice)
 
     def _init_fp8_state(self) -> None:
         # The base class would judge FP8 by the backend that the models are told.
@@ -153,6 +166,8 @@ class FlashInferViTAttention(MMEncoderAttention):
         """
         if self._engine_scales is not None:
             self._engine_scales.check_names(self._fp8_policy, self._settings)
+        if self.program is not None:
+            self.program.build()
         if current_platform.is_cuda():
             self._warm_up.run(self)
         if self._fp8_state is not None:
@@ -169,11 +184,6 @@ class FlashInferViTAttention(MMEncoderAttention):
     def bounds(self) -> tuple[int, ...]:
         """The lengths, in tokens, up to which other kernels serve; ascending."""
         return self._plan.bounds
-
-    @property
-    def gets_rotary(self) -> bool:
-        """Whether q and k arrive unturned, with cos and sin, if they are turned."""
-        return gets_rotary(self.owner)
 
     def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str:
         """Return the name of a batch's kernel; see `Plan.kernel_for`."""
@@ -244,16 +254,74 @@ class FlashInferViTAttention(MMEncoderAttention):
         Raises:
             ValueError: The tensors do not fit each other; the layer is named.
         """
+        if self._watch is not None:
+            return self._watch(self, self._attend, batch)
+        return self._attend(batch)
+
+    def _attend(self, batch: Batch) -> torch.Tensor:
+        batch, fp8 = self._checked(batch), self._fp8()
+        if fp8 is None:
+            return ops.attention(batch, self.scale, self._plan)
+        return ops.fp8_attention(batch, self.scale, self._plan, fp8)
+
+    def prepare(
+        self, batch: Batch, sequence_lengths: torch.Tensor | None = None
+    ) -> ops.Call:
+        """Settle `attend` for what the batch's tensors will hold; see `ops.prepare`.
+
+        Args:
+            batch: As for `attend`; `cu_seqlens` may be vLLM's offsets in elements.
+            sequence_lengths: As for `forward_cuda`.
+
+        Raises:
+            ValueError: As `attend`.
+        """
+        cu_seqlens = token_offsets(batch.cu_seqlens, sequence_lengths)
+        if cu_seqlens is not batch.cu_seqlens:
+            batch = batch._replace(cu_seqlens=cu_seqlens)
+        if self.is_watched:
+            return functools.partial(self.attend, batch)
+        return ops.prepare(self._checked(batch), self.scale, self._plan, self._fp8())
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether every call has to go through `attend`."""
+        return self._watch is not None
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Have `watch(layer, attend, batch)` called where the layer attends.
+
+        Args:
+            watch: It returns what the layer is to return, as `attend(batch)` does.
+        """
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+
+    @property
+    def prepares_for(self) -> tuple[object, ...] | None:
+        """What layers have alike that can use each other's prepared calls.
+
+        None for a layer with scales of its own, whose calls serve no other.
+        """
+        return None if self._fp8_state else (*self.signature, self.scale)
+
+    def _fp8(self) -> ops.Fp8 | None:
+        policy = self._fp8_policy
+        if policy is None:
+            return None
+        state = None if self._fp8_state is None else self._fp8_state.scales_on_device
+        return ops.Fp8(policy.method, policy.save, state)
+
+    def _checked(self, batch: Batch) -> Batch:
         self._check(batch)
         if isinstance(batch.max_seqlen, int):
             max_seqlen = torch.tensor(batch.max_seqlen, dtype=torch.int32)
-            batch = batch._replace(max_seqlen=max_seqlen)
-        policy = self._fp8_policy
-        if policy is None:
-            return ops.attention(batch, self.scale, self._plan)
-        state = None if self._fp8_state is None else self._fp8_state.scales_on_device
-        fp8 = ops.Fp8(policy.method, policy.save, state)
-        return ops.fp8_attention(batch, self.scale, self._plan, fp8)
+            return batch._replace(max_seqlen=max_seqlen)
+        return batch
 
     def _where(self) -> str:
         # Only called to raise: torch.compile would guard on the name of every layer.
@@ -316,14 +384,24 @@ class FlashInferViTAttention(MMEncoderAttention):
 
 
 @functools.cache
-def _find_owners() -> None:
-    """Have torch say whose part layers become; from a process's first layer on."""
-    register_module_module_registration_hook(_note_owner)
+def _watch_towers() -> None:
+    """Have torch say which blocks towers get; from a process's first layer on."""
+    register_module_module_registration_hook(_attach_program)
 
 
-def _note_owner(module: torch.nn.Module, name: str, child: object) -> None:
-    if isinstance(child, FlashInferViTAttention) and child.owner is None:
-        child.owner = type(module)
+def _attach_program(module: torch.nn.Module, name: str, child: object) -> None:
+    """Give a block its program when it is put into the list of its tower's blocks."""
+    if not isinstance(module, torch.nn.ModuleList):
+        return
+    spec = spec_of(type(child))
+    if spec is None:
+        return
+    assert isinstance(child, torch.nn.Module)
+    layer = child.get_submodule(spec.attention)
+    # A tower of another backend may be of the same class.
+    if isinstance(layer, FlashInferViTAttention):
+        off = layer._settings.disabled_patches
+        layer.program = attach(spec, module, int(name), child, off)
 
 
 def _choose(

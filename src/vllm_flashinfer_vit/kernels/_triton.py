@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton kernels share."""
+"""What the Triton kernels share on the device, and the checks of their inputs."""
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 import triton
@@ -12,85 +9,6 @@ import triton.language as tl
 
 # 16-bit elements of the widest load, 16 bytes.
 _MAX_UNIT = 8
-# A forward pass has a handful of layouts, which its layers share.
-_MAX_LAYOUTS = 256
-
-_T = TypeVar("_T")
-
-
-class Launch:
-    """The launch of a kernel, in which all but the memory of its tensors is settled.
-
-    For every launch Triton inspects all arguments to find the compiled variant, which
-    takes it 30 to 45 us, and more where some are descriptors. With the scalars settled
-    a variant depends on the tensors' alignment and the device: the first launch is
-    Triton's own, and those after it run what that one compiled.
-    """
-
-    def __init__(
-        self, kernel: Any, grid: int, *scalars: int | float, **constants: Any
-    ) -> None:
-        """Settle a launch.
-
-        Args:
-            kernel: What `triton.jit` made of a function whose parameters are tensors,
-                scalars and constants, in this order.
-            grid: How many programs to run.
-            *scalars: The kernel's scalars.
-            **constants: Its constants, and options of Triton such as `num_warps`.
-        """
-        self._kernel = kernel
-        self._grid = (grid, 1, 1)
-        self._scalars = scalars
-        self._constants = constants
-        self._rest: tuple[Any, ...] = ()
-        self._runners: dict[int, Callable[..., None]] = {}
-
-    def __call__(self, *tensors: Any) -> None:
-        """Launch on the current stream; all but the addresses is the same every time.
-
-        Args:
-            *tensors: Tensors, descriptors of tensors for TMA, or None.
-        """
-        address_bits = 0
-        for tensor in tensors:
-            # No variant depends on where a descriptor points to.
-            if isinstance(tensor, torch.Tensor):
-                address_bits |= tensor.data_ptr()
-        is_aligned = address_bits % 16 == 0
-        if is_aligned and self._runners:
-            runner = self._runners.get(torch.cuda.current_device())
-            if runner is not None:
-                runner(*tensors, *self._rest)
-                return
-        compiled = self._kernel[self._grid](*tensors, *self._scalars, **self._constants)
-        # Triton's interpreter compiles nothing.
-        if is_aligned and compiled is not None:
-            names = self._kernel.arg_names[len(tensors) + len(self._scalars) :]
-            self._rest = (*self._scalars, *(self._constants[name] for name in names))
-            self._runners[torch.cuda.current_device()] = compiled[self._grid]
-
-
-def cached_by_layout(function: Callable[..., _T]) -> Callable[..., _T]:
-    """Cache a function that asks of tensors only their shapes, strides and dtypes."""
-    cache: dict[tuple[Any, ...], _T] = {}
-
-    @functools.wraps(function)
-    def cached(*args: Any) -> _T:
-        key = tuple(
-            [
-                (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
-                for x in args
-            ]
-        )
-        found = cache.get(key)
-        if found is None:
-            if len(cache) == _MAX_LAYOUTS:
-                cache.pop(next(iter(cache)))
-            found = cache[key] = function(*args)
-        return found
-
-    return cached
 
 
 def stride_unit(*sizes: int) -> int:

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout
 from vllm_flashinfer_vit.kernels._quantize import (
     absmax_pairs,
     absmax_tiles,
@@ -28,7 +29,7 @@ from vllm_flashinfer_vit.kernels._quantize import (
     load_pairs,
     turn_pairs,
 )
-from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, last_row
+from vllm_flashinfer_vit.kernels._triton import last_row
 from vllm_flashinfer_vit.kernels.formats import (
     BLOCK,
     E4M3_MAX,

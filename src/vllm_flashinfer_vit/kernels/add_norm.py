@@ -9,13 +9,13 @@ Numerics: fp32 throughout. A sum that is kept is rounded once; its norm is of th
 before it is rounded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout
+from vllm_flashinfer_vit.kernels._launch import Launch, Slot, cached_by_layout
 from vllm_flashinfer_vit.kernels.formats import (
     check_number_of_terms,
     check_sum_norm_inputs,
@@ -106,6 +106,41 @@ def sum_norm(
             normed,
         )
     return total, normed
+
+
+def prepare(
+    x: torch.Tensor,
+    branches: tuple[torch.Tensor, ...],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    normed: torch.Tensor,
+) -> Callable[..., None]:
+    """Settle `sum_norm` for streams that look like this one.
+
+    Args:
+        x: A stream, `[T, ..., C]`, T above 0.
+        branches: What is added to it, one tensor or two, each of T rows of C values.
+            Calls read what they hold by then. The sum with two is kept.
+        weight: As for `sum_norm`, like the other arguments.
+        bias: See `weight`.
+        eps: See `weight`.
+        normed: `[T, C]`, what each call writes the norm to. It may be the last branch.
+
+    Returns:
+        A call, for the current stream, of the stream, weight, bias and what to write
+        the sum to. Without a bias or a sum any tensor may stand for it. All start at a
+        multiple of 16 bytes.
+
+    Raises:
+        ValueError: As `sum_norm`.
+    """
+    count = 1 + len(branches)
+    terms = (x, *branches, branches[-1])[:3]
+    like = [term.view(normed.shape) for term in terms]
+    launch = _launch(*like, count, weight, bias, eps, count == 3)
+    given = weight, weight if bias is None else bias, x
+    return launch.settle(Slot(x), *terms[1:], *map(Slot, given), normed)
 
 
 @cached_by_layout

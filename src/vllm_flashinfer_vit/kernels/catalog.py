@@ -5,6 +5,7 @@ The op, the choices, `tune`, `doctor`, the warm-up, the trial run, the tests and
 table in docs/kernels.md read it. A record names its function, and imports nothing.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,6 +28,8 @@ class Kernel:
             `quantized` blocks it takes `(quantized, cu_seqlens, num_tokens, max_seqlen,
             scale, head_dim, dtype)`, with rows `(q, k, v, scales, cu_seqlens,
             max_seqlen, scale, head_dim, dtype)`.
+        prepare: `module:function` like `entry`, or None. It takes the same, and returns
+            a call that runs the kernel on what the tensors hold by then.
         needs: What it needs of the machine, the dtype and the head dim.
         max_len: Longest sequence that it takes, in tokens; None for any.
         rotates: Whether it turns q and k itself, if the whole head dim is turned.
@@ -52,6 +55,7 @@ class Kernel:
     sequences: str
     entry: str
     needs: Needs
+    prepare: str | None = None
     max_len: int | None = None
     rotates: bool = False
     quantized: Literal["blocks", "rows"] | None = None
@@ -76,6 +80,12 @@ class Kernel:
     def load(self) -> Callable[..., Any]:
         """Import the function."""
         return _load(self.entry)
+
+    def load_prepare(self) -> Callable[..., Callable[[], Any]]:
+        """Import what settles a call of it; without one nothing is settled."""
+        if self.prepare is None:
+            return functools.partial(functools.partial, self.load())
+        return _load(self.prepare)
 
     def padded_head_dim(self, head_dim: int, device: Any) -> int:
         """Return the head dim that rows of q, k and v are padded to with zeros."""
@@ -142,6 +152,7 @@ KERNELS: dict[str, Kernel] = {
             "pass",
             sequences="any",
             entry="flash_attn:attention",
+            prepare="flash_attn:prepare",
             # `supports_head_size` of vLLM's FlashAttention backend.
             needs=Needs("flash_attn", head_dims=(8, 256)),
             decides="flash_attn:fa_version",
@@ -153,6 +164,7 @@ KERNELS: dict[str, Kernel] = {
             sequences="any; best above 1024 tokens, with 512 rows and more to a "
             "sequence",
             entry="flash_attn:attention_4",
+            prepare="flash_attn:prepare_4",
             needs=Needs("flash_attn_4", head_dims=(64, 128), major=9),
             needs_trial=True,
             # It starts blocks for all sequences, and each looks through all. In
@@ -165,6 +177,7 @@ KERNELS: dict[str, Kernel] = {
             summary="FP8 with block scales, its warps specialised for Hopper",
             sequences="long",
             entry="hopper_fp8:attention",
+            prepare="hopper_fp8:prepare",
             needs=Needs(
                 "triton",
                 dtypes=_FP8,
@@ -200,6 +213,7 @@ KERNELS: dict[str, Kernel] = {
             "after one rotary pass",
             sequences="any; on an H200 most of 129 to 1024 tokens",
             entry="flash:attention",
+            prepare="flash:prepare",
             needs=_HALF_ON_TRITON,
         ),
         Kernel(
@@ -207,6 +221,7 @@ KERNELS: dict[str, Kernel] = {
             summary="FP8 with block scales, in Triton",
             sequences="long",
             entry="flash_fp8:attention",
+            prepare="flash_fp8:prepare",
             needs=Needs("triton", dtypes=_FP8, head_dims=(32, 128), capability=(8, 9)),
             quantized="blocks",
             needs_trial=True,
@@ -216,6 +231,7 @@ KERNELS: dict[str, Kernel] = {
             summary="one pass from the QKV projection to the output, rotary inside",
             sequences="up to 128 tokens",
             entry="window:attention",
+            prepare="window:prepare",
             needs=_HALF_ON_TRITON,
             max_len=MAX_WINDOW,
             rotates=True,

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._cudnn import PLANS, Plan, PlanCache, PlanKey
-from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout
+from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 from vllm_flashinfer_vit.kernels.seqlens import derive_seqlens
 from vllm_flashinfer_vit.machine.versions import MIN_CUDNN_FP8_HOPPER, format_cudnn

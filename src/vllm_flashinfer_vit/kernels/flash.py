@@ -11,16 +11,16 @@ the sum over v. A row's bits do not depend on which block of queries it lies in,
 neither on the batch nor on `max_seqlen`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._alignment import UNIT, aligned
+from vllm_flashinfer_vit.kernels._alignment import UNIT, aligned, is_aligned
+from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, returning
 from vllm_flashinfer_vit.kernels._triton import (
-    Launch,
-    cached_by_layout,
     check_qkv,
     find_sequence,
     load_columns,
@@ -225,13 +225,55 @@ def attention(
     Raises:
         ValueError: A tensor or `scale` breaks a demand above.
     """
-    q, k, v = aligned(q), aligned(k), aligned(v)
+    return prepare(q, k, v, cu_seqlens, max_seqlen, scale)()
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> Callable[[], torch.Tensor]:
+    """Settle `attention` for what these tensors will hold.
+
+    Args:
+        q: As for `attention`, like the other arguments.
+        k: See `q`.
+        v: See `q`.
+        cu_seqlens: See `q`.
+        max_seqlen: See `q`.
+        scale: See `q`.
+
+    Returns:
+        The call, for the current stream. Its output is the same tensor every time.
+
+    Raises:
+        ValueError: As `attention`.
+    """
+    if not (is_aligned(q) and is_aligned(k) and is_aligned(v)):
+        # Copies: made anew by every call.
+        return lambda: _settle(
+            aligned(q), aligned(k), aligned(v), cu_seqlens, max_seqlen, scale
+        )()
+    return _settle(q, k, v, cu_seqlens, max_seqlen, scale)
+
+
+def _settle(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> Callable[[], torch.Tensor]:
     config = _config(max_seqlen, q.shape[-1])
     launch = _launch(q, k, v, cu_seqlens, config, scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if out.numel() > 0:
-        launch(q, k, v, cu_seqlens, out)
-    return out
+    if out.numel() == 0:
+        return lambda: out
+    return returning(launch.settle(q, k, v, cu_seqlens, out), out)
 
 
 @cached_by_layout

@@ -7,10 +7,14 @@ computes them as 80.
 
 Both add what stock vLLM lacks in a CUDA graph's replay: cu_seqlens may end in zeros,
 rows of no sequence come out as zeros, and a NaN in them reaches no sequence.
+
+`prepare` and `prepare_4` do all that is the same for each layer of a tower once: what
+they return takes the host a fraction of what vLLM's interfaces take.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -20,12 +24,57 @@ from vllm_flashinfer_vit.kernels._alignment import aligned
 from vllm_flashinfer_vit.kernels.padding import mask_padding
 
 Run = Callable[..., None]
+# A compiled function and what it is called with.
+Recorded = tuple[Callable[..., Any], tuple[Any, ...]]
 
 # By the head dim that is computed, version 4's queries and keys of a tile, and whether
 # the weights stay in registers: the fastest of twelve on an H200 (docs/results.md). It
 # has its own choice for the others.
 _TILES_4: Mapping[int, Mapping[str, Any]] = MappingProxyType(
     {80: {"tile_mn": (192, 112), "mma_pv_is_rs": True, "intra_wg_overlap": True}}
+)
+
+# What version 3's op takes, in its order, as vLLM passes it for a plain batch.
+_ARGUMENTS_3: Mapping[str, Any] = MappingProxyType(
+    {
+        "q": None,
+        "k": None,
+        "v": None,
+        "k_new": None,
+        "v_new": None,
+        "q_v": None,
+        "out": None,
+        "cu_seqlens_q": None,
+        "cu_seqlens_k": None,
+        "cu_seqlens_k_new": None,
+        "seqused_q": None,
+        "seqused_k": None,
+        "max_seqlen_q": None,
+        "max_seqlen_k": None,
+        "page_table": None,
+        "kv_batch_idx": None,
+        "leftpad_k": None,
+        "rotary_cos": None,
+        "rotary_sin": None,
+        "seqlens_rotary": None,
+        "q_descale": None,
+        "k_descale": None,
+        "v_descale": None,
+        "softmax_scale": None,
+        "is_causal": False,
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": 0.0,
+        "is_rotary_interleaved": True,
+        "scheduler_metadata": None,
+        "num_splits": 0,
+        "pack_gqa": None,
+        "sm_margin": 0,
+        "s_aux": None,
+        "cp_world_size": 1,
+        "cp_rank": 0,
+        "cp_tot_seqused_k": None,
+    }
 )
 
 
@@ -55,6 +104,19 @@ def _varlen_func() -> Callable[..., torch.Tensor]:
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     return flash_attn_varlen_func
+
+
+@functools.cache
+def _forward_3() -> Callable[..., Any] | None:
+    """Return version 3's op if its arguments are those that are known here."""
+    # Importing it registers the op.
+    _varlen_func()
+    try:
+        forward = torch.ops._vllm_fa3_C.fwd.default
+    except AttributeError:
+        return None
+    names = [argument.name for argument in forward._schema.arguments]
+    return forward if names == list(_ARGUMENTS_3) else None
 
 
 @functools.cache
@@ -100,7 +162,7 @@ def attention(
     Raises:
         RuntimeError: vLLM has no FlashAttention for this GPU or these arguments.
     """
-    return _attend(_run, q, k, v, cu_seqlens, max_seqlen, scale)
+    return prepare(q, k, v, cu_seqlens, max_seqlen, scale)()
 
 
 def attention_4(
@@ -129,40 +191,106 @@ def attention_4(
     Raises:
         ImportError: vLLM or the machine lacks the kernel or CuTe DSL.
     """
-    return _attend(_run_4, q, k, v, cu_seqlens, max_seqlen, scale)
+    return prepare_4(q, k, v, cu_seqlens, max_seqlen, scale)()
 
 
-def _attend(
-    run: Run,
+def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     scale: float,
-) -> torch.Tensor:
+) -> Callable[[], torch.Tensor]:
+    """Settle what is the same each time `attention` runs on buffers that stay.
+
+    Whether a CUDA graph captures the calls is asked here, once.
+
+    Args:
+        q: As for `attention`. Calls read what q, k and v hold by then.
+        k: See `q`.
+        v: See `q`.
+        cu_seqlens: As for `attention`; new values need a new call of this function.
+        max_seqlen: As for `attention`.
+        scale: As for `attention`.
+
+    Returns:
+        A call that launches `attention` and returns its output: always the same
+        tensor, which each call overwrites.
+
+    Raises:
+        RuntimeError: As `attention`.
+    """
+    return _prepare(_run, _settle, q, k, v, cu_seqlens, max_seqlen, scale)
+
+
+def prepare_4(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> Callable[[], torch.Tensor]:
+    """Prepare as `prepare` does, for FlashAttention 4; the first call compiles.
+
+    Args:
+        q: As for `prepare`, like the other arguments.
+        k: See `q`.
+        v: See `q`.
+        cu_seqlens: See `q`.
+        max_seqlen: See `q`.
+        scale: See `q`.
+
+    Returns:
+        As `prepare`.
+
+    Raises:
+        ImportError: As `attention_4`.
+    """
+    return _prepare(_run_4, _settle_4, q, k, v, cu_seqlens, max_seqlen, scale)
+
+
+def _prepare(
+    run: Run,
+    settle: Callable[..., Callable[[], object]],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> Callable[[], torch.Tensor]:
     num_tokens, heads, head_dim = q.shape
-    if num_tokens == 0 or cu_seqlens.shape[0] == 1:
-        return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if torch.cuda.is_current_stream_capturing():
-        cu_seqlens = mask_padding(cu_seqlens, v, out)
-    else:
-        _compile_for_capture(heads, v.shape[1], head_dim, v.dtype, v.device)
+    if num_tokens == 0 or cu_seqlens.shape[0] == 1:
+        return out.zero_
     max_seqlen = max(1, min(max_seqlen, num_tokens))
-    run(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
-        softmax_scale=scale,
-        causal=False,
-        out=out,
-    )
-    return out
+    fixed = {
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
+        "softmax_scale": scale,
+        "causal": False,
+        "out": out,
+    }
+    if torch.cuda.is_current_stream_capturing():
+
+        def captured() -> torch.Tensor:
+            # Each layer writes v anew, its padding too.
+            mended = mask_padding(cu_seqlens, v, out)
+            run(q, k, v, cu_seqlens_q=mended, cu_seqlens_k=mended, **fixed)
+            return out
+
+        return captured
+
+    _compile_for_capture(heads, v.shape[1], head_dim, v.dtype, v.device)
+    launch = settle(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **fixed)
+
+    def call() -> torch.Tensor:
+        launch()
+        return out
+
+    return call
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> None:
@@ -173,3 +301,63 @@ def _run_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> 
     q, k, v = aligned(q), aligned(k), aligned(v)
     computed = -(-q.shape[2] // 16) * 16
     _forward_4()(q, k, v, **kwargs, **_TILES_4.get(computed, {}))
+
+
+def _settle(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, **kwargs: Any
+) -> Callable[[], object]:
+    """Return a call for what the tensors hold by then: the op itself if it is known."""
+    forward = _forward_3() if fa_version(q.shape[2]) == 3 else None
+    if forward is None or any(x.stride(-1) != 1 for x in (q, k, v)):
+        return functools.partial(_run, q, k, v, causal=causal, **kwargs)
+    given = {"q": q, "k": k, "v": v, "is_causal": causal, **kwargs}
+    return functools.partial(forward, *{**_ARGUMENTS_3, **given}.values())
+
+
+def _settle_4(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any
+) -> Callable[[], object]:
+    """Return a call as `_settle` does: the compiled function if it can be recorded."""
+    run = functools.partial(_run_4, q, k, v, **kwargs)
+    if not hasattr(_forward_4(), "compile_cache"):
+        return run
+    with _recording(_forward_4()) as calls:
+        run()
+    # With a split of the keys another kernel would have to follow.
+    if len(calls) != 1:
+        return run
+    function, arguments = calls[0]
+    read = {x.data_ptr() for x in arguments if isinstance(x, torch.Tensor)}
+    # A copy of an input would be that of today's values.
+    if any(x.data_ptr() not in read for x in (q, k, v, kwargs["out"])):
+        return run
+    return functools.partial(function, *arguments)
+
+
+class _Recorder:
+    """Stands in for a cache of compiled functions: what it returns only takes notes."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.calls: list[Recorded] = []
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.cache
+
+    def __setitem__(self, key: Any, function: Any) -> None:
+        self.cache[key] = function
+
+    def __getitem__(self, key: Any) -> Callable[..., None]:
+        function = self.cache[key]
+        return lambda *arguments: self.calls.append((function, arguments))
+
+
+@contextlib.contextmanager
+def _recording(forward: Any) -> Iterator[list[Recorded]]:
+    """Have version 4 compile its kernel, but note the launch instead of launching."""
+    cache = forward.compile_cache
+    forward.compile_cache = recorder = _Recorder(cache)
+    try:
+        yield recorder.calls
+    finally:
+        forward.compile_cache = cache

@@ -12,15 +12,15 @@ are added in fp32, in units of the last block's scale. A row's bits do not depen
 rest of the batch.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, returning
 from vllm_flashinfer_vit.kernels._triton import (
-    Launch,
-    cached_by_layout,
     find_sequence,
     split_width,
     store_columns,
@@ -223,15 +223,46 @@ def attention(
     Raises:
         ValueError: The tensors do not fit the sizes, or scale is not above 0.
     """
+    return prepare(
+        quantized, cu_seqlens, num_tokens, max_seqlen, scale, head_dim, dtype
+    )()
+
+
+def prepare(
+    quantized: QuantizedQKV,
+    cu_seqlens: torch.Tensor,
+    num_tokens: int,
+    max_seqlen: int,
+    scale: float,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> Callable[[], torch.Tensor]:
+    """Settle `attention` for what `quantized` and cu_seqlens will hold.
+
+    Args:
+        quantized: As for `attention`, like the other arguments.
+        cu_seqlens: See `quantized`.
+        num_tokens: See `quantized`.
+        max_seqlen: See `quantized`.
+        scale: See `quantized`.
+        head_dim: See `quantized`.
+        dtype: See `quantized`.
+
+    Returns:
+        The call, for the current stream. Its output is the same tensor every time.
+
+    Raises:
+        ValueError: As `attention`.
+    """
     launch = _plan(
         quantized.q, quantized.v, cu_seqlens, num_tokens, scale, head_dim, dtype
     )
     heads = quantized.q.shape[0]
     shape = (num_tokens, heads, head_dim)
     out = torch.empty(shape, dtype=dtype, device=quantized.q.device)
-    if num_tokens:
-        launch(*quantized, cu_seqlens, out)
-    return out
+    if not num_tokens:
+        return lambda: out
+    return returning(launch.settle(*quantized, cu_seqlens, out), out)
 
 
 @cached_by_layout

@@ -24,6 +24,7 @@ rescales it anyway. A row's bits depend on its sequence alone.
 """
 
 import struct
+from collections.abc import Callable
 
 import torch
 from triton.experimental import gluon
@@ -38,7 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan
 
-from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, split_width
+from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, returning
+from vllm_flashinfer_vit.kernels._triton import split_width
 from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV, check_blocks
 
 _LOG2_E = 1.4426950408889634
@@ -595,23 +597,52 @@ def attention(
         ValueError: The tensors do not fit the sizes, D is above 80, or scale
             is not above 0.
     """
+    return prepare(
+        quantized, cu_seqlens, num_tokens, max_seqlen, scale, head_dim, dtype
+    )()
+
+
+def prepare(
+    quantized: QuantizedQKV,
+    cu_seqlens: torch.Tensor,
+    num_tokens: int,
+    max_seqlen: int,
+    scale: float,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> Callable[[], torch.Tensor]:
+    """Settle `attention` for what `quantized` and cu_seqlens will hold.
+
+    Args:
+        quantized: As for `attention`, like the other arguments.
+        cu_seqlens: See `quantized`.
+        num_tokens: See `quantized`.
+        max_seqlen: See `quantized`.
+        scale: See `quantized`.
+        head_dim: See `quantized`.
+        dtype: See `quantized`.
+
+    Returns:
+        The call, for the current stream. Its output is the same tensor every time.
+
+    Raises:
+        ValueError: As `attention`.
+    """
     q, k, v = quantized.q, quantized.k, quantized.v
     shape = (num_tokens, q.shape[0], head_dim)
     out = torch.empty(shape, dtype=dtype, device=q.device)
     launch, descs = _plan(q, k, v, cu_seqlens, out, scale, q.device)
-    if num_tokens:
-        launch(
-            *(
-                _point(desc, x)
-                for desc, x in zip(descs, (q, q, k, k, v, v), strict=True)
-            ),
-            quantized.q_scale,
-            quantized.k_scale,
-            quantized.v_scale,
-            cu_seqlens,
-            out,
-        )
-    return out
+    if not num_tokens:
+        return lambda: out
+    settled = launch.settle(
+        *(_point(desc, x) for desc, x in zip(descs, (q, q, k, k, v, v), strict=True)),
+        quantized.q_scale,
+        quantized.k_scale,
+        quantized.v_scale,
+        cu_seqlens,
+        out,
+    )
+    return returning(settled, out)
 
 
 @cached_by_layout

@@ -14,10 +14,13 @@ the range saturate; NaN and Inf become NaN. The bits equal those of
 `kernels/quantize_ref.py`.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
+from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, nothing
 from vllm_flashinfer_vit.kernels._pairs import finite, to_e4m3
 from vllm_flashinfer_vit.kernels._quantize import (
     absmax_pairs,
@@ -36,8 +39,6 @@ from vllm_flashinfer_vit.kernels._quantize import (
     turn_pairs,
 )
 from vllm_flashinfer_vit.kernels._triton import (
-    Launch,
-    cached_by_layout,
     find_sequence,
     load_columns,
     split_width,
@@ -294,6 +295,37 @@ def quantize_blocks(
     Raises:
         ValueError: A tensor breaks a demand above.
     """
+    launch, quantized = prepare(q, k, v, cu_seqlens, cos, sin, scales)
+    launch()
+    return quantized
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> tuple[Callable[[], object], QuantizedQKV]:
+    """Settle `quantize_blocks` for what q, k, v, cu_seqlens and scales will hold.
+
+    Args:
+        q: As for `quantize_blocks`, like the other arguments.
+        k: See `q`.
+        v: See `q`.
+        cu_seqlens: See `q`.
+        cos: See `q`; a copy that it needs is made now.
+        sin: Like cos.
+        scales: See `q`.
+
+    Returns:
+        The call, for the current stream; and the tensors that every call writes.
+
+    Raises:
+        ValueError: As `quantize_blocks`.
+    """
     cos, sin = contiguous_columns(cos), contiguous_columns(sin)
     launch, shapes = _plan(q, k, v, cu_seqlens, cos, sin, scales)
     dtypes = (torch.float8_e4m3fn,) * 3 + (torch.float32,) * 3
@@ -303,18 +335,19 @@ def quantize_blocks(
             for shape, dtype in zip(shapes, dtypes, strict=True)
         )
     )
-    if q.shape[0]:
-        launch(
-            q,
-            k,
-            v,
-            q if cos is None else cos,
-            q if sin is None else sin,
-            out.q_scale if scales is None else scales,
-            cu_seqlens,
-            *out,
-        )
-    return out
+    if not q.shape[0]:
+        return nothing, out
+    settled = launch.settle(
+        q,
+        k,
+        v,
+        q if cos is None else cos,
+        q if sin is None else sin,
+        out.q_scale if scales is None else scales,
+        cu_seqlens,
+        *out,
+    )
+    return settled, out
 
 
 @cached_by_layout

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout
 from vllm_flashinfer_vit.kernels._quantize import (
     angle_strides,
     check_inputs,
@@ -25,7 +26,7 @@ from vllm_flashinfer_vit.kernels._quantize import (
     store_pairs,
     turn_pairs,
 )
-from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, last_row
+from vllm_flashinfer_vit.kernels._triton import last_row
 from vllm_flashinfer_vit.kernels.formats import BLOCK
 
 _NUM_WARPS = 8

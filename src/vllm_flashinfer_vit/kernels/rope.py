@@ -10,11 +10,14 @@ Numerics: fp32 arithmetic without fused multiply-add, one rounding at the end; b
 bit what `kernels/rope_ref.py` returns.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout, stride_unit
+from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, nothing
+from vllm_flashinfer_vit.kernels._triton import stride_unit
 from vllm_flashinfer_vit.kernels.formats import check_rope_inputs
 
 _BLOCK = 1024
@@ -137,6 +140,28 @@ def rope(
     Raises:
         ValueError: A tensor breaks a demand above.
     """
+    launch, turned = prepare(q, k, cos, sin)
+    launch()
+    return turned
+
+
+def prepare(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[Callable[[], object], tuple[torch.Tensor, torch.Tensor]]:
+    """Settle `rope` for what q and k will hold.
+
+    Args:
+        q: As for `rope`, like the other arguments.
+        k: See `q`.
+        cos: See `q`; a copy that it needs is made now.
+        sin: Like cos.
+
+    Returns:
+        The call, for the current stream; and q and k as every call writes them.
+
+    Raises:
+        ValueError: As `rope`.
+    """
     if cos.stride()[-1] != 1:
         cos = cos.contiguous()
     if sin.stride()[-1] != 1:
@@ -144,9 +169,10 @@ def rope(
     launch = _launch(q, k, cos, sin)
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     k_out = torch.empty_like(k, memory_format=torch.contiguous_format)
-    if q.numel() > 0:
-        launch(q, k, cos, sin, q_out, k_out)
-    return q_out, k_out
+    turned = q_out, k_out
+    if q.numel() == 0:
+        return nothing, turned
+    return launch.settle(q, k, cos, sin, q_out, k_out), turned
 
 
 @cached_by_layout

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._triton import Launch, cached_by_layout
+from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout
 
 # Few images and a few hundred windows fit one block; a long batch is searched in
 # strides that keep its last block from reading in hundreds of steps.

@@ -12,15 +12,15 @@ dtype, as an unfused embedding rounds them: the fused result has the bits of
 `kernels/rope.py` followed by this kernel. Weights are rounded before the sum over v.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, returning
 from vllm_flashinfer_vit.kernels._triton import (
-    Launch,
-    cached_by_layout,
     check_qkv,
     load_columns,
     split_width,
@@ -235,17 +235,48 @@ def attention(
     Raises:
         ValueError: A tensor or `max_seqlen` breaks a demand above.
     """
+    return prepare(q, k, v, cu_seqlens, max_seqlen, scale, cos, sin)()
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+) -> Callable[[], torch.Tensor]:
+    """Settle `attention` for what q, k, v and cu_seqlens will hold.
+
+    Args:
+        q: As for `attention`, like the other arguments.
+        k: See `q`.
+        v: See `q`.
+        cu_seqlens: See `q`.
+        max_seqlen: See `q`.
+        scale: See `q`.
+        cos: See `q`; a copy that it needs is made now.
+        sin: Like cos.
+
+    Returns:
+        The call, for the current stream. Its output is the same tensor every time.
+
+    Raises:
+        ValueError: As `attention`.
+    """
     if cos is not None and cos.stride()[-1] != 1:
         cos = cos.contiguous()
     if sin is not None and sin.stride()[-1] != 1:
         sin = sin.contiguous()
     launch = _launch(q, k, v, cu_seqlens, max_seqlen, scale, cos, sin)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if out.numel() > 0:
-        # Without an embedding, nothing reads what stands for its tables.
-        turn = (q, q) if cos is None or sin is None else (cos, sin)
-        launch(q, k, v, *turn, cu_seqlens, out)
-    return out
+    if out.numel() == 0:
+        return lambda: out
+    # Without an embedding, nothing reads what stands for its tables.
+    turn = (q, q) if cos is None or sin is None else (cos, sin)
+    return returning(launch.settle(q, k, v, *turn, cu_seqlens, out), out)
 
 
 @cached_by_layout

@@ -19,6 +19,8 @@ from vllm_flashinfer_vit.kernels.formats import DynamicScales
 from vllm_flashinfer_vit.ops.batch import Batch, Ready, ready
 from vllm_flashinfer_vit.ops.plan import Plan
 
+Call = Callable[[], torch.Tensor]
+
 _LIBRARY = Library("vllm_flashinfer_vit", "DEF")
 
 
@@ -38,8 +40,8 @@ class Fp8(NamedTuple):
 
 
 @functools.cache
-def _kernel(name: str) -> Callable[..., torch.Tensor]:
-    return KERNELS[name].load()
+def _prepare_kernel(name: str) -> Callable[..., Call]:
+    return KERNELS[name].load_prepare()
 
 
 def rotate(
@@ -72,7 +74,7 @@ def attention(batch: Batch, scale: float, plan: Plan) -> torch.Tensor:
     # A fake tensor, like any other subclass, is the dispatcher's to handle.
     if torch.compiler.is_compiling() or type(batch.q) is not torch.Tensor:
         return torch.ops.vllm_flashinfer_vit.attention(*batch, scale, plan.text)
-    return _run(batch, scale, plan)
+    return prepare(batch, scale, plan)()
 
 
 def fp8_attention(batch: Batch, scale: float, plan: Plan, fp8: Fp8) -> torch.Tensor:
@@ -92,64 +94,115 @@ def fp8_attention(batch: Batch, scale: float, plan: Plan, fp8: Fp8) -> torch.Ten
         return torch.ops.vllm_flashinfer_vit.fp8_attention(
             *batch, scale, plan.text, fp8.method, fp8.save, *state
         )
-    return _run_fp8(batch, scale, plan, fp8)
+    return prepare(batch, scale, plan, fp8)()
 
 
-def _run(batch: Batch, scale: float, plan: Plan) -> torch.Tensor:
-    if batch.q.shape[0] == 0:
-        return torch.empty_like(batch.q, memory_format=torch.contiguous_format)
+def prepare(batch: Batch, scale: float, plan: Plan, fp8: Fp8 | None = None) -> Call:
+    """Settle all of an attention but what its tensors hold.
+
+    The layers of a tower have batches of one shape. Where their tensors are the same,
+    too, one call serves them all, and takes the host little more than its launches.
+
+    Args:
+        batch: The sequences. q, k and v are read by each call; the others must hold
+            what they hold now.
+        scale: Softmax scale.
+        plan: Which kernel serves which batch.
+        fp8: Where scales come from; None for attention in q's dtype.
+
+    Returns:
+        The call, for the current stream, and for a graph's capture if there is one now.
+        It returns `[T, H, D]`, contiguous, q's dtype; the next call may overwrite it.
+    """
+    q, k, v = batch.q, batch.k, batch.v
+    if q.shape[0] == 0:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        return lambda: out
+    if not q.stride(2) == k.stride(2) == v.stride(2) == 1:
+        # Copies: made anew by every call.
+        return lambda: prepare(
+            batch._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous()),
+            scale,
+            plan,
+            fp8,
+        )()
     inputs = ready(batch)
-    return _attend(plan.kernel_for(inputs.longest, inputs.mean_len), inputs, scale)
+    name = plan.kernel_for(inputs.longest, inputs.mean_len)
+    if fp8 is None:
+        return _prepare(name, inputs, scale)
+    return _prepare_fp8(name, inputs, scale, fp8)
 
 
-def _attend(name: str, inputs: Ready, scale: float) -> torch.Tensor:
-    """Run a kernel that computes in q's dtype."""
-    kernel = _kernel(name)
+def _prepare(name: str, inputs: Ready, scale: float) -> Call:
+    """Prepare a kernel that computes in q's dtype."""
+    kernel = _prepare_kernel(name)
     q, k, v, cos, sin, cu_seqlens, longest = inputs
     if cos is None or sin is None:
         return kernel(q, k, v, cu_seqlens, longest, scale)
     if KERNELS[name].rotates and 2 * cos.shape[1] == q.shape[2]:
         return kernel(q, k, v, cu_seqlens, longest, scale, cos, sin)
-    q, k = rotate(q, k, cos, sin)
-    return kernel(q, k, v, cu_seqlens, longest, scale)
+    if not q.is_cuda:
+        return lambda: kernel(*rotate(q, k, cos, sin), v, cu_seqlens, longest, scale)()
+    from vllm_flashinfer_vit.kernels.rope import prepare as prepare_rope
+
+    turn, turned = prepare_rope(q, k, cos, sin)
+    return _after(turn, kernel(*turned, v, cu_seqlens, longest, scale))
 
 
-def _run_fp8(batch: Batch, scale: float, plan: Plan, fp8: Fp8) -> torch.Tensor:
-    if batch.q.shape[0] == 0:
-        return torch.empty_like(batch.q, memory_format=torch.contiguous_format)
-    inputs = ready(batch)
-    name = plan.kernel_for(inputs.longest, inputs.mean_len)
+def _after(first: Callable[[], object], then: Call) -> Call:
+    def call() -> torch.Tensor:
+        first()
+        return then()
+
+    return call
+
+
+def _prepare_fp8(name: str, inputs: Ready, scale: float, fp8: Fp8) -> Call:
     record = KERNELS[name]
+    if not record.is_fp8:
+        call = _prepare(name, inputs, scale)
+    elif record.quantized == "rows":
+        call = functools.partial(_attend_rows, name, inputs, scale, fp8)
+    else:
+        call = _prepare_blocks(name, inputs, scale, fp8)
     if fp8.save or (record.is_fp8 and fp8.method == "dynamic"):
         assert fp8.state is not None
-        _observe(inputs, fp8.state)
-    if not record.is_fp8:
-        return _attend(name, inputs, scale)
+        return _after(functools.partial(_observe, inputs, fp8.state), call)
+    return call
+
+
+def _attend_rows(name: str, inputs: Ready, scale: float, fp8: Fp8) -> torch.Tensor:
+    from vllm_flashinfer_vit.kernels.quantize_rows import quantize_rows
+
+    assert fp8.state is not None
+    q, k, v, cos, sin, cu_seqlens, longest = inputs
+    scales, head_dim = fp8.state.scales, q.shape[2]
+    width = KERNELS[name].padded_head_dim(head_dim, q.device)
+    rows = quantize_rows(q, k, v, cu_seqlens, scales, width, cos, sin)
+    return _prepare_kernel(name)(
+        *rows, scales, cu_seqlens, longest, scale, head_dim, q.dtype
+    )()
+
+
+def _prepare_blocks(name: str, inputs: Ready, scale: float, fp8: Fp8) -> Call:
     q, k, v, cos, sin, cu_seqlens, longest = inputs
     num_tokens, _, head_dim = q.shape
     scales = None
     if fp8.method != "block":
         assert fp8.state is not None
         scales = fp8.state.scales
-    if record.quantized == "rows":
-        from vllm_flashinfer_vit.kernels.quantize_rows import quantize_rows
+    kernel = _prepare_kernel(name)
+    rest = cu_seqlens, num_tokens, longest, scale, head_dim, q.dtype
+    if not q.is_cuda:
+        from vllm_flashinfer_vit.kernels.quantize_ref import quantize_blocks_ref
 
-        assert scales is not None
-        width = record.padded_head_dim(head_dim, q.device)
-        rows = quantize_rows(q, k, v, cu_seqlens, scales, width, cos, sin)
-        return _kernel(name)(
-            *rows, scales, cu_seqlens, longest, scale, head_dim, q.dtype
-        )
-    if q.is_cuda:
-        from vllm_flashinfer_vit.kernels.quantize import quantize_blocks as quantize
-    else:
-        from vllm_flashinfer_vit.kernels.quantize_ref import (
-            quantize_blocks_ref as quantize,
-        )
-    quantized = quantize(q, k, v, cu_seqlens, cos, sin, scales)
-    return _kernel(name)(
-        quantized, cu_seqlens, num_tokens, longest, scale, head_dim, q.dtype
-    )
+        return lambda: kernel(
+            quantize_blocks_ref(q, k, v, cu_seqlens, cos, sin, scales), *rest
+        )()
+    from vllm_flashinfer_vit.kernels.quantize import prepare as prepare_quantizer
+
+    quantize, quantized = prepare_quantizer(q, k, v, cu_seqlens, cos, sin, scales)
+    return _after(quantize, kernel(quantized, *rest))
 
 
 def _observe(inputs: Ready, state: DynamicScales) -> None:
@@ -180,7 +233,7 @@ def _attention(
     plan: str,
 ) -> torch.Tensor:
     batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len)
-    return _run(batch, scale, Plan.decode(plan))
+    return prepare(batch, scale, Plan.decode(plan))()
 
 
 def _fp8_attention(
@@ -207,7 +260,7 @@ def _fp8_attention(
         assert amax is not None and history is not None and position is not None
         state = DynamicScales(amax, history, position, scales)
     fp8 = Fp8(method, save, state)  # type: ignore[arg-type]
-    return _run_fp8(batch, scale, Plan.decode(plan), fp8)
+    return prepare(batch, scale, Plan.decode(plan), fp8)()
 
 
 def _fake(q: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -62,13 +62,6 @@ class Ready(NamedTuple):
 def ready(batch: Batch) -> Ready:
     """Derive on the device, and on the host without waiting for it, what is missing."""
     q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len = batch
-    # Spelled out: a loop would cost a third of what the op takes the host.
-    if q.stride(2) != 1:
-        q = q.contiguous()
-    if k.stride(2) != 1:
-        k = k.contiguous()
-    if v.stride(2) != 1:
-        v = v.contiguous()
     num_tokens = q.shape[0]
     longest = num_tokens
     if cu_seqlens is None:

@@ -1,0 +1,642 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the blocks of a vision tower, each step of which is one launch or a view.
+
+A pass through a tower settles all launches once, for buffers that the blocks share:
+then a block only hands over the addresses of its own weights. The sum at a block's end
+is normalised for the next block in the same launch, and both branches of a block are
+added at once: the residual stream is rounded once in a block, twice in the last.
+
+Numerics: see `kernels.add_norm`, `kernels.rope` and the attention kernels; GEMMs round
+their fp32 sums once, after the bias and the activation that they apply.
+"""
+
+import functools
+import operator
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_flashinfer_vit.blocks import norms, quack
+from vllm_flashinfer_vit.blocks.aligned_linear import align, padded_inputs
+from vllm_flashinfer_vit.blocks.cublaslt import Problems
+from vllm_flashinfer_vit.blocks.linear import (
+    OwnLinear,
+    QuackGemm,
+    Step,
+    Weights,
+    gemm,
+    is_plain,
+    is_unquantized,
+)
+from vllm_flashinfer_vit.blocks.norms import Norm
+from vllm_flashinfer_vit.blocks.spec import BlockSpec
+from vllm_flashinfer_vit.ops.batch import Batch
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
+
+# Attribute of a block and of the list that it is in.
+_PROGRAM = "vllm_flashinfer_vit_program"
+# Attribute of the `forward` of a class of blocks.
+_SPEC = "vllm_flashinfer_vit_spec"
+
+# From how many rows on QuACK is faster than cuBLAS and an activation on an H200, and
+# than cuBLAS alone, where there is less to save (docs/results.md).
+MIN_QUACK_ROWS = 1024
+MIN_QUACK_PLAIN_ROWS = 2048
+
+_QUACK_NAMES = {
+    "swiglu": quack.SWIGLU,
+    "quick_gelu": quack.QUICK_GELU,
+    "tanh_gelu": quack.TANH_GELU,
+}
+# Passes that are kept: some of up to 3000 patches each, where the host's time counts.
+MAX_KEPT_BYTES = 64 * 2**20
+# Of tables that a pass has settled attention for: two with windows, for two batches.
+_MAX_TABLES = 4
+# Elements: buffers start at whole lines of the cache.
+_ALIGNMENT = 128
+
+
+class Attention(Protocol):
+    """What the program needs of an attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    gets_rotary: bool
+    is_watched: bool
+
+    @property
+    def prepares_for(self) -> tuple[object, ...] | None: ...
+
+    def prepare(
+        self, batch: Batch, sequence_lengths: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor]: ...
+
+
+class TowerProgram:
+    """The programs of a tower's blocks, and the pass that runs through them.
+
+    Attributes:
+        blocks: By their place in the tower.
+        problems: The algorithms of its GEMMs.
+        groups: Numbers of layers that can use each other's settled attention.
+        quack: Why QuACK cannot run layers of some sizes, by the sizes; None if it can.
+        now: The pass that a block has handed on and none has taken yet.
+    """
+
+    def __init__(self) -> None:
+        """Begin without blocks."""
+        self.blocks: dict[int, BlockProgram] = {}
+        self.problems = Problems()
+        self.groups: dict[tuple[object, ...], int] = {}
+        self.quack: dict[tuple[object, ...], str | None] = {}
+        self.now: Pass | None = None
+        self._kept: OrderedDict[object, Pass] = OrderedDict()
+
+    def take(self, index: int, x: torch.Tensor) -> "Pass | None":
+        """Return the pass that the block before handed on with `x`, if it did.
+
+        Nothing is left behind: an error frees the buffers, and whoever then calls the
+        block again does not find them half written.
+        """
+        now, self.now = self.now, None
+        if now is None or now.total is None or now.total() is not x:
+            return None
+        return now if now.index == index else None
+
+    def hand_on(self, now: "Pass", index: int, total: torch.Tensor) -> None:
+        """Keep a pass for a block that gets `total`, while that tensor lives."""
+        self.now = now
+        now.index = index
+        now.total = weakref.ref(total, self._forget)
+
+    def begin(self, program: "BlockProgram", x: torch.Tensor) -> "Pass":
+        """Return a pass for a stream `[T, 1, C]`: one that has ended, or a new one."""
+        key = _pass_key(x)
+        now = None if key is None else self._kept.pop(key, None)
+        if now is None:
+            now = Pass(program, x, key)
+        return now
+
+    def end(self, now: "Pass") -> None:
+        """Keep a pass for the next one of its size: its launches stay settled."""
+        if now.key is None:
+            return
+        self._kept[now.key] = now
+        while sum(kept.nbytes for kept in self._kept.values()) > MAX_KEPT_BYTES:
+            self._kept.popitem(last=False)
+
+    def forget(self) -> None:
+        """Drop what is kept, since blocks have other steps now."""
+        self._kept.clear()
+
+    def _forget(self, dead: "weakref.ref[torch.Tensor]") -> None:
+        # Nobody can call the next block any more: the buffers go, too.
+        if self.now is not None and self.now.total is dead:
+            self.now = None
+
+
+class Pass:
+    """What the blocks of one pass share: buffers, and launches that use them.
+
+    Attributes:
+        normed: `[T, C]`, what a block's attention or MLP gets; then the MLP's output.
+        qkv: `[T, (H + 2 H_kv) D]`.
+        attended: `[T, C]`, what attention adds to the stream.
+        stacked: `[T, 2 I]`, gate and up, or None.
+        hidden: `[T, I]`, what the MLP's second layer gets.
+        index: The block whose first norm `normed` holds.
+        total: The sum that the last block returned.
+        settled: Launches, by what they are for.
+        attention: Settled attention, with the tables that it reads.
+        key: What it can be kept by, or None.
+    """
+
+    def __init__(self, program: "BlockProgram", x: torch.Tensor, key: object) -> None:
+        """Make the buffers for blocks like this one, and the stream `[T, 1, C]`."""
+        rows, width = x.shape[0], x.shape[-1]
+        qkv, hidden, stacked = program.widths
+        # Attention's projection, which outlives q, k and v, lies before the MLP's.
+        sizes = [width, hidden, stacked]
+        tail = max(rows * qkv, sum(_aligned(rows * size) for size in sizes))
+        memory = x.new_empty(_aligned(rows * width) + tail)
+        starts = [0]
+        for size in (width, width, hidden):
+            starts.append(starts[-1] + _aligned(rows * size))
+
+        def buffer(start: int, columns: int) -> torch.Tensor:
+            return memory.narrow(0, start, rows * columns).view(rows, columns)
+
+        self.normed = buffer(0, width)
+        self.qkv = buffer(starts[1], qkv)
+        self.attended = buffer(starts[1], width)
+        self.hidden = buffer(starts[2], hidden)
+        self.stacked = buffer(starts[3], stacked) if stacked else None
+        self.index = 0
+        self.total: weakref.ref[torch.Tensor] | None = None
+        self.settled: dict[object, Any] = {}
+        self.attention: dict[object, tuple[Any, tuple[Any, ...]]] = {}
+        self.key = key
+        self._memory = memory
+
+    @property
+    def nbytes(self) -> int:
+        """About the memory that it holds, in bytes."""
+        # Attention turns q and k, and returns, in as much memory as the projection's.
+        return self._memory.nbytes + len(self.attention) * self.qkv.nbytes
+
+
+def _pass_key(x: torch.Tensor) -> object:
+    """Return what passes have alike that can follow each other, None for no other."""
+    stream = 0
+    if x.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            # Its memory is the graph's.
+            return None
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    # A tensor of inference mode cannot be written outside of it.
+    return x.shape, x.dtype, x.device, stream, torch.is_inference_mode_enabled()
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _ALIGNMENT) * _ALIGNMENT
+
+
+class BlockProgram:
+    """The steps of one block, resolved once its weights are loaded.
+
+    Attributes:
+        steps: What each step is, for people.
+        widths: Columns of the buffers for q, k and v, for the MLP's hidden values, and
+            for stacked gate and up, 0 without.
+    """
+
+    def __init__(
+        self,
+        spec: BlockSpec,
+        block: torch.nn.Module,
+        place: tuple[TowerProgram, int],
+        off: frozenset[str],
+    ) -> None:
+        """Take a block that was just built; `build` makes it ready.
+
+        Args:
+            spec: What the block is.
+            block: The block.
+            place: The tower's program, and the block's place in it.
+            off: Names of `OPTIMISATIONS` that are left out.
+        """
+        self.spec = spec
+        self.steps: dict[str, str] = {}
+        self.widths = (0, 0, 0)
+        self._block = block
+        self._tower, self._index = place
+        self._off = off
+        self._is_ready = False
+        self._tower.blocks[self._index] = self
+        self._attention: Attention = self._part(spec.attention)
+        self._attention.gets_rotary = True
+        # Adapters are added to what a layer itself returns, in the checkpoint's size.
+        self._gets_adapters = _gets_adapters()
+        first, second = self._part(spec.first), self._part(spec.second)
+        if (
+            "aligned" not in off
+            and not self._gets_adapters
+            and _computes(self._part(spec.act), spec.activation)
+            and is_unquantized(first)
+            and is_unquantized(second)
+        ):
+            # All activations here make 0 of the 0 that the first layer pads with.
+            align(first, second, 2 if spec.activation == "swiglu" else 1)
+
+    def _part(self, path: str) -> Any:
+        return self._block.get_submodule(path)
+
+    def build(self) -> None:
+        """Resolve the steps. The weights are loaded; later loads need no other call."""
+        spec = self.spec
+        attention = self._attention
+        self._norm1, self._norm2 = (
+            Norm(self._part(path)) for path in (spec.norm1, spec.norm2)
+        )
+        heads = attention.num_heads + 2 * attention.num_kv_heads
+        self._heads = attention.num_heads, attention.num_kv_heads, attention.head_size
+        self._split = None
+        if spec.split is not None and getattr(self._part(spec.qkv), "tp_size", 1) > 1:
+            owner, _, method = spec.split.rpartition(".")
+            self._split = getattr(self._part(owner), method)
+        self._group = None
+        # What ranks gather are tensors of its own for each block.
+        if self._split is None and attention.prepares_for is not None:
+            groups = self._tower.groups
+            self._group = groups.setdefault(attention.prepares_for, len(groups))
+        self._tower.forget()
+        self._qkv, self._quack_qkv = self._projection(spec.qkv, may_quack=True)
+        self._proj, _ = self._projection(spec.proj)
+        self._second, _ = self._projection(spec.second)
+        self._build_mlp()
+        hidden = self._width(spec.second)
+        is_gated = spec.activation == "swiglu"
+        self.widths = heads * attention.head_size, hidden, 2 * hidden * is_gated
+        is_fused = "add_norm" not in self._off
+        self._prepare_sum = norms.prepare if is_fused else norms.separate
+        self.steps["add_norm"] = "one kernel" if is_fused else "left out by a setting"
+        self._is_ready = True
+
+    def _width(self, path: str) -> int:
+        """Return a layer's inputs on this rank, padding included."""
+        return padded_inputs(self._part(path))
+
+    def _projection(
+        self, path: str, may_quack: bool = False
+    ) -> tuple[Step | OwnLinear, QuackGemm | None]:
+        """Return a layer's step, and the one for large batches if there is another."""
+        layer = self._part(path)
+        if not self._is_direct(layer):
+            self.steps[path] = f"vLLM's own {type(layer).__name__}"
+            return OwnLinear(self._block, path), None
+        weights = Weights(layer)
+        self.steps[path] = "cuBLAS"
+        fast = None
+        if may_quack and "quack_qkv" not in self._off:
+            expected = functools.partial(_linear, weights)
+            fast = self._quack(path, weights, None, MIN_QUACK_PLAIN_ROWS, expected)
+        return gemm(weights, self._tower.problems), fast
+
+    def _build_mlp(self) -> None:
+        spec = self.spec
+        layer, act = self._part(spec.first), self._part(spec.act)
+        self._act = act
+        self._quack_mlp = None
+        is_known = _computes(act, spec.activation)
+        self._act_into = _compiled_act(spec.activation) if is_known else None
+        self._first_acts = False
+        self._first: Step | OwnLinear = OwnLinear(self._block, spec.first)
+        if not self._is_direct(layer):
+            self.steps[spec.first] = f"vLLM's own {type(layer).__name__}"
+            return
+        weights = Weights(layer)
+        self._first_acts = (
+            is_known
+            and spec.activation == "tanh_gelu"
+            and weights.bias is not None
+            and "fused_gelu" not in self._off
+        )
+        self._first = gemm(weights, self._tower.problems, self._first_acts)
+        with_act = "with the activation" if self._first_acts else "then the activation"
+        self.steps[spec.first] = f"cuBLAS, {with_act}"
+        if is_known and "quack_mlp" not in self._off:
+            name = _QUACK_NAMES[spec.activation]
+            expected = functools.partial(self._plain_hidden, weights)
+            self._quack_mlp = self._quack(
+                spec.first, weights, name, MIN_QUACK_ROWS, expected
+            )
+
+    def _plain_hidden(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
+        return self._act(_linear(weights, x))
+
+    def _is_direct(self, layer: torch.nn.Module) -> bool:
+        return can_run(layer) and not self._gets_adapters
+
+    def _quack(
+        self,
+        path: str,
+        weights: Weights,
+        activation: str | None,
+        min_rows: int,
+        expected: Callable[[torch.Tensor], torch.Tensor],
+    ) -> QuackGemm | None:
+        """Return a layer's step by QuACK, or None and say why."""
+        weight = weights.weight
+        if not quack.has_quack():
+            return None
+        if not quack.fits(len(weight), weight.shape[1], weight.dtype, activation):
+            return None
+        sizes = (*weight.shape, weight.dtype, activation, weights.bias is None)
+        if sizes not in self._tower.quack:
+            self._tower.quack[sizes] = quack.build(
+                weight, weights.bias, activation, expected
+            )
+        if reason := self._tower.quack[sizes]:
+            logger.warning_once(
+                "QuACK cannot run %s of the vision tower's blocks, so batches of every "
+                "size run as small ones do: %s",
+                path,
+                reason,
+            )
+            return None
+        gpu = torch.cuda.get_device_properties(weight.device)
+        self.steps[path] += f"; from {min_rows} rows on QuACK"
+        return QuackGemm(weights, activation, min_rows, gpu.multi_processor_count)
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether the program can run on a stream: `[T, 1, C]`, at least one token."""
+        return (
+            self._is_ready
+            and x.dim() == 3
+            and x.shape[1] == 1
+            and x.shape[0] > 0
+            and x.is_contiguous()
+            and not torch.compiler.is_compiling()
+        )
+
+    def run(
+        self,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        rotary_pos_emb_cos: torch.Tensor,
+        rotary_pos_emb_sin: torch.Tensor,
+        max_seqlen: torch.Tensor | int | None = None,
+        sequence_lengths: torch.Tensor | None = None,
+        seqlens: object = None,
+    ) -> torch.Tensor:
+        """Run the block. The names are those of vLLM's blocks.
+
+        Args:
+            x: `[T, 1, C]` that it `takes`.
+            cu_seqlens: See `Batch`, or offsets in elements with `sequence_lengths`.
+            rotary_pos_emb_cos: `[T, R / 2]`.
+            rotary_pos_emb_sin: Like cos.
+            max_seqlen: See `Batch`.
+            sequence_lengths: See `FlashInferViTAttention.forward_cuda`.
+            seqlens: What xFormers needed; not read.
+
+        Returns:
+            Like x, a new tensor.
+        """
+        tower = self._tower
+        now = tower.take(self._index, x)
+        if now is None:
+            now = tower.begin(self, x)
+            now.normed.copy_(self._norm1.module(x).view(now.normed.shape))
+        tables = cu_seqlens, rotary_pos_emb_cos, rotary_pos_emb_sin, max_seqlen
+        context = self._attend(now, self._project(now), tables, sequence_lengths)
+        attended = self._linear(now, "proj", self._proj, context, now.attended)
+        self._sum(now, x, (attended,), self._norm2, None)
+        out = self._linear(now, "second", self._second, self._hidden(now), now.normed)
+        following = tower.blocks.get(self._index + 1)
+        if following is None:
+            tower.end(now)
+            return x + attended.view(x.shape) + out.view(x.shape)
+        norm = following._norm1
+        total = torch.empty_like(x)
+        self._sum(now, x, (attended, out), norm, total)
+        tower.hand_on(now, self._index + 1, total)
+        return total
+
+    def _sum(
+        self,
+        now: Pass,
+        x: torch.Tensor,
+        branches: tuple[torch.Tensor, ...],
+        norm: Norm,
+        total: torch.Tensor | None,
+    ) -> None:
+        """Add branches to the stream, into `total` if it is wanted, and normalise."""
+        key = len(branches), norm.eps
+        found = now.settled.get(key)
+        # vLLM's own layers return a tensor of their own each time.
+        if found is None or found[0] is not branches[0] or found[1] is not branches[-1]:
+            call = self._prepare_sum(x, branches, norm, now.normed)
+            found = now.settled[key] = branches[0], branches[-1], call
+        found[2](x, norm, total)
+
+    def _project(self, now: Pass) -> torch.Tensor:
+        fast = self._quack_qkv
+        if fast is not None and len(now.qkv) >= fast.min_rows:
+            return self._linear(now, "fast qkv", fast, now.normed, now.qkv)
+        return self._linear(now, "qkv", self._qkv, now.normed, now.qkv)
+
+    def _hidden(self, now: Pass) -> torch.Tensor:
+        fast = self._quack_mlp
+        if fast is not None and len(now.hidden) >= fast.min_rows:
+            return self._linear(now, "fast first", fast, now.normed, now.hidden)
+        out = now.hidden
+        if now.stacked is not None and not self._first_acts:
+            out = now.stacked
+        values = self._linear(now, "first", self._first, now.normed, out)
+        if self._first_acts:
+            return values
+        if self._act_into is None or values is not out:
+            return self._act(values)
+        # Where nothing is stacked it is in place, each value by its own thread.
+        self._act_into(now.hidden, values)
+        return now.hidden
+
+    @staticmethod
+    def _linear(
+        now: Pass,
+        name: str,
+        step: Step | OwnLinear,
+        x: torch.Tensor,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return a layer's output: `out`, unless the layer is vLLM's own."""
+        if isinstance(step, OwnLinear):
+            return step(x.flatten(1))
+        found = now.settled.get(name)
+        # Attention may return a tensor of its own each time.
+        if found is None or found[0] is not x:
+            flat = x.flatten(1)
+            found = now.settled[name] = x, step.prepare(flat, out)
+        found[1](step.layer)
+        return out
+
+    def _attend(
+        self,
+        now: Pass,
+        qkv: torch.Tensor,
+        tables: tuple[Any, ...],
+        sequence_lengths: torch.Tensor | None,
+    ) -> torch.Tensor:
+        attention = self._attention
+        cu_seqlens, cos, sin, max_seqlen = tables
+        is_shared = (
+            self._group is not None and qkv is now.qkv and not attention.is_watched
+        )
+        key = id(cu_seqlens), self._group
+        if is_shared and (found := now.attention.get(key)) is not None:
+            call, read = found
+            # An id is another tensor's once its own has died.
+            if all(map(operator.is_, read, tables)):
+                return call()
+        q, k, v = self._heads_of(qkv)
+        batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen)
+        call = attention.prepare(batch, sequence_lengths)
+        if is_shared:
+            if len(now.attention) == _MAX_TABLES:
+                now.attention.clear()
+            now.attention[key] = call, tables
+        return call()
+
+    def _heads_of(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self._split is not None:
+            return tuple(part.squeeze(1) for part in self._split(qkv.unsqueeze(1)))
+        heads, kv_heads, head_dim = self._heads
+        by_head = qkv.view(len(qkv), heads + 2 * kv_heads, head_dim)
+        return by_head.split([heads, kv_heads, kv_heads], dim=1)
+
+
+def _linear(weights: Weights, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weights.weight, weights.bias)
+
+
+def can_run(layer: Any) -> bool:
+    """Whether a linear layer is run here, past its own method."""
+    # On a CPU vLLM packs weights for kernels of its own.
+    return is_plain(layer) and bool(layer.weight.is_cuda)
+
+
+def _gets_adapters() -> bool:
+    from vllm.config import get_current_vllm_config
+
+    lora = get_current_vllm_config().lora_config
+    return lora is not None and lora.enable_tower_connector_lora
+
+
+def _computes(act: Any, activation: str) -> bool:
+    """Whether a module computes an activation: vLLM's, or a platform's in its place."""
+    from vllm.model_executor.layers.activation import QuickGELU, SiluAndMul
+
+    if activation == "tanh_gelu":
+        return type(act) is torch.nn.GELU and act.approximate == "tanh"
+    op = SiluAndMul if activation == "swiglu" else QuickGELU
+    return getattr(type(act), "forward_native", None) is op.forward_native
+
+
+def _compiled_act(activation: str) -> Callable[..., Any] | None:
+    """Return vLLM's compiled activation, `(out, values)`, if this process has it.
+
+    The engine's default turns it off for the language model, which it compiles.
+    """
+    from vllm.platforms import current_platform
+
+    name = {"swiglu": "silu_and_mul", "quick_gelu": "gelu_quick"}.get(activation)
+    if name is None or not current_platform.is_cuda():
+        return None
+    return getattr(getattr(torch.ops._C, name, None), "default", None)
+
+
+def attach(
+    spec: BlockSpec,
+    blocks: torch.nn.Module,
+    index: int,
+    block: torch.nn.Module,
+    off: frozenset[str],
+) -> BlockProgram | None:
+    """Give a block its program, as it takes its place in a tower.
+
+    Args:
+        spec: What it is.
+        blocks: The list of the tower's blocks.
+        index: Its place there.
+        block: The block, its weights not loaded.
+        off: Names of `OPTIMISATIONS` that are left out.
+
+    Returns:
+        The program; None if vLLM's own steps run the block, which the log says.
+    """
+    if reason := _unfit(spec, block):
+        logger.info_once("The vision tower's blocks run as vLLM's own: %s.", reason)
+        return None
+    tower = vars(blocks).setdefault(_PROGRAM, TowerProgram())
+    program = BlockProgram(spec, block, (tower, index), off)
+    vars(block)[_PROGRAM] = program
+    return program
+
+
+def runs(
+    spec: BlockSpec, parameters: tuple[str, ...]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what makes a block's `forward` run its program, where it has one.
+
+    Args:
+        spec: What the block is.
+        parameters: What its `forward` takes, self and x first.
+    """
+
+    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(
+            self: Any, x: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> torch.Tensor:
+            program = program_of(self)
+            if program is None or not program.takes(x):
+                return original(self, x, *args, **kwargs)
+            if args:
+                kwargs.update(zip(parameters[2:], args, strict=False))
+            return program.run(x, **kwargs)
+
+        vars(forward)[_SPEC] = spec
+        return forward
+
+    return replace
+
+
+def spec_of(block_class: type) -> BlockSpec | None:
+    """Return what the blocks of a class are, if its `forward` runs programs."""
+    return getattr(getattr(block_class, "forward", None), _SPEC, None)
+
+
+def program_of(block: torch.nn.Module) -> BlockProgram | None:
+    """Return a block's program, if it has one."""
+    return vars(block).get(_PROGRAM)
+
+
+def _unfit(spec: BlockSpec, block: torch.nn.Module) -> str | None:
+    from vllm import envs
+
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT is set"
+    if not getattr(block, "do_not_compile", True):
+        return "they are compiled (compile_mm_encoder)"
+    for path in (spec.norm1, spec.norm2):
+        module = block.get_submodule(path)
+        if not norms.is_known(module, spec.norm):
+            return f"{path} is a {type(module).__name__} that is unknown here"
+    return None

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows from the sizes of a batch alone, prepared once and kept on the device.
+
+That is offsets, longest lengths, rotary tables and the order of windows. Nothing writes
+into what is kept: towers only read it, replays of CUDA graphs copy it into their own
+inputs, and graphs are captured with inputs that are made for them.
+"""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
+from vllm_flashinfer_vit.models._shared import Function, Grids, is_served
+from vllm_flashinfer_vit.patches.patch import Patch
+
+# By name; vLLM has None for what a backend does not need.
+Tensors = Mapping[str, Any]
+
+# The rotary tables of 400,000 patches: 160 bytes a patch.
+MAX_BYTES = 64 * 2**20
+# Attribute of a tower: its `SizeCache`.
+CACHE = "vllm_flashinfer_vit_kept"
+# What the CUDA allocator hands out at least.
+_BLOCK_BYTES = 512
+
+# What this package's graphs set to 0 for replays, since they pad by themselves.
+_PADDING = ("max_batch_size", "max_frames_per_batch")
+
+
+class SizeCache:
+    """Keeps tensors by the sizes they follow from; the least recently used go first.
+
+    Attributes:
+        max_bytes: Tensors of more than that are never kept.
+        held_bytes: The memory of what is kept, each tensor in whole blocks.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Begin empty."""
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+        self._kept: OrderedDict[Hashable, Tensors] = OrderedDict()
+
+    def find(self, sizes: Hashable) -> Tensors | None:
+        """Return what is kept for these sizes, not to be written, or None."""
+        if (tensors := self._kept.get(sizes)) is not None:
+            self._kept.move_to_end(sizes)
+        return tensors
+
+    def keep(self, sizes: Hashable, tensors: Tensors) -> None:
+        """Keep what nothing is kept for yet."""
+        if (added := _bytes(tensors)) > self.max_bytes:
+            return
+        self._kept[sizes] = tensors
+        self.held_bytes += added
+        while self.held_bytes > self.max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self.held_bytes -= _bytes(oldest)
+
+
+def _bytes(tensors: Tensors) -> int:
+    sizes = (tensor.nbytes for tensor in tensors.values() if tensor is not None)
+    return sum(-(-size // _BLOCK_BYTES) * _BLOCK_BYTES for size in sizes)
+
+
+def _cache_of(tower: Any) -> SizeCache:
+    return vars(tower).setdefault(CACHE, SizeCache(MAX_BYTES))
+
+
+def kept_metadata(
+    family: str,
+    tower: str,
+    *,
+    grids: str = "grid_thw",
+    windows: bool = False,
+    of_weights: Mapping[str, str] | None = None,
+) -> Patch:
+    """Return the patch that keeps a tower's metadata by the sizes in a batch.
+
+    Args:
+        family: vLLM's module of the model.
+        tower: The class of its vision tower.
+        grids: What `prepare_encoder_metadata` calls the grids.
+        windows: Whether it takes options for windows, too.
+        of_weights: What in the metadata depends on weights, which may be loaded anew,
+            each with the tower's method that computes it from the grids.
+    """
+    window_seqs = ("max_window_seqs_per_batch",) if windows else ()
+    window_len = ("max_seqlen_window_override",) if windows else ()
+    return Patch(
+        name=f"{family}-kept-metadata",
+        target=f"vllm.model_executor.models.{family}:{tower}.prepare_encoder_metadata",
+        why="stock prepares offsets, rotary tables and windows anew for every batch, "
+        "and copies them to the device",
+        vllm_range=SUPPORTED_VLLM,
+        remove_when="vLLM keeps the metadata of batches by their sizes",
+        parameters=(
+            "self",
+            grids,
+            *_PADDING,
+            *window_seqs,
+            "max_seqlen_override",
+            *window_len,
+            "device",
+        ),
+        replace=functools.partial(_keep_metadata, of_weights=of_weights or {}),
+    )
+
+
+def _keep_metadata(original: Function, of_weights: Mapping[str, str]) -> Function:
+    @functools.wraps(original)
+    def prepare_encoder_metadata(
+        self: Any, *grids: Grids, **overrides: Any
+    ) -> dict[str, Any]:
+        if not (_is_plain(overrides) and is_served(self.blocks[0].attn)):
+            return original(self, *grids, **overrides)
+        (grid_thw,) = grids
+        cache = _cache_of(self)
+        sizes = tuple((int(t), int(h), int(w)) for t, h, w in grid_thw)
+        if (kept := cache.find(sizes)) is not None:
+            fresh = {
+                name: getattr(self, compute)(grid_thw)
+                for name, compute in of_weights.items()
+            }
+            return {**kept, **fresh}
+        metadata = original(self, grid_thw, **overrides)
+        cache.keep(
+            sizes, {name: metadata[name] for name in metadata if name not in of_weights}
+        )
+        return metadata
+
+    return prepare_encoder_metadata
+
+
+def _is_plain(overrides: Mapping[str, Any]) -> bool:
+    """Whether metadata follows from the grids alone, and may be shared.
+
+    Graphs write into what they are captured with, which has a longest length given.
+    """
+    return all(
+        value is None or (name in _PADDING and value == 0)
+        for name, value in overrides.items()
+    )
+
+
+def kept_rotary(family: str, tower: str) -> Patch:
+    """Return the patch that keeps a tower's rotary tables by the size of a frame.
+
+    It serves new mixtures of known frames, and replays of graphs that vLLM pads.
+    """
+    return Patch(
+        name=f"{family}-kept-rotary",
+        target=f"vllm.model_executor.models.{family}:{tower}.rot_pos_emb",
+        why="stock computes rotary positions anew for every image of every batch, on "
+        "the host",
+        vllm_range=SUPPORTED_VLLM,
+        remove_when="vLLM keeps the rotary tables of frame sizes on the device",
+        parameters=("self", "grid_thw"),
+        replace=_keep_rotary,
+    )
+
+
+def _keep_rotary(original: Function) -> Function:
+    @functools.wraps(original)
+    def rot_pos_emb(self: Any, grid_thw: Grids) -> tuple[torch.Tensor, torch.Tensor]:
+        if not is_served(self.blocks[0].attn):
+            return original(self, grid_thw)
+        cache = _cache_of(self)
+        all_cos, all_sin = [], []
+        for t, h, w in grid_thw:
+            if (frame := cache.find((h, w))) is None:
+                cos, sin = self.rotary_pos_emb.get_cos_sin(max(h, w))
+                merge = self.spatial_merge_size
+                frame = {
+                    "cos": _by_patch(cos, h, w, merge),
+                    "sin": _by_patch(sin, h, w, merge),
+                }
+                cache.keep((h, w), frame)
+            cos, sin = frame["cos"], frame["sin"]
+            all_cos.append(cos if t == 1 else cos.repeat(t, 1))
+            all_sin.append(sin if t == 1 else sin.repeat(t, 1))
+        # Copies even one table: CUDA graphs write into the tensors they captured.
+        return torch.cat(all_cos), torch.cat(all_sin)
+
+    return rot_pos_emb
+
+
+def _by_patch(table: torch.Tensor, rows: int, columns: int, merge: int) -> torch.Tensor:
+    """Return a frame's table, from one of positions, without a copy from the host.
+
+    Args:
+        table: `[P, D]`, by position, P at least `rows` and `columns`.
+        rows: Rows of patches.
+        columns: Columns of patches.
+        merge: The rows and columns of patches that become one token; they follow one
+            another in a tower.
+
+    Returns:
+        `[rows * columns, 2 * D]`, contiguous: the row's values, then the column's.
+    """
+    down, right = rows // merge, columns // merge
+    by_row = table[:rows].view(down, 1, merge, 1, -1)
+    by_column = table[:columns].view(1, right, 1, merge, -1)
+    shape = (down, right, merge, merge, table.shape[1])
+    both = torch.stack((by_row.expand(shape), by_column.expand(shape)), -2)
+    return both.view(rows * columns, -1)

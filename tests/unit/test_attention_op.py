@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention that is settled once: what each call reads, copies, turns and observes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cases import Case, make_cos_sin, make_qkv
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.kernels.formats import DynamicScales
+from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
+from vllm_flashinfer_vit.ops import attention as ops
+from vllm_flashinfer_vit.ops.attention import Fp8, prepare
+from vllm_flashinfer_vit.ops.batch import Batch
+from vllm_flashinfer_vit.ops.plan import Plan
+
+SCALE = 0.1
+CASE = Case("two", (10, 6))
+REFERENCE = Plan.of("reference")
+REFERENCE_FP8 = Plan.of("reference_fp8")
+
+
+def make_batch(turned: int = 0, **kwargs: int) -> Batch:
+    """A batch on the CPU, where plain PyTorch attends; `turned` of 16 columns turn."""
+    qkv = make_qkv(CASE, 2, 16, torch.float32, **kwargs)
+    angles = make_cos_sin(CASE, turned) if turned else (None, None)
+    return Batch(*qkv, *angles, CASE.cu_seqlens(), torch.tensor(10))
+
+
+def expected(batch: Batch) -> torch.Tensor:
+    q, k, v, cos, sin, cu_seqlens, _, _ = batch
+    if cos is not None and sin is not None:
+        q, k = rope_ref(q, k, cos, sin)
+    assert cu_seqlens is not None
+    return attention_ref(q, k, v, cu_seqlens, 10, SCALE)
+
+
+def change(batch: Batch) -> None:
+    for x in (batch.q, batch.k, batch.v):
+        x.mul_(0.5).add_(0.25)
+
+
+@pytest.mark.parametrize("turned", [0, 16, 8])
+def test_each_call_reads_what_is_there_by_then(turned) -> None:
+    batch = make_batch(turned, kv_heads=1)
+    call = prepare(batch, SCALE, REFERENCE)
+    for _ in range(2):
+        change(batch)
+        assert torch.equal(call(), expected(batch))
+    assert batch.cu_seqlens is not None
+    batch.cu_seqlens.copy_(torch.tensor([0, 7, 16]))
+    assert torch.equal(call(), expected(batch))
+
+
+def test_equal_sequences_need_no_offsets() -> None:
+    batch = make_batch()._replace(cu_seqlens=None, max_seqlen=None, seq_len=8)
+    call = prepare(batch, SCALE, REFERENCE)
+    halves = torch.tensor([0, 8, 16], dtype=torch.int32)
+    for _ in range(2):
+        change(batch)
+        assert torch.equal(call(), expected(batch._replace(cu_seqlens=halves)))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_another_d_stride_is_copied_by_every_call(name, monkeypatch) -> None:
+    plain = make_batch()
+    wide = torch.zeros(16, 2, 32)[..., ::2]
+    batch = plain._replace(**{name: wide})
+    seen = []
+
+    def kernel(q: torch.Tensor, *args: object) -> Callable[[], torch.Tensor]:
+        seen.append((q, *args)[:3])
+        return lambda: attention_ref(q, *args)
+
+    monkeypatch.setattr(ops, "_prepare_kernel", lambda name: kernel)
+    call = prepare(batch, SCALE, REFERENCE)
+    assert not seen
+    for _ in range(2):
+        change(plain)
+        wide.copy_(getattr(plain, name))
+        assert torch.equal(call(), expected(plain))
+    for tensors in seen:
+        assert all(x.stride(2) == 1 for x in tensors)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("fp8", [None, Fp8("block")])
+def test_without_a_token_nothing_is_loaded(fp8, monkeypatch) -> None:
+    monkeypatch.setattr(ops, "_prepare_kernel", pytest.fail)
+    # Heads first in memory.
+    q = torch.zeros(2, 0, 16).transpose(0, 1)
+    offsets = torch.zeros(1, dtype=torch.int32)
+    call = prepare(Batch(q, q, q, cu_seqlens=offsets), SCALE, REFERENCE, fp8)
+    out = call()
+    assert out.shape == (0, 2, 16) and out.is_contiguous()
+    assert call() is out
+
+
+def test_the_plan_is_asked_once(monkeypatch) -> None:
+    asked = []
+    load = ops._prepare_kernel.__wrapped__
+    monkeypatch.setattr(
+        ops, "_prepare_kernel", lambda name: asked.append(name) or load(name)
+    )
+    call = prepare(make_batch(), SCALE, Plan.decode("9:triton,10:reference,*:cudnn"))
+    call()
+    call()
+    assert asked == ["reference"]
+
+
+def make_state() -> DynamicScales:
+    return DynamicScales.on("cpu")
+
+
+@pytest.mark.parametrize("plan", [REFERENCE_FP8, REFERENCE], ids=lambda p: p.text)
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("method", ["static", "dynamic", "block"])
+def test_passes_are_observed_by_every_call(method, save, plan) -> None:
+    batch, state = make_batch(turned=16), make_state()
+    call = prepare(batch, SCALE, plan, Fp8(method, save, state))
+    # Nothing is observed before.
+    assert state.position.item() == 0
+    for _ in range(3):
+        change(batch)
+        call()
+    is_dynamic = method == "dynamic" and plan is REFERENCE_FP8
+    assert state.position.item() == (3 if save or is_dynamic else 0)
+
+
+def test_a_dynamic_scale_is_renewed_before_it_is_used() -> None:
+    batch, state = make_batch(), make_state()
+    call = prepare(batch, SCALE, REFERENCE_FP8, Fp8("dynamic", False, state))
+    for factor in (1.0, 50.0):
+        batch.v.mul_(factor)
+        found = call()
+        assert state.amax.tolist() == [0, 0, 0]
+        # With the scales of before, values 50 times as large would saturate.
+        fresh = Fp8("static", False, state)
+        assert torch.equal(found, prepare(batch, SCALE, REFERENCE_FP8, fresh)())
+        largest = batch.v.abs().max()
+        assert state.scales[2].item() >= largest.item() / 448
+    torch.testing.assert_close(found, expected(batch), rtol=0.1, atol=0.1 * largest)
+
+
+def test_static_scales_are_read_by_every_call() -> None:
+    batch, state = make_batch(), make_state()
+    call = prepare(batch, SCALE, REFERENCE_FP8, Fp8("static", False, state))
+    state.scales.fill_(0.01)
+    fine = call().clone()
+    # Beyond 448 units all values saturate.
+    state.scales.fill_(1e-4)
+    assert not torch.equal(call(), fine)
+    assert call().abs().max() <= 0.05
+
+
+def test_the_op_is_what_is_prepared() -> None:
+    batch = make_batch(turned=16)
+    call = prepare(batch, SCALE, REFERENCE)
+    assert torch.equal(ops.attention(batch, SCALE, REFERENCE), call())
+    text = REFERENCE.text
+    assert torch.equal(
+        torch.ops.vllm_flashinfer_vit.attention(*batch, SCALE, text), call()
+    )
