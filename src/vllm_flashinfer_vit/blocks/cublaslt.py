@@ -30,8 +30,9 @@ _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
 _BIAS, _GELU_BIAS = 4, 36
 # cublasLtMatmulPreferenceAttributes_t: the workspace, then the alignment of A to D.
 _MAX_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
-# PyTorch's, in bytes, for Hopper, and the largest alignment that it tells of.
-_WORKSPACE = 32 * 2**20
+# PyTorch's default, in bytes, and the largest alignment that it tells of. With more
+# memory cuBLASLt would split some sums over inputs otherwise.
+_WORKSPACE = 2**20
 _MAX_ALIGNMENT = 256
 # A serving engine meets some hundred sizes of images, each with four GEMMs.
 _MAX_PROBLEMS = 1024

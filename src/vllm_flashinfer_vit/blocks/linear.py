@@ -48,22 +48,17 @@ class Weights:
     def _renew(self) -> None:
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
-        self._address, self._bias = weight.data_ptr(), bias
+        self._addresses = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
         self.made: dict[object, Any] = {}
 
     def refresh(self) -> dict[object, Any]:
-        """Return what was made of the parameters; nothing if they lie elsewhere now.
-
-        A bias moves with its weight: each question for an address is passed through
-        Python by vLLM's parameters.
-        """
-        parameters = self._parameters
-        if (
-            parameters["weight"].data_ptr() != self._address  # type: ignore[union-attr]
-            or parameters.get("bias") is not self._bias
-        ):
+        """Return what was made of the parameters; nothing if they lie elsewhere now."""
+        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        assert weight is not None
+        addresses = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+        if addresses != self._addresses:
             self._renew()
         return self.made
 
