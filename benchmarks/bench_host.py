@@ -240,7 +240,7 @@ def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
     Raises:
         RuntimeError: vLLM's own steps run the blocks.
     """
-    from vllm_flashinfer_vit.blocks.program import program_of
+    from vllm_flashinfer_vit.blocks.attach import program_of
 
     program = program_of(tower.visual.get_submodule("blocks.0"))
     if program is None:

@@ -64,7 +64,8 @@ def _register_layer() -> None:
         MMEncoderAttention,
     )
 
-    from vllm_flashinfer_vit.engine.layer import Activation, FlashInferViTAttention
+    from vllm_flashinfer_vit.engine.activation import Activation
+    from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 
     taken = op_registry_oot.get(MMEncoderAttention.__name__)
     if taken is None:

@@ -118,20 +118,35 @@ def _flat(out: Any) -> torch.Tensor:
 
 
 class OpCount:
-    """Counts calls of the op, which eager layers make past the dispatcher."""
+    """Counts how often layers attend, and how often that is prepared.
+
+    Eager layers do it past the dispatcher.
+
+    Attributes:
+        calls: How often layers attended.
+        prepared: For how many calls, which blocks of a pass may share.
+    """
 
     def __enter__(self) -> Self:
-        self._patch = patch.object(ops, "attention", wraps=ops.attention)
-        self._mock = self._patch.__enter__()
+        self.calls = self.prepared = 0
+        prepare = ops.prepare
+
+        def counted(*args: Any) -> ops.Call:
+            self.prepared += 1
+            call = prepare(*args)
+
+            def attend() -> torch.Tensor:
+                self.calls += 1
+                return call()
+
+            return attend
+
+        self._patch = patch.object(ops, "prepare", counted)
+        self._patch.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._patch.__exit__(*exc)
-
-    @property
-    def calls(self) -> int:
-        """How many there were."""
-        return self._mock.call_count
 
 
 def _config(**fields: Any) -> SimpleNamespace:

@@ -2,7 +2,6 @@
 """What a layer does when it is built: whom it serves, what it patches, what it says."""
 
 import logging
-import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from _blocks import blocks
-from _blocks import build as build_blocks
 from _models import PACKED, engine
 from _towers import FAMILIES, cpu_only, small_tower
 from torch import nn
@@ -117,7 +114,7 @@ class TestRotary:
     def test_not_where_the_patch_is_left_out(
         self, family: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        names = [p.name for p in MODEL_PATCHES if p.name.endswith("-fused-rotary")]
+        names = [p.name for p in MODEL_PATCHES if p.name.endswith("-blocks")]
         monkeypatch.setenv(ENV_DISABLE_PATCHES, ",".join(names))
         layers = layers_of(small_tower(family).visual)
         assert layers
@@ -136,7 +133,8 @@ class TestPatches:
     def test_a_layer_by_itself_patches_nothing(
         self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from vllm_flashinfer_vit.engine.layer import Activation, FlashInferViTAttention
+        from vllm_flashinfer_vit.engine.activation import Activation
+        from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 
         monkeypatch.setattr(FlashInferViTAttention, "activation", Activation())
         assert type(build(flashinfer)) is FlashInferViTAttention
@@ -150,17 +148,17 @@ class TestPatches:
         messages: list[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        patch = next(p for p in MODEL_PATCHES if p.name == "qwen2_vl-fused-rotary")
+        patch = next(p for p in MODEL_PATCHES if p.name == "qwen2_vl-blocks")
         monkeypatch.setattr(patch, "parameters", ("self", "y"))
         monkeypatch.setenv(ENV_STRICT, str(int(strict)))
         if strict:
-            with pytest.raises(PatchError, match="qwen2_vl-fused-rotary"):
+            with pytest.raises(PatchError, match="qwen2_vl-blocks"):
                 build(flashinfer)
         else:
             # Every layer finds it.
             assert layers_of(build(flashinfer)) and layers_of(build(flashinfer))
             (line,) = [line for line in messages if "leaves model patches out" in line]
-            assert "qwen2_vl-fused-rotary" in line
+            assert "qwen2_vl-blocks" in line
         assert not any(patch.applied for patch in MODEL_PATCHES)
 
     @pytest.mark.parametrize(
@@ -173,36 +171,6 @@ class TestPatches:
         names = {"fp8-save-scales", "fp8-forget-dummies"}
         applied = {p.name for p in MODEL_PATCHES if p.applied}
         assert applied & names == names - {*left_out}
-
-
-class TestMlpOrder:
-    """Qwen3-VL's MLP is changed by three patches, each on top of the last one."""
-
-    @pytest.mark.usefixtures("unpatched")
-    @pytest.mark.parametrize("seed", range(3))
-    def test_is_not_that_of_a_tuple(
-        self, seed: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from vllm_flashinfer_vit.blocks import methods as module
-
-        shuffled = random.Random(seed).sample(
-            plugin._MODEL_PATCHES, len(plugin._MODEL_PATCHES)
-        )
-        monkeypatch.setattr(plugin, "_MODEL_PATCHES", tuple(shuffled))
-        monkeypatch.setattr(module, "has_quack", lambda: True)
-        mlp = blocks(build_blocks("qwen3_vl", dtype=torch.bfloat16))[0].mlp
-        methods = []
-        method = mlp.linear_fc1.quant_method
-        while method is not None:
-            methods.append(type(method).__name__)
-            method = getattr(method, "inner", None)
-        assert methods == [
-            "QuackLinearMethod",
-            "GeluLinearMethod",
-            "AlignedLinearMethod",
-        ]
-        assert type(mlp.linear_fc2.quant_method).__name__ == "AlignedLinearMethod"
-        assert type(mlp.act_fn) is nn.Identity
 
 
 @pytest.mark.usefixtures("unpatched")

@@ -238,17 +238,17 @@ class TestCalibrate:
             calibrate.run(options(image))
         assert not image.with_name("scales.json").exists()
 
-    def test_without_the_fused_entry(
+    def test_without_block_programs(
         self, image: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        fused = calibrate.run(options(image))
-        names = [p.name for p in plugin.all_patches() if p.name.endswith("-rotary")]
+        in_programs = calibrate.run(options(image))
+        names = [p.name for p in plugin.all_patches() if p.name.endswith("-blocks")]
         assert names
         monkeypatch.setenv(ENV_DISABLE_PATCHES, ",".join(names))
         plugin.revert_all()
         report = calibrate.run(options(image))
         assert not any(p.applied for p in plugin.all_patches() if p.name in names)
-        for one, other in zip(report.layers, fused.layers, strict=True):
+        for one, other in zip(report.layers, in_programs.layers, strict=True):
             assert one.amax == pytest.approx(other.amax)
             assert one.relative_error == pytest.approx(other.relative_error, rel=1e-2)
 

@@ -3,8 +3,9 @@
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,7 +43,7 @@ BATCHES: tuple[tuple[str, list[list[int]]], ...] = (
     ("image", [[1, 2, 34], [1, 34, 2], [1, 2, 2]]),
     ("image", [[1, 4, 4]]),
 )
-_KERNEL_LOOKUP = "vllm_flashinfer_vit.ops.attention._kernel"
+_KERNEL_LOOKUP = "vllm_flashinfer_vit.ops.attention._prepare_kernel"
 LIMITS = {"budgets": (16, 64, 128), "max_items": 8, "frames_per_video": 4}
 
 
@@ -73,6 +74,17 @@ def metas(manager: Any) -> list[Any]:
 
 
 @contextmanager
+def attending_by(attend: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Have a function run in place of every kernel."""
+
+    def prepare(*args: Any) -> Callable[[], torch.Tensor]:
+        return partial(attend, *args)
+
+    with mock.patch(_KERNEL_LOOKUP, lambda _: prepare):
+        yield
+
+
+@contextmanager
 def strict_attention() -> Iterator[list[torch.Tensor]]:
     """Refuse negative lengths, as a kernel made for plain batches cannot."""
     seen: list[torch.Tensor] = []
@@ -84,7 +96,7 @@ def strict_attention() -> Iterator[list[torch.Tensor]]:
         seen.append(cu_seqlens.clone())
         return original(q, k, v, cu_seqlens, *args)
 
-    with mock.patch(_KERNEL_LOOKUP, lambda _: attend):
+    with attending_by(attend):
         yield seen
 
 
@@ -155,11 +167,12 @@ class TestReplay:
             seen.append((int(cu_seqlens.max()), out))
             return out
 
-        with simulated_graphs():
+        with simulated_graphs(), attending_by(attend):
             manager = build_manager(tower, max_tokens=160, **LIMITS)
             capture(manager, tower)
-            with mock.patch(_KERNEL_LOOKUP, lambda _: attend):
-                run(manager, tower, *BATCHES[1])
+            seen.clear()
+            run(manager, tower, *BATCHES[1])
+        assert seen
         for end, out in seen:
             assert 0 < end < out.shape[0]
             assert not out[end:].any()

@@ -41,7 +41,8 @@ pytestmark = pytest.mark.usefixtures("plain_kernel", "on_device")
 
 HEADS, HEAD_DIM = 4, 16
 SCALE = HEAD_DIM**-0.5
-ROTARY = [p for p in plugin.all_patches() if p.name.endswith("-fused-rotary")]
+LOADED = ("qwen2_vl-blocks", "qwen2_5_vl-blocks")
+BLOCKS = [p for p in plugin.all_patches() if p.name in LOADED]
 
 
 @pytest.fixture(scope="module")
@@ -168,12 +169,12 @@ def unpatched_models() -> None:
     import vllm.model_executor.models.qwen2_5_vl
     import vllm.model_executor.models.qwen2_vl  # noqa: F401
 
-    for patch in ROTARY:
+    for patch in BLOCKS:
         patch.revert()
 
 
 def applied() -> set[str]:
-    return {patch.name for patch in ROTARY if patch.applied}
+    return {patch.name for patch in BLOCKS if patch.applied}
 
 
 @pytest.mark.usefixtures("unpatched_models")
@@ -182,20 +183,20 @@ class TestModelPatches:
         build(sdpa)
         assert applied() == set()
         build(flashinfer)
-        assert applied() == {"qwen2_vl-fused-rotary", "qwen2_5_vl-fused-rotary"}
+        assert applied() == {*LOADED}
 
     def test_one_is_left_out(
         self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv(ENV_DISABLE_PATCHES, "qwen2_vl-fused-rotary")
+        monkeypatch.setenv(ENV_DISABLE_PATCHES, "qwen2_vl-blocks")
         build(flashinfer)
-        assert applied() == {"qwen2_5_vl-fused-rotary"}
+        assert applied() == {"qwen2_5_vl-blocks"}
 
     def test_unknown_name(
         self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv(ENV_DISABLE_PATCHES, "qwen2_vl-fused-rotary,other")
-        with pytest.raises(ValueError, match=r"named other; .*qwen2_vl-fused-rotary"):
+        monkeypatch.setenv(ENV_DISABLE_PATCHES, "qwen2_vl-blocks,other")
+        with pytest.raises(ValueError, match=r"named other; .*qwen2_vl-blocks"):
             build(flashinfer)
         assert applied() == set()
 

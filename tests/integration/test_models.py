@@ -132,7 +132,7 @@ def test_qwen_tower(family: str, images: str) -> None:
 @contextmanager
 def without_model_patches() -> Iterator[None]:
     for patch in all_patches():
-        if patch.name.endswith("-fused-rotary"):
+        if patch.name.endswith("-blocks"):
             patch.revert()
     try:
         yield

@@ -212,7 +212,7 @@ def test_an_algorithm_is_asked_for_as_pytorch_asks(library: Library) -> None:
     assert library.of("MatmulPreferenceCreate") == [(105,)]
     # 32 MiB of workspace; alignments of the weight, x, the output and the bias.
     assert library.attributes("MatmulPreference", 105) == {
-        1: (32 * 2**20, 8),
+        1: (2**20, 8),
         5: (256, 4),
         6: (16, 4),
         7: (64, 4),

@@ -12,8 +12,6 @@ their fp32 sums once, after the bias and the activation that they apply.
 
 import functools
 import operator
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -22,7 +20,6 @@ from vllm.logger import init_logger
 
 from vllm_flashinfer_vit.blocks import norms, quack
 from vllm_flashinfer_vit.blocks.aligned_linear import align, padded_inputs
-from vllm_flashinfer_vit.blocks.cublaslt import Problems
 from vllm_flashinfer_vit.blocks.linear import (
     OwnLinear,
     QuackGemm,
@@ -34,14 +31,10 @@ from vllm_flashinfer_vit.blocks.linear import (
 )
 from vllm_flashinfer_vit.blocks.norms import Norm
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
+from vllm_flashinfer_vit.blocks.tower_pass import Pass, TowerProgram
 from vllm_flashinfer_vit.ops.batch import Batch
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
-
-# Attribute of a block and of the list that it is in.
-_PROGRAM = "vllm_flashinfer_vit_program"
-# Attribute of the `forward` of a class of blocks.
-_SPEC = "vllm_flashinfer_vit_spec"
 
 # From how many rows on QuACK is faster than cuBLAS and an activation on an H200, and
 # than cuBLAS alone, where there is less to save (docs/results.md).
@@ -53,12 +46,8 @@ _QUACK_NAMES = {
     "quick_gelu": quack.QUICK_GELU,
     "tanh_gelu": quack.TANH_GELU,
 }
-# Passes that are kept: some of up to 3000 patches each, where the host's time counts.
-MAX_KEPT_BYTES = 64 * 2**20
 # Of tables that a pass has settled attention for: two with windows, for two batches.
 _MAX_TABLES = 4
-# Elements: buffers start at whole lines of the cache.
-_ALIGNMENT = 128
 
 
 class Attention(Protocol):
@@ -76,135 +65,6 @@ class Attention(Protocol):
     def prepare(
         self, batch: Batch, sequence_lengths: torch.Tensor | None = None
     ) -> Callable[[], torch.Tensor]: ...
-
-
-class TowerProgram:
-    """The programs of a tower's blocks, and the pass that runs through them.
-
-    Attributes:
-        blocks: By their place in the tower.
-        problems: The algorithms of its GEMMs.
-        groups: Numbers of layers that can use each other's settled attention.
-        quack: Why QuACK cannot run layers of some sizes, by the sizes; None if it can.
-        now: The pass that a block has handed on and none has taken yet.
-    """
-
-    def __init__(self) -> None:
-        """Begin without blocks."""
-        self.blocks: dict[int, BlockProgram] = {}
-        self.problems = Problems()
-        self.groups: dict[tuple[object, ...], int] = {}
-        self.quack: dict[tuple[object, ...], str | None] = {}
-        self.now: Pass | None = None
-        self._kept: OrderedDict[object, Pass] = OrderedDict()
-
-    def take(self, index: int, x: torch.Tensor) -> "Pass | None":
-        """Return the pass that the block before handed on with `x`, if it did.
-
-        Nothing is left behind: an error frees the buffers, and whoever then calls the
-        block again does not find them half written.
-        """
-        now, self.now = self.now, None
-        if now is None or now.total is None or now.total() is not x:
-            return None
-        return now if now.index == index else None
-
-    def hand_on(self, now: "Pass", index: int, total: torch.Tensor) -> None:
-        """Keep a pass for a block that gets `total`, while that tensor lives."""
-        self.now = now
-        now.index = index
-        now.total = weakref.ref(total, self._forget)
-
-    def begin(self, program: "BlockProgram", x: torch.Tensor) -> "Pass":
-        """Return a pass for a stream `[T, 1, C]`: one that has ended, or a new one."""
-        key = _pass_key(x)
-        now = None if key is None else self._kept.pop(key, None)
-        if now is None:
-            now = Pass(program, x, key)
-        return now
-
-    def end(self, now: "Pass") -> None:
-        """Keep a pass for the next one of its size: its launches stay settled."""
-        if now.key is None:
-            return
-        self._kept[now.key] = now
-        while sum(kept.nbytes for kept in self._kept.values()) > MAX_KEPT_BYTES:
-            self._kept.popitem(last=False)
-
-    def forget(self) -> None:
-        """Drop what is kept, since blocks have other steps now."""
-        self._kept.clear()
-
-    def _forget(self, dead: "weakref.ref[torch.Tensor]") -> None:
-        # Nobody can call the next block any more: the buffers go, too.
-        if self.now is not None and self.now.total is dead:
-            self.now = None
-
-
-class Pass:
-    """What the blocks of one pass share: buffers, and launches that use them.
-
-    Attributes:
-        normed: `[T, C]`, what a block's attention or MLP gets; then the MLP's output.
-        qkv: `[T, (H + 2 H_kv) D]`.
-        attended: `[T, C]`, what attention adds to the stream.
-        stacked: `[T, 2 I]`, gate and up, or None.
-        hidden: `[T, I]`, what the MLP's second layer gets.
-        index: The block whose first norm `normed` holds.
-        total: The sum that the last block returned.
-        settled: Launches, by what they are for.
-        attention: Settled attention, with the tables that it reads.
-        key: What it can be kept by, or None.
-    """
-
-    def __init__(self, program: "BlockProgram", x: torch.Tensor, key: object) -> None:
-        """Make the buffers for blocks like this one, and the stream `[T, 1, C]`."""
-        rows, width = x.shape[0], x.shape[-1]
-        qkv, hidden, stacked = program.widths
-        # Attention's projection, which outlives q, k and v, lies before the MLP's.
-        sizes = [width, hidden, stacked]
-        tail = max(rows * qkv, sum(_aligned(rows * size) for size in sizes))
-        memory = x.new_empty(_aligned(rows * width) + tail)
-        starts = [0]
-        for size in (width, width, hidden):
-            starts.append(starts[-1] + _aligned(rows * size))
-
-        def buffer(start: int, columns: int) -> torch.Tensor:
-            return memory.narrow(0, start, rows * columns).view(rows, columns)
-
-        self.normed = buffer(0, width)
-        self.qkv = buffer(starts[1], qkv)
-        self.attended = buffer(starts[1], width)
-        self.hidden = buffer(starts[2], hidden)
-        self.stacked = buffer(starts[3], stacked) if stacked else None
-        self.index = 0
-        self.total: weakref.ref[torch.Tensor] | None = None
-        self.settled: dict[object, Any] = {}
-        self.attention: dict[object, tuple[Any, tuple[Any, ...]]] = {}
-        self.key = key
-        self._memory = memory
-
-    @property
-    def nbytes(self) -> int:
-        """About the memory that it holds, in bytes."""
-        # Attention turns q and k, and returns, in as much memory as the projection's.
-        return self._memory.nbytes + len(self.attention) * self.qkv.nbytes
-
-
-def _pass_key(x: torch.Tensor) -> object:
-    """Return what passes have alike that can follow each other, None for no other."""
-    stream = 0
-    if x.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            # Its memory is the graph's.
-            return None
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    # A tensor of inference mode cannot be written outside of it.
-    return x.shape, x.dtype, x.device, stream, torch.is_inference_mode_enabled()
-
-
-def _aligned(elements: int) -> int:
-    return -(-elements // _ALIGNMENT) * _ALIGNMENT
 
 
 class BlockProgram:
@@ -412,7 +272,7 @@ class BlockProgram:
         tower = self._tower
         now = tower.take(self._index, x)
         if now is None:
-            now = tower.begin(self, x)
+            now = tower.begin(self.widths, x)
             now.normed.copy_(self._norm1.module(x).view(now.normed.shape))
         tables = cu_seqlens, rotary_pos_emb_cos, rotary_pos_emb_sin, max_seqlen
         context = self._attend(now, self._project(now), tables, sequence_lengths)
@@ -560,83 +420,3 @@ def _compiled_act(activation: str) -> Callable[..., Any] | None:
     if name is None or not current_platform.is_cuda():
         return None
     return getattr(getattr(torch.ops._C, name, None), "default", None)
-
-
-def attach(
-    spec: BlockSpec,
-    blocks: torch.nn.Module,
-    index: int,
-    block: torch.nn.Module,
-    off: frozenset[str],
-) -> BlockProgram | None:
-    """Give a block its program, as it takes its place in a tower.
-
-    Args:
-        spec: What it is.
-        blocks: The list of the tower's blocks.
-        index: Its place there.
-        block: The block, its weights not loaded.
-        off: Names of `OPTIMISATIONS` that are left out.
-
-    Returns:
-        The program; None if vLLM's own steps run the block, which the log says.
-    """
-    if reason := _unfit(spec, block):
-        logger.info_once("The vision tower's blocks run as vLLM's own: %s.", reason)
-        return None
-    tower = vars(blocks).setdefault(_PROGRAM, TowerProgram())
-    program = BlockProgram(spec, block, (tower, index), off)
-    vars(block)[_PROGRAM] = program
-    return program
-
-
-def runs(
-    spec: BlockSpec, parameters: tuple[str, ...]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what makes a block's `forward` run its program, where it has one.
-
-    Args:
-        spec: What the block is.
-        parameters: What its `forward` takes, self and x first.
-    """
-
-    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def forward(
-            self: Any, x: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> torch.Tensor:
-            program = program_of(self)
-            if program is None or not program.takes(x):
-                return original(self, x, *args, **kwargs)
-            if args:
-                kwargs.update(zip(parameters[2:], args, strict=False))
-            return program.run(x, **kwargs)
-
-        vars(forward)[_SPEC] = spec
-        return forward
-
-    return replace
-
-
-def spec_of(block_class: type) -> BlockSpec | None:
-    """Return what the blocks of a class are, if its `forward` runs programs."""
-    return getattr(getattr(block_class, "forward", None), _SPEC, None)
-
-
-def program_of(block: torch.nn.Module) -> BlockProgram | None:
-    """Return a block's program, if it has one."""
-    return vars(block).get(_PROGRAM)
-
-
-def _unfit(spec: BlockSpec, block: torch.nn.Module) -> str | None:
-    from vllm import envs
-
-    if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT is set"
-    if not getattr(block, "do_not_compile", True):
-        return "they are compiled (compile_mm_encoder)"
-    for path in (spec.norm1, spec.norm2):
-        module = block.get_submodule(path)
-        if not norms.is_known(module, spec.norm):
-            return f"{path} is a {type(module).__name__} that is unknown here"
-    return None

@@ -5,7 +5,6 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import ClassVar
 
@@ -19,9 +18,11 @@ from vllm.model_executor.layers.attention.mm_encoder_attention import (
 from vllm.platforms import current_platform
 
 from vllm_flashinfer_vit import __version__
-from vllm_flashinfer_vit.blocks.program import BlockProgram, attach, spec_of
+from vllm_flashinfer_vit.blocks.attach import attach, spec_of
+from vllm_flashinfer_vit.blocks.program import BlockProgram
 from vllm_flashinfer_vit.choices.lookup import Choice, plan_of
 from vllm_flashinfer_vit.choices.usable import NotServedError
+from vllm_flashinfer_vit.engine.activation import Activation
 from vllm_flashinfer_vit.engine.advice import graphs_off
 from vllm_flashinfer_vit.engine.element_offsets import token_offsets
 from vllm_flashinfer_vit.engine.selection import flashinfer_requested, served
@@ -41,27 +42,6 @@ logger = init_logger("vllm.plugins.flashinfer_vit")
 Watch = Callable[
     ["FlashInferViTAttention", Callable[[Batch], torch.Tensor], Batch], torch.Tensor
 ]
-
-
-def _none_applied(settings: Settings) -> tuple[str, ...]:
-    return ()
-
-
-@dataclass(frozen=True)
-class Activation:
-    """What a layer calls while it is built, so that vLLM is patched; unset, nothing.
-
-    Attributes:
-        model_patches: For every FLASHINFER layer; returns the names of the patches of
-            models that are in place.
-        fp8_patches: For a layer that keeps track of its FP8 scales.
-        graph_patches: For an engine without FLASHINFER whose encoder CUDA graphs are
-            to be padded as with it.
-    """
-
-    model_patches: Callable[[Settings], tuple[str, ...]] = _none_applied
-    fp8_patches: Callable[[Settings], object] = _none_applied
-    graph_patches: Callable[[], object] = lambda: None
 
 
 class FlashInferViTAttention(MMEncoderAttention):

@@ -50,7 +50,7 @@ def block_program(
     """
 
     def replace(original: Function) -> Function:
-        from vllm_flashinfer_vit.blocks.program import runs
+        from vllm_flashinfer_vit.blocks.attach import runs
 
         return runs(spec, parameters)(original)
 

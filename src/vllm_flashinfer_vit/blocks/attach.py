@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks get a program, and how their `forward` runs it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_flashinfer_vit.blocks import norms
+from vllm_flashinfer_vit.blocks.program import BlockProgram
+from vllm_flashinfer_vit.blocks.spec import BlockSpec
+from vllm_flashinfer_vit.blocks.tower_pass import TowerProgram
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
+
+# Attribute of a block and of the list that it is in.
+_PROGRAM = "vllm_flashinfer_vit_program"
+# Attribute of the `forward` of a class of blocks.
+_SPEC = "vllm_flashinfer_vit_spec"
+
+
+def attach(
+    spec: BlockSpec,
+    blocks: torch.nn.Module,
+    index: int,
+    block: torch.nn.Module,
+    off: frozenset[str],
+) -> BlockProgram | None:
+    """Give a block its program, as it takes its place in a tower.
+
+    Args:
+        spec: What it is.
+        blocks: The list of the tower's blocks.
+        index: Its place there.
+        block: The block, its weights not loaded.
+        off: Names of `OPTIMISATIONS` that are left out.
+
+    Returns:
+        The program; None if vLLM's own steps run the block, which the log says.
+    """
+    if reason := _unfit(spec, block):
+        logger.info_once("The vision tower's blocks run as vLLM's own: %s.", reason)
+        return None
+    tower = vars(blocks).setdefault(_PROGRAM, TowerProgram())
+    program = BlockProgram(spec, block, (tower, index), off)
+    vars(block)[_PROGRAM] = program
+    return program
+
+
+def runs(
+    spec: BlockSpec, parameters: tuple[str, ...]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what makes a block's `forward` run its program, where it has one.
+
+    Args:
+        spec: What the block is.
+        parameters: What its `forward` takes, self and x first.
+    """
+
+    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(
+            self: Any, x: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> torch.Tensor:
+            program = program_of(self)
+            if program is None or not program.takes(x):
+                return original(self, x, *args, **kwargs)
+            if args:
+                kwargs.update(zip(parameters[2:], args, strict=False))
+            return program.run(x, **kwargs)
+
+        vars(forward)[_SPEC] = spec
+        return forward
+
+    return replace
+
+
+def spec_of(block_class: type) -> BlockSpec | None:
+    """Return what the blocks of a class are, if its `forward` runs programs."""
+    return getattr(getattr(block_class, "forward", None), _SPEC, None)
+
+
+def program_of(block: torch.nn.Module) -> BlockProgram | None:
+    """Return a block's program, if it has one."""
+    return vars(block).get(_PROGRAM)
+
+
+def _unfit(spec: BlockSpec, block: torch.nn.Module) -> str | None:
+    from vllm import envs
+
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT is set"
+    if not getattr(block, "do_not_compile", True):
+        return "they are compiled (compile_mm_encoder)"
+    for path in (spec.norm1, spec.norm2):
+        module = block.get_submodule(path)
+        if not norms.is_known(module, spec.norm):
+            return f"{path} is a {type(module).__name__} that is unknown here"
+    return None

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of tests whose towers have blocks that run as programs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The places of the blocks that run as programs, in order."""
+    from vllm_flashinfer_vit.blocks.program import BlockProgram
+
+    seen: list[int] = []
+    run = BlockProgram.run
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(self._index)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(BlockProgram, "run", noting)
+    return seen
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have linear layers run past their own methods, as on a GPU."""
+    from vllm_flashinfer_vit.blocks import linear, program
+
+    monkeypatch.setattr(program, "can_run", linear.is_plain)
+    # A CPU's op of this name computes another GELU.
+    monkeypatch.setattr(torch, "_addmm_activation", _addmm_gelu)
+
+
+@pytest.fixture(params=[False, True], ids=["own", "direct"])
+def either(request: pytest.FixtureRequest) -> None:
+    """Run linear layers by their own methods, or past them."""
+    if request.param:
+        request.getfixturevalue("direct")
+
+
+def _addmm_gelu(
+    bias: torch.Tensor,
+    x: torch.Tensor,
+    transposed: torch.Tensor,
+    *,
+    use_gelu: bool,
+    out: torch.Tensor,
+) -> None:
+    assert use_gelu
+    sums = torch.addmm(bias, x, transposed)
+    out.copy_(torch.nn.functional.gelu(sums, approximate="tanh"))

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes through the blocks of a tower: sums handed on, and buffers that are kept."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from _blocks import blocks, build, call, noted, outputs, stream, tables
+from _models import offsets
+from _towers import cpu_only
+
+from cases import relative_error
+from vllm_flashinfer_vit.blocks import tower_pass
+from vllm_flashinfer_vit.blocks.program import BlockProgram
+from vllm_flashinfer_vit.blocks.tower_pass import Pass
+from vllm_flashinfer_vit.towers.tower import Tower
+
+pytestmark = cpu_only
+
+# Sums of a few hundred fp32 terms in another order.
+TOLERANCE = 1e-6
+
+
+@pytest.fixture
+def qwen3(either: None) -> tuple[Tower, Tower]:
+    """The deepest tower, by programs and as vLLM's own."""
+    return build("qwen3_vl"), build("qwen3_vl", "TORCH_SDPA")
+
+
+@pytest.fixture
+def normed(qwen3: tuple[Tower, Tower]) -> Iterator[list[int]]:
+    """The blocks whose first norm is called by itself, in order."""
+    with noted([block.norm1 for block in blocks(qwen3[0])]) as seen:
+        yield seen
+
+
+class TestChain:
+    def run(self, tower: Tower, *places: int) -> list[torch.Tensor]:
+        """Return the stream and what blocks make of it, each of the one before."""
+        sums, with_ = [stream(tower)], tables(tower)
+        for place in places:
+            sums.append(call(tower, place, sums[-1], with_))
+        return sums
+
+    def test_a_pass_normalises_once(
+        self, qwen3: tuple[Tower, Tower], normed: list[int]
+    ) -> None:
+        served, stock = qwen3
+        found, expected = self.run(served, 0, 1, 2), self.run(stock, 0, 1, 2)
+        assert normed == [0]
+        for one, other in zip(found, expected, strict=True):
+            assert relative_error(one, other) < TOLERANCE
+
+    def test_what_the_caller_keeps_is_not_written(
+        self, qwen3: tuple[Tower, Tower]
+    ) -> None:
+        served, _ = qwen3
+        sums, with_, copies = [stream(served)], tables(served), []
+        for place in range(3):
+            copies.append(sums[-1].clone())
+            sums.append(call(served, place, sums[-1], with_))
+        assert len({x.data_ptr() for x in sums}) == 4
+        for kept, copy in zip(sums, copies, strict=False):
+            assert torch.equal(kept, copy)
+
+    def test_another_sum_is_normalised_anew(
+        self, qwen3: tuple[Tower, Tower], normed: list[int]
+    ) -> None:
+        served, stock = qwen3
+        first = self.run(served, 0)[-1]
+        with_ = tables(served)
+        found = call(served, 1, 2 * first, with_)
+        assert normed == [0, 1]
+        assert relative_error(found, call(stock, 1, 2 * first, with_)) < TOLERANCE
+
+    @pytest.mark.parametrize("places", [(1,), (0, 2), (0, 0), (1, 0), (2, 0)], ids=str)
+    def test_blocks_in_another_order(
+        self, places: tuple[int, ...], qwen3: tuple[Tower, Tower], normed: list[int]
+    ) -> None:
+        served, stock = qwen3
+        found, expected = self.run(served, *places), self.run(stock, *places)
+        assert normed == [*places]
+        assert relative_error(found[-1], expected[-1]) < TOLERANCE
+
+    def test_two_passes_in_turns(self, qwen3: tuple[Tower, Tower]) -> None:
+        served, stock = qwen3
+        with_ = tables(served)
+        xs = [stream(served), -stream(served)]
+        expected = xs
+        for place in range(3):
+            xs = [call(served, place, x, with_) for x in xs]
+            expected = [call(stock, place, x, with_) for x in expected]
+        for one, other in zip(xs, expected, strict=True):
+            assert relative_error(one, other) < TOLERANCE
+
+    def test_other_images_after_a_block(self, qwen3: tuple[Tower, Tower]) -> None:
+        """Of one pass all tables may be others, as windows' are."""
+        served, stock = qwen3
+        found, expected = [
+            call(tower, 1, self.run(tower, 0)[-1], self.turned(tower))
+            for tower in (served, stock)
+        ]
+        assert relative_error(found, expected) < TOLERANCE
+
+    @staticmethod
+    def turned(tower: Tower) -> dict[str, Any]:
+        with_ = tables(tower)
+        cos, sin = with_["rotary_pos_emb_cos"], with_["rotary_pos_emb_sin"]
+        return {
+            **with_,
+            "cu_seqlens": offsets([4] * 6),
+            "rotary_pos_emb_cos": -cos.flip(0),
+            "rotary_pos_emb_sin": sin.flip(0),
+        }
+
+
+class TestBuffers:
+    @pytest.fixture
+    def passes(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """References to passes, and so to their buffers, as they are made."""
+        made: list[weakref.ref[Pass]] = []
+        make = Pass.__init__
+
+        def init(now: Pass, *args: Any) -> None:
+            make(now, *args)
+            made.append(weakref.ref(now))
+
+        monkeypatch.setattr(Pass, "__init__", init)
+        return made
+
+    def test_kept_for_the_next_pass_of_the_size(
+        self, qwen3: tuple[Tower, Tower], passes: Any
+    ) -> None:
+        served, _ = qwen3
+        for _ in range(3):
+            self.run_all(served, 24)
+        assert len(passes) == 1
+        self.run_all(served, 20)
+        self.run_all(served, 24)
+        self.run_all(served, 20)
+        assert len(passes) == 2
+
+    def run_all(self, of: Tower, rows: int) -> None:
+        x, with_ = stream(of, rows), tables(of, rows)
+        for place in range(3):
+            x = call(of, place, x, with_)
+
+    def test_kept_up_to_a_limit(
+        self, qwen3: tuple[Tower, Tower], passes: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        served, _ = qwen3
+        self.run_all(served, 36)
+        (first,) = passes
+        monkeypatch.setattr(tower_pass, "MAX_KEPT_BYTES", first().nbytes)
+        # The oldest go first; one that is too large is not kept at all.
+        self.run_all(served, 32)
+        assert first() is None
+        assert passes[1]() is not None
+        self.run_all(served, 40)
+        assert [now() for now in passes] == [None] * 3
+
+    def test_two_passes_do_not_share(
+        self, qwen3: tuple[Tower, Tower], passes: Any
+    ) -> None:
+        served, stock = qwen3
+        self.run_all(served, 28)
+        x, with_ = stream(served, 28), tables(served, 28)
+        xs = [call(served, 0, x, with_), call(served, 0, -x, with_)]
+        for at, found in enumerate(xs):
+            expected = call(stock, 0, (x, -x)[at], with_)
+            assert relative_error(found, expected) < TOLERANCE
+
+    def test_kept_passes_read_new_tables(self, qwen3: tuple[Tower, Tower]) -> None:
+        """Of other batches of as many rows, and offsets that are written in place."""
+        served, stock = qwen3
+        x, with_ = stream(served), tables(served)
+        for lengths in ([8, 16], [12, 12]):
+            with_["cu_seqlens"].copy_(offsets(lengths))
+            turned = -with_["rotary_pos_emb_cos"]
+            for other in (
+                with_,
+                {**with_, "cu_seqlens": offsets(lengths[::-1])},
+                {**with_, "rotary_pos_emb_cos": turned},
+            ):
+                found = call(served, 2, x, other)
+                assert relative_error(found, call(stock, 2, x, other)) < TOLERANCE
+
+    def test_many_batches_of_one_size(self, qwen3: tuple[Tower, Tower]) -> None:
+        served, stock = qwen3
+        x, with_ = stream(served, 60), tables(served, 60)
+        for length in range(1, 40):
+            with_["cu_seqlens"] = offsets([length, 60 - length])
+            found = call(served, 2, x, with_)
+            assert relative_error(found, call(stock, 2, x, with_)) < TOLERANCE
+
+    def test_freed_when_nobody_goes_on(
+        self, qwen3: tuple[Tower, Tower], passes: Any
+    ) -> None:
+        served, _ = qwen3
+        total = call(served, 0, stream(served), tables(served))
+        assert passes[-1]() is not None
+        del total
+        assert passes[-1]() is None
+
+    def test_freed_after_an_error(
+        self, qwen3: tuple[Tower, Tower], passes: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        served, stock = qwen3
+        x, with_ = stream(served), tables(served)
+        total = call(served, 0, x, with_)
+        with monkeypatch.context() as context:
+            # After the second norm.
+            context.setattr(BlockProgram, "_hidden", self.fail)
+            with pytest.raises(KeyError):
+                call(served, 1, total, with_)
+        gc.collect()
+        assert passes[-1]() is None
+        # What the block has left behind is not taken for the norm of its sum.
+        found = call(served, 1, total, with_)
+        assert relative_error(found, call(stock, 1, total, with_)) < TOLERANCE
+
+    @staticmethod
+    def fail(*_: Any) -> None:
+        raise KeyError
+
+    def test_every_value_is_written(
+        self, qwen3: tuple[Tower, Tower], nan_empty: None
+    ) -> None:
+        assert not outputs(qwen3[0]).isnan().any()
