@@ -37,7 +37,7 @@ from vllm_flashinfer_vit.ops.batch import Batch
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
 # From how many rows on QuACK is faster than cuBLAS and an activation on an H200, and
-# than cuBLAS alone, where there is less to save (docs/results.md).
+# than cuBLAS alone, where there is less to save (docs/experiments.md).
 MIN_QUACK_ROWS = 1024
 MIN_QUACK_PLAIN_ROWS = 2048
 
