@@ -264,19 +264,19 @@ def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
     values = tuple(tables[name] for name in names)
     total = torch.empty_like(x)
     following = program._tower.blocks[1]._norm1
-    context = program._attend(now, now.qkv, values, None)
+    context, settled = program._attend(now, now.qkv, values, None)
     attended, normed = now.attended, now.normed
     hidden = program._hidden(now)
     return {
         "QKV projection": lambda: program._project(now),
         "rotary, attention": lambda: program._attend(now, now.qkv, values, None),
         "projection": lambda: program._linear(
-            now, "proj", program._proj, context, attended
+            settled, "proj", program._proj, context, attended
         ),
         "sum, norm": lambda: program._sum(now, x, (attended,), program._norm2, None),
         "MLP, first": lambda: program._hidden(now),
         "MLP, second": lambda: program._linear(
-            now, "second", program._second, hidden, normed
+            now.settled, "second", program._second, hidden, normed
         ),
         "memory for the sum": lambda: torch.empty_like(x),
         "last sum, norm": lambda: program._sum(

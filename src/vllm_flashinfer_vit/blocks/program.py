@@ -275,10 +275,12 @@ class BlockProgram:
             now = tower.begin(self.widths, x)
             now.normed.copy_(self._norm1.module(x).view(now.normed.shape))
         tables = cu_seqlens, rotary_pos_emb_cos, rotary_pos_emb_sin, max_seqlen
-        context = self._attend(now, self._project(now), tables, sequence_lengths)
-        attended = self._linear(now, "proj", self._proj, context, now.attended)
+        qkv = self._project(now)
+        context, settled = self._attend(now, qkv, tables, sequence_lengths)
+        attended = self._linear(settled, "proj", self._proj, context, now.attended)
         self._sum(now, x, (attended,), self._norm2, None)
-        out = self._linear(now, "second", self._second, self._hidden(now), now.normed)
+        hidden = self._hidden(now)
+        out = self._linear(now.settled, "second", self._second, hidden, now.normed)
         following = tower.blocks.get(self._index + 1)
         if following is None:
             tower.end(now)
@@ -309,17 +311,17 @@ class BlockProgram:
     def _project(self, now: Pass) -> torch.Tensor:
         fast = self._quack_qkv
         if fast is not None and len(now.qkv) >= fast.min_rows:
-            return self._linear(now, "fast qkv", fast, now.normed, now.qkv)
-        return self._linear(now, "qkv", self._qkv, now.normed, now.qkv)
+            return self._linear(now.settled, "fast qkv", fast, now.normed, now.qkv)
+        return self._linear(now.settled, "qkv", self._qkv, now.normed, now.qkv)
 
     def _hidden(self, now: Pass) -> torch.Tensor:
         fast = self._quack_mlp
         if fast is not None and len(now.hidden) >= fast.min_rows:
-            return self._linear(now, "fast first", fast, now.normed, now.hidden)
+            return self._linear(now.settled, "fast first", fast, now.normed, now.hidden)
         out = now.hidden
         if now.stacked is not None and not self._first_acts:
             out = now.stacked
-        values = self._linear(now, "first", self._first, now.normed, out)
+        values = self._linear(now.settled, "first", self._first, now.normed, out)
         if self._first_acts:
             return values
         if self._act_into is None or values is not out:
@@ -330,7 +332,7 @@ class BlockProgram:
 
     @staticmethod
     def _linear(
-        now: Pass,
+        settled: dict[object, Any],
         name: str,
         step: Step | OwnLinear,
         x: torch.Tensor,
@@ -339,11 +341,11 @@ class BlockProgram:
         """Return a layer's output: `out`, unless the layer is vLLM's own."""
         if isinstance(step, OwnLinear):
             return step(x.flatten(1))
-        found = now.settled.get(name)
+        found = settled.get(name)
         # Attention may return a tensor of its own each time.
         if found is None or found[0] is not x:
             flat = x.flatten(1)
-            found = now.settled[name] = x, step.prepare(flat, out)
+            found = settled[name] = x, step.prepare(flat, out)
         found[1](step.layer)
         return out
 
@@ -353,7 +355,8 @@ class BlockProgram:
         qkv: torch.Tensor,
         tables: tuple[Any, ...],
         sequence_lengths: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, dict[object, Any]]:
+        """Return attention's output, and where what reads it keeps its launches."""
         attention = self._attention
         cu_seqlens, cos, sin, max_seqlen = tables
         is_shared = (
@@ -361,18 +364,19 @@ class BlockProgram:
         )
         key = id(cu_seqlens), self._group
         if is_shared and (found := now.attention.get(key)) is not None:
-            call, read = found
+            call, read, settled = found
             # An id is another tensor's once its own has died.
             if all(map(operator.is_, read, tables)):
-                return call()
+                return call(), settled
         q, k, v = self._heads_of(qkv)
         batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen)
         call = attention.prepare(batch, sequence_lengths)
-        if is_shared:
-            if len(now.attention) == _MAX_TABLES:
-                now.attention.clear()
-            now.attention[key] = call, tables
-        return call()
+        if not is_shared:
+            return call(), now.settled
+        if len(now.attention) == _MAX_TABLES:
+            now.attention.clear()
+        now.attention[key] = call, tables, {}
+        return call(), now.attention[key][2]
 
     def _heads_of(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._split is not None:

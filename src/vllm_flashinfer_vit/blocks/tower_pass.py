@@ -99,7 +99,8 @@ class Pass:
         index: The block whose first norm `normed` holds.
         total: The sum that the last block returned.
         settled: Launches, by what they are for.
-        attention: Settled attention, with the tables that it reads.
+        attention: Settled attention, with the tables that it reads, and the launches of
+            what reads its output.
         key: What it can be kept by, or None.
     """
 
@@ -134,7 +135,9 @@ class Pass:
         self.index = 0
         self.total: weakref.ref[torch.Tensor] | None = None
         self.settled: dict[object, Any] = {}
-        self.attention: dict[object, tuple[Any, tuple[Any, ...]]] = {}
+        self.attention: dict[
+            object, tuple[Any, tuple[Any, ...], dict[object, Any]]
+        ] = {}
         self.key = key
         self._memory = memory
 
