@@ -1,26 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own compiled RMSNorm, where the engine would not run it.
+"""vLLM's own compiled norms and activations, where the engine would not run them.
 
-The engine's default turns it off for the language model, which it compiles; encoders
-are left uncompiled, so that each norm would run as several kernels.
+The engine's default turns them off for the language model, which it compiles; encoders
+are left uncompiled, so that each op would run as several kernels.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
-def can_run_compiled() -> bool:
-    """Whether `compiled_norms` may be entered: on CUDA, with vLLM's library loaded."""
-    from vllm import envs
+def compiled_op(name: str) -> Callable[..., Any] | None:
+    """Return an op of vLLM's library, None without it in this process or CUDA."""
     from vllm.platforms import current_platform
 
-    return (
-        not envs.VLLM_BATCH_INVARIANT
-        and current_platform.is_cuda()
-        and hasattr(torch.ops._C, "rms_norm")
-    )
+    if not current_platform.is_cuda():
+        return None
+    return getattr(getattr(torch.ops._C, name, None), "default", None)
+
+
+def can_run_compiled() -> bool:
+    """Whether `compiled_norms` may be entered."""
+    from vllm import envs
+
+    return not envs.VLLM_BATCH_INVARIANT and compiled_op("rms_norm") is not None
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 
 from vllm_flashinfer_vit.blocks import norms, quack
 from vllm_flashinfer_vit.blocks.aligned_linear import align, padded_inputs
+from vllm_flashinfer_vit.blocks.compiled import compiled_op
 from vllm_flashinfer_vit.blocks.linear import (
     OwnLinear,
     QuackGemm,
@@ -414,13 +415,6 @@ def _computes(act: Any, activation: str) -> bool:
 
 
 def _compiled_act(activation: str) -> Callable[..., Any] | None:
-    """Return vLLM's compiled activation, `(out, values)`, if this process has it.
-
-    The engine's default turns it off for the language model, which it compiles.
-    """
-    from vllm.platforms import current_platform
-
+    """Return vLLM's compiled activation, `(out, values)`, if this process has it."""
     name = {"swiglu": "silu_and_mul", "quick_gelu": "gelu_quick"}.get(activation)
-    if name is None or not current_platform.is_cuda():
-        return None
-    return getattr(getattr(torch.ops._C, name, None), "default", None)
+    return None if name is None else compiled_op(name)

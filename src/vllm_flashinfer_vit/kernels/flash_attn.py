@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from vllm_flashinfer_vit.kernels._alignment import aligned
+from vllm_flashinfer_vit.kernels._launch import returning
 from vllm_flashinfer_vit.kernels.padding import mask_padding
 
 Run = Callable[..., None]
@@ -285,12 +286,7 @@ def _prepare(
 
     _compile_for_capture(heads, v.shape[1], head_dim, v.dtype, v.device)
     launch = settle(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **fixed)
-
-    def call() -> torch.Tensor:
-        launch()
-        return out
-
-    return call
+    return returning(launch, out)
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> None:
