@@ -12,7 +12,7 @@ import torch
 
 from vllm_flashinfer_vit.blocks import cublaslt
 from vllm_flashinfer_vit.blocks.cublaslt import LayerWeights, Problems
-from vllm_flashinfer_vit.blocks.linear import LtGemm, Weights
+from vllm_flashinfer_vit.blocks.linear import BlockWeights, LtGemm
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -157,12 +157,14 @@ def test_on_a_side_stream() -> None:
 
 def test_weights_that_are_loaded_anew_or_moved() -> None:
     module = torch.nn.Linear(1152, 1152, device="cuda", dtype=torch.bfloat16)
-    step = LtGemm(Weights(module), Problems())
+    weights = BlockWeights()
+    step = LtGemm(weights.add(module), Problems())
     x = make_x(64, 1152, torch.bfloat16)
     out = x.new_empty(64, 1152)
     call = step.prepare(x, out)
 
     def assert_right() -> None:
+        weights.refresh()
         call(step.layer)
         expected = torch.addmm(module.bias, x, module.weight.t())
         assert torch.equal(out, expected)

@@ -13,7 +13,7 @@ import torch
 
 from vllm_flashinfer_vit.blocks import cublaslt
 from vllm_flashinfer_vit.blocks.cublaslt import LayerWeights, Problems
-from vllm_flashinfer_vit.blocks.linear import LtGemm, Weights
+from vllm_flashinfer_vit.blocks.linear import BlockWeights, LtGemm
 
 HANDLE, STREAM = 11, 77
 
@@ -343,17 +343,21 @@ def test_a_launch_that_is_refused(library: Library) -> None:
 
 def test_a_layer_is_described_anew_where_its_weights_move(library: Library) -> None:
     module = torch.nn.Linear(16, 8).half()
-    step = LtGemm(Weights(module), Problems())
+    weights = BlockWeights()
+    step = LtGemm(weights.add(module), Problems())
     first = step.layer
     assert step.layer is first
     module.bias.data.fill_(1)
+    weights.refresh()
     assert step.layer is first
     moved = module.weight.data.clone()
     module.weight.data = moved
+    weights.refresh()
     second = step.layer
     assert second is not first
     assert second.address.value == moved.data_ptr()
     module.bias = torch.nn.Parameter(module.bias.data.clone())
+    weights.refresh()
     third = step.layer
     bias = library.attributes("MatmulDesc", third.operation.value)[8][0]
     assert third is not second and bias == module.bias.data_ptr()

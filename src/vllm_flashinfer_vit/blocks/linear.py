@@ -43,24 +43,52 @@ class Weights:
         """Take a layer with a `weight` and maybe a `bias`."""
         # Not by the attributes, which torch.nn.Module looks up in three dictionaries.
         self._parameters = layer._parameters
-        self._renew()
+        self.renew()
 
-    def _renew(self) -> None:
+    @property
+    def places(self) -> list[tuple[dict[str, Any], str]]:
+        """Where the layer has its parameters."""
+        names = ("weight", "bias")
+        found = self._parameters
+        return [(found, name) for name in names if found.get(name) is not None]
+
+    def renew(self) -> None:
+        """Take the parameters as they are now; what was made of others is gone."""
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
-        self._addresses = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
         self.weight = weight.detach()
         self.bias = None if bias is None else bias.detach()
         self.made: dict[object, Any] = {}
 
-    def refresh(self) -> dict[object, Any]:
-        """Return what was made of the parameters; nothing if they lie elsewhere now."""
-        weight, bias = self._parameters["weight"], self._parameters.get("bias")
-        assert weight is not None
-        addresses = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-        if addresses != self._addresses:
-            self._renew()
-        return self.made
+
+class BlockWeights:
+    """The weights of the layers of a block that are run here."""
+
+    def __init__(self) -> None:
+        """Begin without layers."""
+        self._layers: list[Weights] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._addresses: list[int] = []
+
+    def add(self, layer: torch.nn.Module) -> Weights:
+        """Take a layer."""
+        weights = Weights(layer)
+        self._layers.append(weights)
+        self._places += weights.places
+        self._addresses = self._now()
+        return weights
+
+    def refresh(self) -> None:
+        """Renew the weights if any lie elsewhere now."""
+        if (addresses := self._now()) != self._addresses:
+            self._addresses = addresses
+            for weights in self._layers:
+                weights.renew()
+
+    def _now(self) -> list[int]:
+        # vLLM's parameters take every call through Python: 2 us each.
+        with torch._C.DisableTorchFunctionSubclass():
+            return [found[name].data_ptr() for found, name in self._places]
 
 
 class OwnLinear:
@@ -90,7 +118,6 @@ class Gemm:
     @property
     def layer(self) -> Weights:
         """See `Step`."""
-        self._weights.refresh()
         return self._weights
 
     def prepare(
@@ -122,7 +149,7 @@ class LtGemm:
     @property
     def layer(self) -> cublaslt.LayerWeights:
         """See `Step`."""
-        made = self._weights.refresh()
+        made = self._weights.made
         if (found := made.get("lt")) is None:
             weight, bias = self._weights.weight, self._weights.bias
             assert bias is not None
@@ -162,7 +189,8 @@ class QuackGemm:
     @property
     def layer(self) -> quack.Views:
         """See `Step`."""
-        made, weights = self._weights.refresh(), self._weights
+        weights = self._weights
+        made = weights.made
         if (found := made.get("quack")) is None:
             found = quack.views(weights.weight, weights.bias, self._activation)
             # SwiGLU's has a copy of the bias, which may be loaded anew in place.

@@ -22,6 +22,7 @@ from vllm_flashinfer_vit.blocks import norms, quack
 from vllm_flashinfer_vit.blocks.aligned_linear import align, padded_inputs
 from vllm_flashinfer_vit.blocks.compiled import compiled_op
 from vllm_flashinfer_vit.blocks.linear import (
+    BlockWeights,
     OwnLinear,
     QuackGemm,
     Step,
@@ -137,6 +138,7 @@ class BlockProgram:
             groups = self._tower.groups
             self._group = groups.setdefault(attention.prepares_for, len(groups))
         self._tower.forget()
+        self._weights = BlockWeights()
         self._qkv, self._quack_qkv = self._projection(spec.qkv, may_quack=True)
         self._proj, _ = self._projection(spec.proj)
         self._second, _ = self._projection(spec.second)
@@ -161,7 +163,7 @@ class BlockProgram:
         if not self._is_direct(layer):
             self.steps[path] = f"vLLM's own {type(layer).__name__}"
             return OwnLinear(self._block, path), None
-        weights = Weights(layer)
+        weights = self._weights.add(layer)
         self.steps[path] = "cuBLAS"
         fast = None
         if may_quack and "quack_qkv" not in self._off:
@@ -181,7 +183,7 @@ class BlockProgram:
         if not self._is_direct(layer):
             self.steps[spec.first] = f"vLLM's own {type(layer).__name__}"
             return
-        weights = Weights(layer)
+        weights = self._weights.add(layer)
         self._first_acts = (
             is_known
             and spec.activation == "tanh_gelu"
@@ -270,6 +272,7 @@ class BlockProgram:
         Returns:
             Like x, a new tensor.
         """
+        self._weights.refresh()
         tower = self._tower
         now = tower.take(self._index, x)
         if now is None:

@@ -5,6 +5,7 @@ EXAONE 4.5 has blocks of its own, of the same parts, with fewer heads for k and 
 """
 
 import functools
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from vllm_flashinfer_vit.models._shared import (
     block_program,
     is_served,
 )
+from vllm_flashinfer_vit.models.ends import merger, normalize_patches, patch_embed
 from vllm_flashinfer_vit.models.metadata import kept_metadata
 from vllm_flashinfer_vit.patches.patch import Patch
 
@@ -63,6 +65,10 @@ PATCHES = (
         (*BLOCK_PARAMETERS[:-1], "seqlens", BLOCK_PARAMETERS[-1]),
     ),
     kept_metadata(_FAMILY, _TOWER, windows=True),
+    patch_embed(_FAMILY, "Qwen2_5_VisionPatchEmbed"),
+    merger(
+        _FAMILY, "Qwen2_5_VisionPatchMerger", normalize_patches, mlp=attrgetter("mlp")
+    ),
     Patch(
         name=f"{_FAMILY}-compiled-norms",
         target=f"{MODELS}.{_FAMILY}:{_TOWER}.forward",

@@ -4,8 +4,11 @@
 Kanana-V's tower and others derive from its tower, with blocks of its class.
 """
 
+from operator import attrgetter
+
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.models._shared import BLOCK_PARAMETERS, block_program
+from vllm_flashinfer_vit.models.ends import merger, normalize_patches, patch_embed
 from vllm_flashinfer_vit.models.metadata import kept_metadata, kept_rotary
 
 _FAMILY = "qwen2_vl"
@@ -25,4 +28,6 @@ PATCHES = (
     block_program(_FAMILY, "Qwen2VisionBlock", SPEC, BLOCK_PARAMETERS[:-1]),
     kept_metadata(_FAMILY, _TOWER),
     kept_rotary(_FAMILY, _TOWER),
+    patch_embed(_FAMILY, "Qwen2VisionPatchEmbed"),
+    merger(_FAMILY, "Qwen2VisionPatchMerger", normalize_patches, mlp=attrgetter("mlp")),
 )

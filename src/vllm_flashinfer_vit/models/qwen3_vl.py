@@ -2,6 +2,7 @@
 """Qwen3-VL: 72 values to a head, LayerNorm, an MLP with tanh GELU, deepstack."""
 
 import functools
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from vllm_flashinfer_vit.models._shared import (
     block_program,
     is_served,
 )
+from vllm_flashinfer_vit.models.ends import merger, patch_embed
 from vllm_flashinfer_vit.models.metadata import kept_metadata, kept_rotary
 from vllm_flashinfer_vit.patches.patch import Patch
 
@@ -28,6 +30,14 @@ SPEC = BlockSpec(
     act="mlp.act_fn",
     second="mlp.linear_fc2",
 )
+
+
+def _normalize(merger: Any, x: torch.Tensor) -> torch.Tensor:
+    """Normalise tokens, of the deepstack after they are merged."""
+    rows = merger.hidden_size
+    if merger.use_postshuffle_norm:
+        return merger.norm(x.view(-1, rows))
+    return merger.norm(x).view(-1, rows)
 
 
 def _interpolate_once(original: Function) -> Function:
@@ -57,6 +67,13 @@ PATCHES = (
         of_weights={"pos_embeds": "fast_pos_embed_interpolate"},
     ),
     kept_rotary(_FAMILY, _TOWER),
+    patch_embed(_FAMILY, "Qwen3_VisionPatchEmbed"),
+    merger(
+        _FAMILY,
+        "Qwen3_VisionPatchMerger",
+        _normalize,
+        mlp=attrgetter("linear_fc1", "act_fn", "linear_fc2"),
+    ),
     Patch(
         name=f"{_FAMILY}-shared-positions",
         target=f"{MODELS}.{_FAMILY}:{_TOWER}.fast_pos_embed_interpolate",

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tower runs before its first block and after its last, by fewer calls.
+
+They are the calls that vLLM's own modules end up with, for the same bits. Quantised
+layers, adapters, sums over ranks, compiled modules and CPUs keep vLLM's own path.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
+from vllm_flashinfer_vit.models._shared import MODELS, Function
+from vllm_flashinfer_vit.patches.patch import Patch
+
+
+def patch_embed(family: str, module: str) -> Patch:
+    """Return the patch of a projection of patches.
+
+    Args:
+        family: vLLM's module of the model.
+        module: The class, whose `proj` is a `Conv3dLayer` over a patch.
+    """
+    return Patch(
+        name=f"{family}-patch-embed",
+        target=f"{MODELS}.{family}:{module}.forward",
+        why="stock unfolds each patch into itself by eight views before the GEMM",
+        vllm_range=SUPPORTED_VLLM,
+        remove_when="vLLM's Conv3dLayer takes patches as rows",
+        parameters=("self", "x"),
+        replace=_embed,
+    )
+
+
+def _embed(original: Function) -> Function:
+    @functools.wraps(original)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        proj = self.proj
+        # A kernel as large as its stride sees each value once, in the patch's order.
+        if torch.compiler.is_compiling() or not proj.enable_linear:
+            return original(self, x)
+        return linear(x, proj.weight.view(proj.out_channels, -1), proj.bias)
+
+    return forward
+
+
+def merger(
+    family: str,
+    module: str,
+    normalize: Callable[[Any, torch.Tensor], torch.Tensor],
+    mlp: Callable[[Any], Sequence[Any]],
+) -> Patch:
+    """Return the patch of what merges a tower's tokens: a norm and an MLP.
+
+    Args:
+        family: vLLM's module of the model.
+        module: The class.
+        normalize: Takes such a module and its input; returns the MLP's rows.
+        mlp: Returns the module's first linear layer, its activation, and the second.
+    """
+    return Patch(
+        name=f"{family}-merger",
+        target=f"{MODELS}.{family}:{module}.forward",
+        why="stock pays for a dozen layers of Python around two GEMMs",
+        vllm_range=SUPPORTED_VLLM,
+        remove_when="vLLM's linear layers take the host no longer than their GEMM",
+        parameters=("self", "x"),
+        replace=functools.partial(_merge, normalize=normalize, mlp=mlp),
+    )
+
+
+def _merge(
+    original: Function,
+    normalize: Callable[[Any, torch.Tensor], torch.Tensor],
+    mlp: Callable[[Any], Sequence[Any]],
+) -> Function:
+    from vllm_flashinfer_vit.blocks import program
+
+    @functools.wraps(original)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return original(self, x)
+        first, act, second = mlp(self)
+        if not (program.can_run(first) and program.can_run(second)):
+            return original(self, x)
+        # vLLM's parameters take every call through Python.
+        with torch._C.DisableTorchFunctionSubclass():
+            rows = normalize(self, x)
+            hidden = act(linear(rows, first.weight, first.bias))
+            return linear(hidden, second.weight, second.bias)
+
+    return forward
+
+
+def normalize_patches(merger: Any, x: torch.Tensor) -> torch.Tensor:
+    """Normalise the patches of Qwen2-VL's and Qwen2.5-VL's mergers, then merge them."""
+    return merger.ln_q(x).view(-1, merger.hidden_size)

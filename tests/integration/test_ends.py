@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs before and after the blocks: vLLM's bits, past the Python of its layers."""
+
+from typing import Any
+
+import pytest
+import torch
+from _blocks import SPECS, build, noted, other_method, outputs, without
+from _models import noise
+from _towers import cpu_only
+
+from vllm_flashinfer_vit.towers.tower import Tower
+
+pytestmark = cpu_only
+
+
+@pytest.fixture(params=SPECS)
+def tower(request: pytest.FixtureRequest) -> Tower:
+    return build(request.param)
+
+
+def ends(of: Tower) -> list[Any]:
+    """The linear layers of the tower's mergers, and its projection of patches."""
+    mergers = [m for name, m in of.visual.named_modules() if "merger" in name]
+    layers = [m for m in mergers if hasattr(m, "quant_method")]
+    assert len(layers) == (6 if of.spec.family == "qwen3_vl" else 2)
+    return [*layers, of.visual.get_submodule("patch_embed.proj")]
+
+
+def of_stock(tower: Tower) -> torch.Tensor:
+    family = tower.spec.family
+    with without(f"{family}-patch-embed", f"{family}-merger"):
+        stock = build(family)
+        with noted(ends(stock)) as seen:
+            out = outputs(stock)
+        assert len(set(seen)) == len(ends(stock))
+    return out
+
+
+@pytest.mark.usefixtures("direct")
+def test_gives_the_same_bits_past_the_layers(tower: Tower) -> None:
+    with noted(ends(tower)) as seen:
+        out = outputs(tower)
+    assert seen == []
+    assert torch.equal(out, of_stock(tower))
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("place", [0, 1])
+def test_layers_with_another_method_run_it(tower: Tower, place: int) -> None:
+    layers = ends(tower)
+    layers[place].quant_method = other_method(layers[place], "")
+    with noted(layers) as seen:
+        outputs(tower)
+    assert seen == [0, 1]
+
+
+@pytest.mark.usefixtures("direct")
+def test_new_weights_are_read(tower: Tower) -> None:
+    before = outputs(tower)
+    for layer in ends(tower):
+        layer.weight.data = layer.weight.data.clone() * 1.5
+    after = outputs(tower)
+    assert not torch.equal(before, after)
+    assert not torch.isnan(after).any()
+
+
+def test_on_a_cpu_mergers_run_vllms_own_layers(tower: Tower) -> None:
+    layers = ends(tower)
+    with noted(layers) as seen:
+        outputs(tower)
+    assert sorted(seen) == [*range(len(layers) - 1)]
+
+
+def test_a_convolution_with_overlaps_is_left_to_vllm(tower: Tower) -> None:
+    proj = tower.visual.get_submodule("patch_embed.proj")
+    embed: Any = tower.visual.get_submodule("patch_embed")
+    x = noise(8, tower.spec.patch_dim)
+    expected = embed(x)
+    proj.enable_linear = False
+    with noted([proj]) as seen:
+        out = embed(x)
+    assert seen == [0]
+    torch.testing.assert_close(out, expected)
