@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times whole vision towers: stock vLLM with FLASH_ATTN and FLASHINFER, and the plugin.
+"""Times whole vision towers: stock vLLM by its backends, and the plugin.
+
+`stock-flash_attn` is FLASH_ATTN with the FlashAttention that vLLM picks, on Hopper 3,
+and `stock-flash_attn4` with `attention_config.flash_attn_version=4`.
 
 Every provider has a process of its own, since the plugin would change stock. All hold
 the same tower, and take turns on one GPU, one at a time. Outputs are compared with the
@@ -14,8 +17,9 @@ import functools
 import math
 import multiprocessing
 import os
+import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -91,6 +95,8 @@ WARM_UP_BELOW_MS = 20.0
 # Even, so that half of them run backwards.
 TURNS = 6
 ANSWER_WITHIN_S = 300.0
+# A backend, and a version of FlashAttention where it is not vLLM's choice.
+STOCK = re.compile(r"stock-(\w*[a-z])(\d)?")
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,7 @@ class Contender:
         dtype: A key of `DTYPES`, or `fp32`.
         blocks: One of `BLOCKS`.
         attn_dtype: The engine's encoder attention dtype, None or `fp8`.
+        flash_attn_version: FlashAttention's version, None for vLLM's choice.
         environment: Variables of the process.
     """
 
@@ -113,6 +120,7 @@ class Contender:
     dtype: str
     blocks: str = "eager"
     attn_dtype: str | None = None
+    flash_attn_version: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -123,19 +131,65 @@ class Contender:
             ValueError: There is no such provider.
         """
         origin, _, kernel = provider.partition("-")
-        if origin == "stock" and kernel:
-            # vLLM then loads no plugin by itself.
-            env = {"VLLM_PLUGINS": ""}
-            return cls(provider, kernel.upper(), True, dtype, blocks, None, env)
+        if stock := STOCK.fullmatch(provider):
+            backend, version = stock.groups()
+            return cls(
+                provider,
+                backend.upper(),
+                True,
+                dtype,
+                blocks,
+                flash_attn_version=int(version) if version else None,
+                # vLLM then loads no plugin by itself.
+                environment={"VLLM_PLUGINS": ""},
+            )
         if origin == "plugin":
             attn_dtype = "fp8" if kernel.endswith("fp8") else None
             is_forced = kernel not in ("", "fp8")
             env = {"VLLM_FLASHINFER_VIT_KERNEL": kernel} if is_forced else {}
-            return cls(provider, "FLASHINFER", False, dtype, blocks, attn_dtype, env)
+            return cls(
+                provider,
+                "FLASHINFER",
+                False,
+                dtype,
+                blocks,
+                attn_dtype=attn_dtype,
+                environment=env,
+            )
         raise ValueError(
-            f"provider {provider!r}: use stock-<backend>, plugin, plugin-fp8 or "
-            "plugin-<kernel>"
+            f"provider {provider!r}: use stock-<backend>, stock-flash_attn4, plugin, "
+            "plugin-fp8 or plugin-<kernel>"
         )
+
+
+def check_promises(
+    contender: Contender, layer: Any, blocks: Iterable[torch.nn.Module]
+) -> None:
+    """Check that a tower is what its contender's name says.
+
+    Args:
+        contender: What was asked for.
+        layer: One of the tower's attention layers.
+        blocks: The tower's blocks.
+
+    Raises:
+        RuntimeError: It is not.
+    """
+    is_stock = not type(layer).__module__.startswith(PACKAGE)
+    if is_stock != contender.is_stock:
+        raise RuntimeError(
+            f"{contender.provider} got attention layers of {type(layer)}"
+        )
+    version = contender.flash_attn_version
+    if version not in (None, layer._fa_version):
+        raise RuntimeError(
+            f"vLLM runs these layers on FlashAttention {layer._fa_version} here, "
+            f"not {version}"
+        )
+    if contender.blocks == "compiled" and any(
+        getattr(block, "do_not_compile", True) for block in blocks
+    ):
+        raise RuntimeError("this vLLM does not compile the blocks of this tower")
 
 
 class Worker:
@@ -157,16 +211,12 @@ class Worker:
             fused_ops=contender.blocks == "fused",
             plugin=not contender.is_stock,
             attn_dtype=contender.attn_dtype,
+            flash_attn_version=contender.flash_attn_version,
         )
         layers = self.tower.attention_layers()
         self._layer = next(iter(layers.values()))
-        is_stock = not type(self._layer).__module__.startswith(PACKAGE)
-        if is_stock != contender.is_stock:
-            raise RuntimeError(
-                f"{contender.provider} got attention layers of {type(self._layer)}"
-            )
-        if contender.blocks == "compiled" and not self._compiled_modules():
-            raise RuntimeError("this vLLM compiles no part of this tower")
+        check_promises(contender, self._layer, self.tower.visual.blocks)
+        self._is_compiled = contender.blocks == "compiled"
         self._clock = Clock(device())
         self._runs: dict[str, Run] = {}
         self._pixels = self._reference = torch.empty(0)
@@ -178,16 +228,9 @@ class Worker:
         By the first batch Inductor decides which weights it pads. An engine's first
         one, in its profiling run, is the largest that it allows.
         """
-        if self._compiled_modules():
+        if self._is_compiled:
             self.load(CASES["8x4096"], None)
             self._eager()
-
-    def _compiled_modules(self) -> int:
-        flags = (
-            getattr(module, "do_not_compile", True)
-            for module in self.tower.visual.modules()
-        )
-        return sum(not flag for flag in flags)
 
     def head_dim(self) -> int:
         """Return the attention's head dim."""
@@ -598,7 +641,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--providers",
         nargs="+",
-        help="stock-<backend>, plugin, plugin-fp8, plugin-<kernel>",
+        help="stock-<backend>, stock-flash_attn4, plugin, plugin-fp8, plugin-<kernel>",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--depth", type=int, help="blocks to build; default all")
@@ -622,7 +665,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     known = {**CASES, **SMOKE_CASES}
     names = args.cases or (SMOKE_CASES if args.smoke else CASES)
-    stock = ("flash_attn", "flashinfer") if on_gpu else ("torch_sdpa",)
+    stock = ("flash_attn", "flash_attn4", "flashinfer") if on_gpu else ("torch_sdpa",)
     print(load_text())
     environment = Environment.probe()
     output = results_path("encoder", environment.gpu, args.output)

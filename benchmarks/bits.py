@@ -27,6 +27,7 @@ from bench_encoder import CASES, MODELS, SMOKE_CASES, Grids
 from common import (
     DTYPES,
     ENVIRONMENT_COLUMNS,
+    STACK_COLUMNS,
     CsvLog,
     Environment,
     Failures,
@@ -47,8 +48,6 @@ BITS_CASES = ("1x256", "1x4096", "mixed")
 ATTN_DTYPES = ("bf16", "fp8")
 MODES = ("eager", "graph")
 KEY_COLUMNS = ("model", "case", "attn_dtype", "mode")
-# What the bits may depend on besides the commit.
-STACK_COLUMNS = ("gpu", "vllm", "torch", "triton", "flashinfer", "cudnn")
 COLUMNS = (*KEY_COLUMNS, "kernels", "shape", "sha256", *ENVIRONMENT_COLUMNS)
 
 

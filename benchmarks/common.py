@@ -46,10 +46,11 @@ class Environment:
 
     Attributes:
         gpu: The GPU's name, or `none`.
-        vllm: Installed version, as for the next three.
+        vllm: Installed version, as for the next four.
         torch: See `vllm`.
         triton: See `vllm`.
         flashinfer: See `vllm`.
+        quack: See `vllm`.
         cudnn: Version of the cuDNN that is loaded, not of the wheel; `none` if none is.
         commit: Short commit of the measured tree, `+dirty` if it has changes.
         command: What to type to measure again.
@@ -60,6 +61,7 @@ class Environment:
     torch: str
     triton: str
     flashinfer: str
+    quack: str
     cudnn: str
     commit: str
     command: str
@@ -77,6 +79,7 @@ class Environment:
             torch=torch.__version__,
             triton=stack.triton or "none",
             flashinfer=stack.flashinfer or "none",
+            quack=stack.quack or "none",
             cudnn=format_cudnn(stack.cudnn_backend),
             commit=commit(),
             command=command_line(sys.argv if argv is None else argv),
@@ -84,6 +87,10 @@ class Environment:
 
 
 ENVIRONMENT_COLUMNS = tuple(field.name for field in fields(Environment))
+# What a measurement may depend on besides the commit.
+STACK_COLUMNS = tuple(
+    name for name in ENVIRONMENT_COLUMNS if name not in ("commit", "command")
+)
 COLUMNS = (
     "bench",
     "case",

@@ -18,11 +18,13 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from common import (
@@ -33,7 +35,15 @@ from common import (
     relative_error,
     results_path,
 )
-from engines import BACKENDS, ENTRY_POINT, MODELS, Job, fill_tower, start
+from engines import (
+    BACKENDS,
+    ENTRY_POINT,
+    MODELS,
+    Job,
+    fill_tower,
+    random_pixels,
+    start,
+)
 
 # Engine arguments by configuration.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -152,13 +162,11 @@ def describe_tower(model: torch.nn.Module) -> dict[str, Any]:
 
 def embed(model: torch.nn.Module) -> torch.Tensor:
     """Return the embeddings of images drawn from a fixed seed, `[tokens, hidden]`."""
-    weight = model.visual.patch_embed.proj.weight
     patches = sum(t * h * w for t, h, w in GRIDS)
-    random = torch.Generator().manual_seed(0)
-    pixels = torch.randn(patches, weight[0].numel(), generator=random)
+    pixels = random_pixels(model.visual, patches, torch.Generator().manual_seed(0))
     with torch.inference_mode():
         parts = model.embed_multimodal(
-            pixel_values=pixels.to(weight.device, weight.dtype),
+            pixel_values=pixels.to(model.visual.device),
             image_grid_thw=torch.tensor(GRIDS),
         )
         return torch.cat(list(parts)).float().cpu()
@@ -170,15 +178,18 @@ def embed_without_attention(model: torch.nn.Module) -> torch.Tensor:
     def no_context(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (torch.zeros_like(inputs[0]), *inputs[1:])
 
-    hooks = [
-        block.attn.proj.register_forward_pre_hook(no_context)
-        for block in model.visual.blocks
-    ]
-    try:
+    def no_attention(layer: object, attend: object, batch: Any) -> torch.Tensor:
+        return torch.zeros_like(batch.q, memory_format=torch.contiguous_format)
+
+    with ExitStack() as undo:
+        for block in model.visual.blocks:
+            if hasattr(block.attn.attn, "watched"):
+                # The plugin's blocks run past the layers of vLLM's.
+                undo.enter_context(block.attn.attn.watched(no_attention))
+            else:
+                hook = block.attn.proj.register_forward_pre_hook(no_context)
+                undo.callback(hook.remove)
         return embed(model)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def take_peak_memory_mib(_: torch.nn.Module) -> int:
@@ -268,8 +279,11 @@ def judge(row: Mapping[str, Any]) -> list[str]:
     share = row["attention_share"]
     if share != "" and not float(share) >= LEAST_ATTENTION_SHARE:
         faults.append(f"attention makes up only {share} of the embeddings")
-    # Of these towers, vLLM before 0.29 compiles only this one's blocks.
-    must_compile = row["config"] == "compile_mm_encoder" and "Qwen2.5" in row["model"]
+    # Qwen3-VL's from 0.28 on, Qwen2-VL's never.
+    compiles = "Qwen2.5" in row["model"] or (
+        "Qwen3" in row["model"] and Version(row["vllm"]) >= Version("0.28")
+    )
+    must_compile = compiles and row["config"] == "compile_mm_encoder"
     if must_compile and not row["compiled_modules"]:
         faults.append("no block of the tower is compiled")
     return faults

@@ -59,7 +59,7 @@ def start(
     """
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "HF_HUB_OFFLINE": "1",
@@ -103,3 +103,25 @@ def fill_tower(model: torch.nn.Module) -> None:
                     if hasattr(parameter, "stock_weight_loader"):
                         stack.enter_context(method.in_stock_size(parameter))
         fill_with_random_weights(model.visual, seed=0)
+
+
+def random_pixels(
+    visual: torch.nn.Module, patches: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Return random pixels as a tower takes them, bytes where it normalises them.
+
+    Args:
+        visual: vLLM's tower.
+        patches: How many.
+        generator: Its device is the pixels'.
+
+    Returns:
+        `[patches, patch_dim]`, uint8 or the tower's dtype.
+    """
+    weight = visual.patch_embed.proj.weight
+    shape = (patches, weight[0].numel())
+    where = {"generator": generator, "device": generator.device}
+    norm = getattr(visual, "input_norm", None)
+    if getattr(norm, "input_dtype", None) is torch.uint8:
+        return torch.randint(256, shape, dtype=torch.uint8, **where)
+    return torch.randn(shape, dtype=weight.dtype, **where)

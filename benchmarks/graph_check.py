@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and times encoder CUDA graphs in the real engine, without any weights.
 
-For each model an engine starts with stock FLASH_ATTN and automatic budgets (Qwen2.5-VL
-compiled: stock's best), and three with this package: with limits as vLLM's
-documentation shows them, with automatic budgets, and with these in FP8. In each, what a
+For each model an engine starts with stock FLASH_ATTN and automatic budgets, compiled
+where this vLLM can, and others with this package: with limits as vLLM's documentation
+shows them, with automatic budgets, with these in FP8, and with these in an instance
+that runs the encoder alone. They run on vLLM's default model runner, if that has
+encoder graphs. In each, what a
 graph returns is compared with eager mode on the same input, for fixed cases and for
 random mixtures; random requests must build nothing; and the tower is timed while the
 other engines on its GPU wait.
@@ -15,6 +17,7 @@ request, see `Encoder.eager_as`: `same_kernel_rel_err` and `same_kernel_bitwise`
 
     python benchmarks/graph_check.py --gpus 4
     python benchmarks/graph_check.py --jobs 3                 # three share a GPU
+    python benchmarks/graph_check.py --requests-budget-s 240 --budget-s 240    # all
     python benchmarks/graph_check.py --smoke --output out/graphs.csv
 
 A run goes on where an earlier one of the same commit ended.
@@ -33,12 +36,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from packaging.version import Version
 
 from common import (
     ENVIRONMENT_COLUMNS,
@@ -49,7 +54,8 @@ from common import (
     relative_error,
     results_path,
 )
-from engines import BACKENDS, MODELS, Job, fill_tower, start
+from engines import BACKENDS, MODELS, Job, fill_tower, random_pixels, start
+from vllm_flashinfer_vit.machine.versions import ENV_V2_RUNNER, runner_note
 
 # Engine arguments by name; `limits` are what vLLM's documentation shows.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -62,6 +68,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "automatic": {},
     "fp8": {"mm_encoder_attn_dtype": "fp8"},
 }
+if Version(version("vllm")) >= Version("0.29"):
+    # The first with a runner for it.
+    CONFIGS["encoder_only"] = {"mm_encoder_only": True}
 MAX_TOKENS = 16384
 MERGE = 2
 # Modality and grids in patches; the first seven are those of the stock survey.
@@ -84,7 +93,8 @@ GATE = 1e-2
 # through all of them are compared over the same ones.
 PREFIXES = (100, 200, 300)
 ROUNDS = 20
-PROCESS_TIMEOUT_S = 500.0
+# Of one engine beyond its budgets: its start, and the fixed cases.
+START_TIMEOUT_S = 300.0
 COLUMNS = (
     "config",
     "provider",
@@ -207,23 +217,13 @@ class Encoder:
         self._model = model
         self.device = device
         self._is_qwen2_5 = type(model).__name__.startswith("Qwen2_5")
-        proj = model.visual.patch_embed.proj
-        embed = model.visual.patch_embed
-        side = embed.patch_size**2 * embed.temporal_patch_size
-        self._width, self._dtype = proj.in_channels * side, proj.weight.dtype
         self._captured = captured(manager)
 
     def inputs(self, request: Request, seed: int) -> dict[str, Any]:
         """Return random pixels and the grids, as the engine batches them."""
         modality, grids = request
         generator = torch.Generator(self.device).manual_seed(seed)
-        pixels = torch.randn(
-            patches(grids),
-            self._width,
-            generator=generator,
-            device=self.device,
-            dtype=self._dtype,
-        )
+        pixels = random_pixels(self._model.visual, patches(grids), generator)
         name = "pixel_values" if modality == "image" else "pixel_values_videos"
         inputs = {name: pixels, f"{modality}_grid_thw": torch.tensor(grids)}
         if modality == "video" and self._is_qwen2_5:
@@ -531,16 +531,14 @@ def _reserved(device: torch.device) -> int:
 
 def run_engine(job: Job, options: Mapping[str, Any], folder: Path) -> None:
     """Start one engine, measure it, and leave a JSON file."""
-    # The runner that has encoder CUDA graphs in every supported vLLM.
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    if runner_note(version("vllm"), os.environ):
+        os.environ[ENV_V2_RUNNER] = "0"
     from vllm import LLM
 
     from make_checkpoint import make_checkpoint
 
     checkpoint = folder / f"{job.stem}.checkpoint"
     make_checkpoint(checkpoint, job.model)
-    is_stock = job.provider.startswith("stock")
-    compiled = is_stock and "Qwen2.5" in job.model
     lock = lock_of(options, folder)
     arguments = dict(CONFIGS[job.config])
     begin = time.perf_counter()
@@ -560,7 +558,7 @@ def run_engine(job: Job, options: Mapping[str, Any], folder: Path) -> None:
             seed=0,
             compilation_config={
                 "cudagraph_mm_encoder": True,
-                "compile_mm_encoder": compiled,
+                "compile_mm_encoder": job.provider.startswith("stock"),
                 "cudagraph_capture_sizes": [1],
                 **arguments.pop("compilation_config", {}),
             },
@@ -571,17 +569,29 @@ def run_engine(job: Job, options: Mapping[str, Any], folder: Path) -> None:
 
     def measure_worker(worker: Any) -> list[dict[str, Any]]:
         runner = worker.model_runner
-        manager = runner.encoder_cudagraph_manager
-        if manager is None:
-            raise RuntimeError("this runner has no encoder CUDA graphs")
-        model = runner.get_model()
-        encoder = Encoder(manager, model, runner.device)
+        encoder = Encoder(manager_of(runner), runner.get_model(), runner.device)
         return measure(encoder, options, lock)
 
     rows = llm.collective_rpc(measure_worker)[0]
     for row in rows:
         row["start_s"] = f"{start_s:.1f}"
     (folder / f"{job.stem}.json").write_text(json.dumps(rows))
+
+
+def manager_of(runner: Any) -> Any:
+    """Return the manager of encoder graphs of vLLM's V1 or V2 model runner.
+
+    Raises:
+        RuntimeError: The runner has none.
+    """
+    state = getattr(runner, "model_state", None)
+    if state is None:
+        manager = runner.encoder_cudagraph_manager
+    else:
+        manager = state.encoder_runner.cudagraph_manager
+    if manager is None:
+        raise RuntimeError(f"{type(runner).__name__} has no encoder CUDA graphs here")
+    return manager
 
 
 def run_smoke(job: Job, options: Mapping[str, Any], folder: Path) -> None:
@@ -715,6 +725,8 @@ def main() -> None:
         "budget_s": args.budget_s,
         "requests_budget_s": args.requests_budget_s,
     }
+    # Engines that share a GPU wait while one of them is timed.
+    timeout_s = START_TIMEOUT_S + args.jobs * (args.budget_s + args.requests_budget_s)
     gpus = gpus_to_use(args.gpus, args.smoke)
     skip = finished(path, environment.commit)
     jobs = [job for job in jobs_for(args.models, args.configs) if job not in skip]
@@ -735,7 +747,7 @@ def main() -> None:
                     job,
                     [json.dumps(options | {"gpu": gpu})],
                     folder,
-                    PROCESS_TIMEOUT_S,
+                    timeout_s,
                     {"CUDA_VISIBLE_DEVICES": gpu},
                 )
             finally:

@@ -30,11 +30,13 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from common import COLUMNS
+from table import of_one_vllm
 from waterfall import CLASS_COLOURS, text_colour
 
 GREY = "#767676"
 COLOURS = {
     "stock-flash_attn": "#999999",
+    "stock-flash_attn4": "#BBBBBB",
     "stock-flashinfer": "#DDDDDD",
     "stock-torch_sdpa": "#666666",
     "plugin": "#0072B2",
@@ -93,10 +95,15 @@ STYLE = {
 Row = dict[str, str]
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, vllm: str | None = None) -> list[Row]:
     """Read a results file; of repeated measurements the last one counts.
 
+    Args:
+        path: The file.
+        vllm: Of which version; needed if there are more.
+
     Raises:
+        SystemExit: As `of_one_vllm`.
         ValueError: The file has other columns than the benchmarks write, or no rows.
     """
     with path.open(newline="", encoding="utf-8") as file:
@@ -106,6 +113,7 @@ def read_rows(path: Path) -> list[Row]:
         raise ValueError(f"{path} is not a results file: its columns differ")
     if not rows:
         raise ValueError(f"{path} has no rows; measure first")
+    rows = of_one_vllm(rows, vllm, path)
     keys = ("bench", "case", "provider", "model", "head_dim", "dtype", "mode")
     return list({tuple(row[key] for key in keys): row for row in rows}.values())
 
@@ -231,7 +239,8 @@ def _draw(
 def _say_where(figure: Any, names: str, rows: Sequence[Row]) -> None:
     where = _unique(
         f"{row['gpu']}, vLLM {row['vllm']}, torch {row['torch']}, FlashInfer "
-        f"{row['flashinfer']}, cuDNN {row['cudnn']}, commit {row['commit']}"
+        f"{row['flashinfer']}, QuACK {row['quack']}, cuDNN {row['cudnn']}, "
+        f"commit {row['commit']}"
         for row in rows
     )
     figure.supxlabel("\n".join([names, *where]), fontsize=7)
@@ -359,6 +368,7 @@ def draw(
     modes: Sequence[str] | None,
     providers: Sequence[str] | None = None,
     benches: Sequence[str] | None = None,
+    vllm: str | None = None,
 ) -> None:
     """Draw one figure.
 
@@ -369,13 +379,15 @@ def draw(
         modes: Modes to show; None for all.
         providers: Providers to show; None for all.
         benches: Benches of the attention op to show; None for all.
+        vllm: As for `read_rows`.
 
     Raises:
+        SystemExit: As `read_rows`.
         ValueError: The results file is not one, or has no rows of these.
     """
     rows = [
         row
-        for row in read_rows(source)
+        for row in read_rows(source, vllm)
         if (not modes or row["mode"] in modes)
         and (not providers or row["provider"] in providers)
         and (not benches or row["bench"] in benches)
@@ -402,6 +414,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", help="modes to show; default all")
     parser.add_argument("--providers", nargs="+", help="default all")
     parser.add_argument("--benches", nargs="+", help="default all")
+    parser.add_argument("--vllm", help="rows of this version; needed if there are more")
     args = parser.parse_args()
     draw(
         args.kind,
@@ -410,6 +423,7 @@ def main() -> None:
         args.modes,
         args.providers,
         args.benches,
+        args.vllm,
     )
     print(f"drew {args.target}")
 

@@ -2,7 +2,8 @@
 """Drops rows of results that newer ones of the same stack replace.
 
 A row is replaced by a later one that measured the same thing with the same GPU, vLLM,
-torch, Triton, FlashInfer and cuDNN. The history of the file keeps what is dropped.
+torch, Triton, FlashInfer, QuACK and cuDNN. The history of the file keeps what is
+dropped.
 `--commits` also drops the rows of every other commit, for contenders that nobody
 measured again and that have changed since.
 
@@ -17,11 +18,13 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from common import STACK_COLUMNS
+
 # What was measured, in the columns that a file has of these; the stack is the rest.
 IDENTITY = (
     *("bench", "level", "config", "input", "seed", "method", "model", "case"),
     *("provider", "kernel", "blocks", "class", "head_dim", "dtype", "mode", "tokens"),
-    *("gpu", "vllm", "torch", "triton", "flashinfer", "cudnn"),
+    *STACK_COLUMNS,
 )
 
 Row = dict[str, str]

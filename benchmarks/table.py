@@ -3,6 +3,8 @@
 
     python benchmarks/table.py summary benchmarks/results/h200
     python benchmarks/table.py best benchmarks/results/h200/encoder.csv
+    python benchmarks/table.py best_eager benchmarks/results/h200/encoder.csv
+    python benchmarks/table.py modes benchmarks/results/h200/encoder.csv
     python benchmarks/table.py encoder benchmarks/results/h200/encoder.csv --mode eager
     python benchmarks/table.py host benchmarks/results/h200/host.csv --bench tower_host
     python benchmarks/table.py attention benchmarks/results/h200/attention.csv \
@@ -37,6 +39,10 @@ GRAPH_CASES = (
 _KEYS = ("model", "case", "provider", "mode", "dtype")
 
 
+class NoRowsError(SystemExit):
+    """A results file has no rows that a table is to show."""
+
+
 def read(path: Path) -> list[Row]:
     """Return the rows of a results file, oldest first."""
     with path.open(newline="", encoding="utf-8") as source:
@@ -46,6 +52,23 @@ def read(path: Path) -> list[Row]:
 def newest(rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]]) -> list[Row]:
     """Keep the last row of each key: files are appended to."""
     return list({key(row): row for row in rows}.values())
+
+
+def of_one_vllm(rows: Iterable[Row], vllm: str | None, path: Path) -> list[Row]:
+    """Return the rows of one version of vLLM.
+
+    Args:
+        rows: Rows of `path`.
+        vllm: The version; None if there is only one.
+        path: For the message.
+
+    Raises:
+        SystemExit: There are several, and none was named.
+    """
+    rows = [row for row in rows if vllm in (None, row["vllm"])]
+    if len(versions := sorted({row["vllm"] for row in rows})) > 1:
+        raise SystemExit(f"{path} has vLLM {', '.join(versions)}: name one with --vllm")
+    return rows
 
 
 def speed_up(base: Row | None, row: Row | None, column: str = "p50_ms") -> float | None:
@@ -81,13 +104,20 @@ def table(rows: list[Row], group: str) -> str:
 
 
 class Best:
-    """Stock's best time of all backends and graph modes, and this package's over it.
+    """Stock's best time of all backends and modes, and this package's over it.
 
-    Of each model only the rows of the commit count that measured this package last.
+    The modes are those that replay a graph, or those that do not, as this package's own
+    mode does or does not: its program in a graph, or without one. Of each model only
+    the rows of the commit count that measured this package in that mode last.
     """
 
-    def __init__(self, rows: Iterable[Row]) -> None:
-        rows = [row for row in rows if row["mode"].endswith("graph")]
+    def __init__(self, rows: Iterable[Row], own_mode: str = "graph") -> None:
+        rows = [
+            row
+            for row in rows
+            if _how(row["mode"]) == _how(own_mode)
+            and (row["provider"].startswith("stock-") or row["mode"] == own_mode)
+        ]
         last = {
             row["model"]: row["commit"] for row in rows if row["provider"] == PLUGIN
         }
@@ -131,9 +161,42 @@ class Best:
         return min(mine, key=lambda row: float(row["p50_ms"]), default=None)
 
 
-def best_table(rows: Iterable[Row]) -> str:
+def _how(mode: str) -> str:
+    return next((how for how in ("graph", "host") if mode.endswith(how)), "eager")
+
+
+def modes_table(rows: Iterable[Row]) -> str:
+    """Write a line a contender and mode, fastest first: times over stock FLASH_ATTN's.
+
+    Those are of FLASH_ATTN without fused ops and compiler, in a graph if the contender
+    is in one, and of the cases that both ran at one commit.
+    """
+    rows = [row for row in rows if _how(row["mode"]) != "host"]
+    rows = newest(rows, lambda row: tuple(row[name] for name in _KEYS))
+    base = {
+        (row["model"], row["case"], row["mode"]): row
+        for row in rows
+        if row["provider"] == BASELINE
+    }
+    ratios: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for row in rows:
+        how = _how(row["mode"])
+        ratio = speed_up(row, base.get((row["model"], row["case"], how)))
+        if ratio is not None:
+            key = (_short(row["model"]), how, row["provider"], row["mode"])
+            ratios[key].append(ratio)
+    found = sorted((*key[:2], float(mean(mine)), key) for key, mine in ratios.items())
+    lines = _head(["model", "contender", "mode", "cases", f"time over {BASELINE}"])
+    for *_, key in found:
+        model, _, provider, mode = key
+        cells = [model, provider, mode, str(len(ratios[key])), mean(ratios[key])]
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def best_table(rows: Iterable[Row], own_mode: str = "graph") -> str:
     """Write a line a case of `Best`."""
-    best = Best(rows)
+    best = Best(rows, own_mode)
     heads = ["model", "case", "stock", "which"]
     for provider in best.challengers:
         heads += [provider, "speed-up"]
@@ -348,6 +411,8 @@ def _line(cells: Iterable[str]) -> str:
 KINDS: Mapping[str, Callable[[list[Row]], str]] = {
     "encoder": lambda rows: table(rows, "model"),
     "best": best_table,
+    "best_eager": lambda rows: best_table(rows, "eager"),
+    "modes": modes_table,
     "attention": lambda rows: table(rows, "head_dim"),
     "errors": error_table,
     "graphs": graph_table,
@@ -388,10 +453,10 @@ def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[
     """Return the rows of a file that the options ask for.
 
     Raises:
-        SystemExit: There are none, or they are of several versions of vLLM.
+        NoRowsError: There are none.
+        SystemExit: They are of several versions of vLLM.
     """
     wanted = {
-        "vllm": args.vllm,
         "mode": mode,
         "dtype": args.dtype,
         "commit": args.commit,
@@ -405,10 +470,9 @@ def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[
         and (args.cases is None or row["case"] in args.cases)
         and (args.providers is None or row["provider"] in args.providers)
     ]
+    rows = of_one_vllm(rows, args.vllm, path)
     if not rows:
-        raise SystemExit(f"{path} has no such rows")
-    if len(versions := sorted({row["vllm"] for row in rows})) > 1:
-        raise SystemExit(f"{path} has vLLM {', '.join(versions)}: name one with --vllm")
+        raise NoRowsError(f"{path} has no such rows")
     return rows
 
 

@@ -27,6 +27,7 @@ from common import (
     device,
     results_path,
 )
+from table import of_one_vllm
 
 # The first that is found in a kernel's name decides.
 CLASSES: Mapping[str, re.Pattern[str]] = {
@@ -130,10 +131,16 @@ def measure(
         remote.close()
 
 
-def draw(source: Path, target: Path) -> None:
+def draw(source: Path, target: Path, vllm: str | None = None) -> None:
     """Draw stacked bars from a CSV file: a panel per model and case.
 
+    Args:
+        source: Results file.
+        target: SVG file to write.
+        vllm: Of which version; needed if there are more.
+
     Raises:
+        SystemExit: As `of_one_vllm`.
         ValueError: The file has no rows.
     """
     import matplotlib
@@ -147,6 +154,7 @@ def draw(source: Path, target: Path) -> None:
         read = list(csv.DictReader(file))
     if not read:
         raise ValueError(f"{source} has no rows; measure first")
+    read = of_one_vllm(read, vllm, source)
     keys = ("model", "case", "provider", "blocks", "class")
     # Of repeated measurements the last one counts.
     rows = list({tuple(row[key] for key in keys): row for row in read}.values())
@@ -241,18 +249,20 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output", help="CSV file to append to")
     parser.add_argument("--draw", type=Path, help="draw this CSV file, measure nothing")
     parser.add_argument("--figure", type=Path, help="SVG file to draw")
+    parser.add_argument("--vllm", help="draw rows of this version")
     return parser.parse_args()
 
 
 def main() -> None:
     """Profile, then draw."""
     args = parse_args()
-    source = args.draw
+    source, vllm = args.draw, args.vllm
     if source is None:
         if device().type != "cuda" and not args.smoke:
             raise SystemExit("no GPU here: only --smoke runs on the CPU")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         environment = Environment.probe()
+        vllm = environment.vllm
         source = results_path("waterfall", environment.gpu, args.output)
         log = CsvLog(source, (*COLUMNS, *ENVIRONMENT_COLUMNS))
         failures = Failures()
@@ -272,7 +282,7 @@ def main() -> None:
         failures.summary()
         print(f"rows in {source}")
     if args.figure:
-        draw(source, args.figure)
+        draw(source, args.figure, vllm)
         print(f"drew {args.figure}")
 
 

@@ -15,6 +15,7 @@ ENVIRONMENT = common.Environment(
     torch="2.11.0",
     triton="3.6.0",
     flashinfer="0.6.13",
+    quack="0.5.0",
     cudnn="9.19.0",
     commit="abc1234",
     command="python benchmarks/bench_encoder.py",

@@ -27,7 +27,7 @@ import host_load
 def test_columns_are_the_published_ones():
     assert ",".join(common.COLUMNS) == (
         "bench,case,provider,model,head_dim,dtype,mode,p20_ms,p50_ms,p80_ms,tflops,"
-        "rel_err,gpu,vllm,torch,triton,flashinfer,cudnn,commit,command"
+        "rel_err,gpu,vllm,torch,triton,flashinfer,quack,cudnn,commit,command"
     )
     assert tuple(make_row()) == common.COLUMNS
 
@@ -194,6 +194,18 @@ def test_cpu_times_do_not_become_results():
     assert path == BENCHMARKS / "results" / "h200" / "encoder.csv"
 
 
+def test_rows_name_the_stack_that_is_installed():
+    from importlib.metadata import version
+
+    found = common.Environment.probe(["bench_encoder.py"])
+    packages = {"vllm": "vllm", "triton": "triton", "quack": "quack-kernels"}
+    packages["flashinfer"] = "flashinfer-python"
+    for name, package in packages.items():
+        assert getattr(found, name) == version(package), name
+    assert found.torch == torch.__version__
+    assert "quack" in common.STACK_COLUMNS and "commit" not in common.STACK_COLUMNS
+
+
 def test_commit_can_be_told(monkeypatch):
     monkeypatch.setenv("BENCH_COMMIT", "0123abc")
     assert common.commit() == "0123abc"
@@ -272,8 +284,37 @@ def test_stock_runs_without_plugins_and_forced_kernels_by_setting():
     forced = of("plugin-triton_fp8", "bf16")
     assert forced.attn_dtype == "fp8"
     assert forced.environment == {"VLLM_FLASHINFER_VIT_KERNEL": "triton_fp8"}
-    with pytest.raises(ValueError, match="stock"):
-        of("stock", "bf16")
+    for odd in ("stock", "stock-", "stock-4", "odd"):
+        with pytest.raises(ValueError, match="stock"):
+            of(odd, "bf16")
+
+
+def test_stock_runs_the_flash_attention_that_is_asked_for():
+    of = bench_encoder.Contender.of
+    for name, version in (("stock-flash_attn", None), ("stock-flash_attn4", 4)):
+        contender = of(name, "bf16", "compiled")
+        assert (contender.backend, contender.flash_attn_version) == (
+            "FLASH_ATTN",
+            version,
+        )
+        assert (contender.provider, contender.is_stock) == (name, True)
+    assert of("plugin-flash_attn_4", "bf16").flash_attn_version is None
+
+
+def test_a_contender_is_what_its_name_says():
+    of, check = bench_encoder.Contender.of, bench_encoder.check_promises
+    compiled, eager = (SimpleNamespace(do_not_compile=flag) for flag in (False, True))
+    layer = SimpleNamespace(_fa_version=4)
+    check(of("stock-flash_attn4", "bf16"), layer, [eager])
+    check(of("stock-flash_attn", "bf16", "compiled"), layer, [compiled] * 2)
+    with pytest.raises(RuntimeError, match="got attention layers"):
+        check(of("plugin", "bf16"), layer, [eager])
+    # Where vLLM cannot run a version, it takes another one.
+    with pytest.raises(RuntimeError, match="FlashAttention None here, not 4"):
+        check(of("stock-flash_attn4", "bf16"), SimpleNamespace(_fa_version=None), [])
+    for blocks in ([compiled, eager], [SimpleNamespace()]):
+        with pytest.raises(RuntimeError, match="does not compile the blocks"):
+            check(of("stock-flash_attn", "bf16", "compiled"), layer, blocks)
 
 
 def test_modes_name_how_the_blocks_run():
@@ -304,6 +345,9 @@ def test_only_stock_runs_in_modes_of_its_own():
 
     assert modes("stock-flash_attn") == ["graph", "fused_graph", "compiled"]
     assert modes("plugin") == modes("plugin-fp8") == ["graph"]
+    # Compiled blocks with this package's attention, if they are asked for.
+    bench.modes = ["graph", "compiled_graph"]
+    assert modes("plugin") == ["graph", "compiled_graph"]
 
 
 def test_host_time_ends_when_the_last_call_returns(monkeypatch):
@@ -510,6 +554,7 @@ def engine_row(**changes):
         "attention_share": "8.00e-01",
         "layer_class": "FlashInferViTAttention",
         "compiled_modules": 0,
+        "vllm": "0.25.1",
         **changes,
     }
 
@@ -520,6 +565,9 @@ def test_a_good_engine_is_not_faulted():
         config="compile_mm_encoder", compiled_modules=34, attention_share=""
     )
     assert engine_check.judge(compiled) == []
+    for model, vllm in (("Qwen3-VL-8B", "0.27.1"), ("Qwen2-VL-7B", "0.33.0")):
+        row = engine_row(config="compile_mm_encoder", model=model, vllm=vllm)
+        assert engine_check.judge(row) == []
 
 
 @pytest.mark.parametrize(
@@ -532,6 +580,14 @@ def test_a_good_engine_is_not_faulted():
         ({"rel_err": ""}, "unknown"),
         ({"attention_share": "1.00e-06"}, "makes up only"),
         ({"config": "compile_mm_encoder"}, "compiled"),
+        (
+            {
+                "config": "compile_mm_encoder",
+                "model": "Qwen/Qwen3-VL-8B-Instruct",
+                "vllm": "0.33.0",
+            },
+            "compiled",
+        ),
     ],
 )
 def test_engine_faults_are_named(changes, fault):

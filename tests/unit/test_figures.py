@@ -39,6 +39,50 @@ def test_best_of_all_modes():
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_best_without_graphs():
+    rows = [
+        make_row(provider="stock-flash_attn", mode="graph", samples_ms=[1.0]),
+        make_row(provider="stock-flash_attn", mode="host", samples_ms=[0.1]),
+        make_row(provider="stock-flash_attn", mode="eager", samples_ms=[8.0]),
+        make_row(provider="stock-flashinfer", mode="fused", samples_ms=[6.0]),
+        make_row(provider="stock-flash_attn4", mode="compiled", samples_ms=[4.0]),
+        make_row(provider="plugin", mode="eager", samples_ms=[2.0]),
+        # Blocks that vLLM compiled are not the package's own mode.
+        make_row(provider="plugin", mode="compiled", samples_ms=[1.0]),
+        make_row(provider="plugin", mode="graph", samples_ms=[0.5]),
+    ]
+    line = table.KINDS["best_eager"](rows).splitlines()[2]
+    assert line.endswith("| 1x4096 | 4 | flash_attn4 compiled | 2 | 2.00 |")
+    compiled = make_row(provider="plugin", mode="compiled_graph", samples_ms=[0.1])
+    line = table.KINDS["best"]([*rows, compiled]).splitlines()[2]
+    assert line.endswith("| 1x4096 | 1 | flash_attn graph | 0.5 | 2.00 |")
+
+
+def test_all_contenders_and_modes_beside_each_other():
+    rows = [
+        make_row(provider="stock-flash_attn", samples_ms=[4.0]),
+        make_row(provider="stock-flash_attn", mode="eager", samples_ms=[10.0]),
+        make_row(provider="stock-flash_attn4", mode="compiled_graph", samples_ms=[3.0]),
+        make_row(provider="plugin", samples_ms=[2.0]),
+        make_row(provider="plugin", mode="compiled_graph", samples_ms=[1.0]),
+        make_row(provider="plugin", mode="eager", samples_ms=[5.0]),
+        make_row(provider="plugin", mode="host", samples_ms=[0.1]),
+        make_row(case="mixed", provider="stock-flash_attn", samples_ms=[1.0]),
+        make_row(case="mixed", provider="plugin", samples_ms=[2.0]),
+        # Nothing to compare with.
+        make_row(case="1x256", provider="plugin", samples_ms=[9.0]),
+        {**make_row(provider="stock-flashinfer", samples_ms=[1.0]), "commit": "old"},
+    ]
+    assert table.modes_table(rows).splitlines()[2:] == [
+        "| Qwen3-VL-8B | plugin | eager | 1 | 0.50 |",
+        "| Qwen3-VL-8B | stock-flash_attn | eager | 1 | 1.00 |",
+        "| Qwen3-VL-8B | plugin | compiled_graph | 1 | 0.25 |",
+        "| Qwen3-VL-8B | stock-flash_attn4 | compiled_graph | 1 | 0.75 |",
+        "| Qwen3-VL-8B | plugin | graph | 2 | 1.00 |",
+        "| Qwen3-VL-8B | stock-flash_attn | graph | 2 | 1.00 |",
+    ]
+
+
 @pytest.mark.parametrize(
     ("kernel", "name"),
     [
@@ -257,6 +301,27 @@ def test_tables_are_of_one_vllm(tmp_path):
         table.render(["encoder", str(path), "--vllm", "0.1"])
 
 
+def test_figures_are_of_one_vllm(plot, tmp_path):
+    source, target = tmp_path / "rows.csv", tmp_path / "a.svg"
+    log = common.CsvLog(source)
+    log.add(make_row())
+    log.add({**make_row(), "vllm": "0.33.0", "quack": "0.6.5"})
+    with pytest.raises(SystemExit, match="--vllm"):
+        plot.draw("encoder", source, target, None)
+    plot.draw("encoder", source, target, None, vllm="0.25.1")
+    assert "vLLM 0.25.1" in (svg := target.read_text())
+    assert "QuACK 0.5.0" in svg and "0.33.0" not in svg
+    columns = (*waterfall.COLUMNS, *common.ENVIRONMENT_COLUMNS)
+    values = {**make_row(), "blocks": "eager", "class": "GEMM", "ms": 1, "kernels": 1}
+    log = common.CsvLog(tmp_path / "waterfall.csv", columns)
+    for vllm in ("0.25.1", "0.33.0"):
+        log.add({name: {**values, "vllm": vllm}[name] for name in columns})
+    with pytest.raises(SystemExit, match="--vllm"):
+        waterfall.draw(log.path, target)
+    waterfall.draw(log.path, target, "0.33.0")
+    assert "vLLM 0.33.0" in target.read_text()
+
+
 def test_errors_are_the_least_and_the_largest():
     rows = [
         make_row(case=str(i), rel_err=error) for i, error in enumerate([0.02, 0.01])
@@ -269,6 +334,7 @@ def test_newer_rows_of_a_stack_replace_older_ones():
     rows = [
         {**make_row(samples_ms=[1.0]), "commit": "old"},
         {**make_row(samples_ms=[1.0]), "vllm": "0.33.0"},
+        {**make_row(samples_ms=[1.0]), "quack": "0.6.5"},
         make_row(case="mixed"),
         make_row(samples_ms=[2.0]),
     ]

@@ -5,12 +5,15 @@ import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm
 from _benchmarks import BENCHMARKS  # noqa: F401, it puts the benchmarks on the path
 
 import common
+import engine_check
 import graph_check
 from simulated_graphs import build_manager, capture, simulated_graphs
 
@@ -141,6 +144,35 @@ def test_gpus_are_named_as_the_environment_does(
     assert graph_check.gpus_to_use(3, smoke=True) == ["0", "1", "2"]
 
 
+def test_graphs_of_either_runner_are_found() -> None:
+    manager = object()
+    old = SimpleNamespace(encoder_cudagraph_manager=manager)
+    assert graph_check.manager_of(old) is manager
+    encoder_runner = SimpleNamespace(cudagraph_manager=manager)
+    state = SimpleNamespace(encoder_runner=encoder_runner)
+    new = SimpleNamespace(model_state=state)
+    assert graph_check.manager_of(new) is manager
+    encoder_runner.cudagraph_manager = None
+    with pytest.raises(RuntimeError, match="SimpleNamespace has no encoder CUDA graph"):
+        graph_check.manager_of(new)
+
+
+def test_the_encoder_alone_is_checked_where_vllm_has_a_runner_for_it() -> None:
+    runner = Path(vllm.__file__).parent / "v1" / "worker" / "mm_encoder_model_runner.py"
+    assert ("encoder_only" in graph_check.CONFIGS) is runner.exists()
+
+
+def test_vllm_knows_the_arguments_of_engines() -> None:
+    from vllm import EngineArgs
+    from vllm.config import CompilationConfig
+
+    known, compiling = EngineArgs.__dataclass_fields__, CompilationConfig
+    for arguments in (*graph_check.CONFIGS.values(), *engine_check.CONFIGS.values()):
+        assert known.keys() >= arguments.keys()
+        of_compiler = arguments.get("compilation_config", {})
+        assert compiling.__dataclass_fields__.keys() >= of_compiler.keys()
+
+
 def test_finished_engines_are_not_started_again(tmp_path: Path) -> None:
     path = tmp_path / "graphs.csv"
     job = graph_check.Job("Qwen/Qwen3-VL-8B-Instruct", "limits", "plugin")
@@ -156,5 +188,5 @@ def test_finished_engines_are_not_started_again(tmp_path: Path) -> None:
 
 def test_stock_is_timed_where_it_is_right() -> None:
     jobs = graph_check.jobs_for(graph_check.MODELS, tuple(graph_check.CONFIGS))
-    assert len(jobs) == 12
+    assert len(jobs) == 3 * (len(graph_check.CONFIGS) + 1)
     assert {j.config for j in jobs if j.provider != "plugin"} == {"automatic"}
