@@ -185,7 +185,7 @@ def quantized(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def allow_lora(is_wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have towers built for an engine with or without adapters of its tower."""
-    make = tower._vllm_config
+    make = tower.tower_config
 
     def config(*args: Any) -> Any:
         made = make(*args)
@@ -193,7 +193,7 @@ def allow_lora(is_wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         object.__setattr__(made, "lora_config", lora)
         return made
 
-    monkeypatch.setattr(tower, "_vllm_config", config)
+    monkeypatch.setattr(tower, "tower_config", config)
 
 
 def log_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Narrow towers of vLLM's own classes, and where they run."""
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
+from vllm_flashinfer_vit.commands.images import image_processor
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
@@ -56,9 +59,28 @@ def small_spec(family: str, checkpoint: Path | None = None) -> TowerSpec:
 
 
 def small_tower(
-    family: str, backend: str = "FLASHINFER", dtype: torch.dtype = torch.float32
+    family: str,
+    backend: str = "FLASHINFER",
+    dtype: torch.dtype = torch.float32,
+    image_processor: Any | None = None,
 ) -> Tower:
-    return build_tower(small_spec(family), backend=backend, dtype=dtype, device=DEVICE)
+    return build_tower(
+        small_spec(family),
+        backend=backend,
+        dtype=dtype,
+        device=DEVICE,
+        image_processor=image_processor,
+    )
+
+
+def tower_of_bytes(family: str, backend: str = "FLASHINFER") -> Tower:
+    """Build a tower that normalises pixels itself, as engines of vLLM 0.33.0 do."""
+    if Version(version("vllm")) < Version("0.32"):
+        pytest.skip("vLLM before 0.32 does not have every tower normalise")
+    processor = image_processor(small_spec(family), None)
+    tower = small_tower(family, backend, image_processor=processor)
+    assert tower.pixel_dtype is torch.uint8
+    return tower
 
 
 def pixels(spec: TowerSpec, grids: list[list[int]], seed: int = 0) -> torch.Tensor:

@@ -327,7 +327,9 @@ class TestProcessor:
         spec = tower_spec.resolve_spec(model, random_weights=True)
         processor = images.image_processor(spec, None)
         file = ImageFile(tmp_path / "a.png", "a", from_folder=False)
-        patches = images.read_patches(file, processor, [])
+        image = images.read_image(file, [])
+        assert image is not None
+        patches = images.cut_patches(file, image, processor, {}, [])
         assert patches is not None
         side = round(320 / patch / 2) * 2
         assert patches.grid == (1, side, side)
@@ -374,12 +376,14 @@ class TestBadInput:
     def test_nan_after_the_processor(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def processor(images: Any, return_tensors: str) -> dict[str, torch.Tensor]:
-            return {"pixel_values": torch.tensor([[float("nan")]])}
+        def processor(*args: Any) -> Any:
+            made = images.image_processor(*args)
+            made.image_mean = [float("nan")] * 3
+            return made
 
-        monkeypatch.setattr(encode, "image_processor", lambda spec, limit: processor)
+        monkeypatch.setattr(encode, "image_processor", processor)
         path = save_image(tmp_path / "a.png", 60, 60)
-        self.refused(r"a\.png holds NaN or infinite pixels", path)
+        self.refused(r"NaN or infinite.*; check .*mean and std", path)
 
     @pytest.mark.parametrize(
         ("change", "message"),

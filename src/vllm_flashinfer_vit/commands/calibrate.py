@@ -25,8 +25,9 @@ from vllm_flashinfer_vit.commands.images import (
     ImageFile,
     JobError,
     check_any,
+    cut_patches,
     image_processor,
-    read_patches,
+    read_image,
 )
 from vllm_flashinfer_vit.commands.job import (
     Inputs,
@@ -162,7 +163,9 @@ def _calibrate(
             dtype=job.dtype,
             device=job.device,
             seed=options.seed,
+            image_processor=processor,
         )
+        kwargs = tower.processor_kwargs
         head_dims = _head_dims(tower)
         kernel = _fp8_kernel(tower, max(head_dims.values()))
         progress.advance(bar, _BUILD_STEPS)
@@ -170,7 +173,9 @@ def _calibrate(
         def encode_all(what: str, images: Sequence[ImageFile]) -> Iterator[ImageFile]:
             for file in images:
                 progress.update(bar, description=f"{what} {file.name}")
-                patches = read_patches(file, processor, failures)
+                patches = None
+                if (image := read_image(file, failures)) is not None:
+                    patches = cut_patches(file, image, processor, kwargs, failures)
                 if patches is not None:
                     with memory_hint(job.device):
                         tower.encode(patches.pixel_values, [patches.grid])

@@ -21,8 +21,9 @@ from vllm_flashinfer_vit.commands.images import (
     JobError,
     Patches,
     check_any,
+    cut_patches,
     image_processor,
-    read_patches,
+    read_image,
 )
 from vllm_flashinfer_vit.commands.job import (
     Inputs,
@@ -150,21 +151,21 @@ def run(options: Options, console: Console | None = None) -> Report:
             progress.update(bar, description=now, advance=advance)
 
         processor = image_processor(job.spec, job.max_pixels)
-        patches = []
+        pictures = []
         for file in job.files:
             step(f"read {file.name}", 1)
-            if (image := read_patches(file, processor, failures)) is not None:
-                patches.append(image)
-        check_any(patches, failures)
+            if (picture := read_image(file, failures)) is not None:
+                pictures.append((file, picture))
+        check_any(pictures, failures)
         step("load vLLM")
         with quiet_vllm():
             for backend in backends:
                 check_backend(backend, job.device, job.dtype)
 
-            def encode_all(backend: str, dtype: torch.dtype) -> list[_Encoded]:
+            def build(backend: str, dtype: torch.dtype) -> Tower:
                 step(f"build the tower for {backend}")
                 fp8 = backend == _FP8_BACKEND
-                tower = build_tower(
+                return build_tower(
                     job.spec,
                     backend=backend,
                     dtype=dtype,
@@ -172,11 +173,25 @@ def run(options: Options, console: Console | None = None) -> Report:
                     seed=options.seed,
                     attn_dtype=options.attn_dtype if fp8 else None,
                     fp8_scale_path=options.fp8_scale_path if fp8 else None,
+                    image_processor=processor,
                 )
-                return _encode_all(tower, patches, step)
 
-            references = encode_all(REFERENCE_BACKEND, torch.float32)
-            encoded = {backend: encode_all(backend, job.dtype) for backend in backends}
+            tower = build(REFERENCE_BACKEND, torch.float32)
+            # What the processor leaves to the tower, it leaves to all of them.
+            kwargs = tower.processor_kwargs
+            patches = []
+            for file, picture in pictures:
+                image = cut_patches(file, picture, processor, kwargs, failures)
+                if image is not None:
+                    patches.append(image)
+            check_any(patches, failures)
+            references = _encode_all(tower, patches, step)
+            # One tower at a time on the device.
+            del tower
+            encoded = {
+                backend: _encode_all(build(backend, job.dtype), patches, step)
+                for backend in backends
+            }
     images = [
         _image_report(
             image,
@@ -303,7 +318,8 @@ def _encode_all(
     with memory_hint(tower.device):
         step(f"warm up {tower.backend}", _BUILD_STEPS)
         side = 4 * tower.spec.merge_size
-        tower.encode(torch.zeros(side * side, tower.spec.patch_dim), [[1, side, side]])
+        zeros = torch.zeros(side * side, tower.spec.patch_dim, dtype=tower.pixel_dtype)
+        tower.encode(zeros, [[1, side, side]])
         encoded = []
         for image in images:
             step(f"encode {image.name} with {tower.backend}", 1)
@@ -312,7 +328,7 @@ def _encode_all(
 
 
 def _encode(tower: Tower, image: Patches) -> _Encoded:
-    pixels = image.pixel_values.to(tower.device, tower.dtype)
+    pixels = image.pixel_values.to(tower.device, tower.pixel_dtype)
 
     def encode() -> torch.Tensor:
         return tower.encode(pixels, [image.grid])

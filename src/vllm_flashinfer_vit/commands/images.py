@@ -4,7 +4,8 @@
 Images go through the model's Hugging Face image processor, as in an engine.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +54,8 @@ class Patches:
         width: Pixels in the file.
         height: Pixels in the file.
         grid: Frames, rows and columns of patches after resizing.
-        pixel_values: `[P, patch_dim]`, the image processor's patches.
+        pixel_values: `[P, patch_dim]`, the image processor's patches, uint8 where it
+            did not normalise them.
     """
 
     name: str
@@ -139,29 +141,49 @@ def image_processor(spec: TowerSpec, max_pixels: int | None) -> Any:
     return processor
 
 
-def read_patches(
-    file: ImageFile, processor: Any, failures: list[str]
-) -> Patches | None:
-    """Read an image and cut it into patches.
+def read_image(file: ImageFile, failures: list[str]) -> Image.Image | None:
+    """Read an image.
 
     Args:
         file: What to read.
+        failures: Gets a sentence if the file is left out.
+
+    Returns:
+        It in RGB, or None for a file from a folder that cannot be used.
+
+    Raises:
+        JobError: A file that was named is no image.
+    """
+    with _leaving_out(file, failures):
+        return _read_image(file.path)
+    return None
+
+
+def cut_patches(
+    file: ImageFile,
+    image: Image.Image,
+    processor: Any,
+    processor_kwargs: Mapping[str, Any],
+    failures: list[str],
+) -> Patches | None:
+    """Cut an image into patches.
+
+    Args:
+        file: Where it is from.
+        image: From `read_image`.
         processor: From `image_processor`.
+        processor_kwargs: Of the tower that takes the patches.
         failures: Gets a sentence if the file is left out.
 
     Returns:
         Its patches, or None for a file from a folder that cannot be used.
 
     Raises:
-        JobError: A file that was named is no image, or the processor refuses it.
+        JobError: The processor refuses a file that was named.
     """
-    try:
-        return _read_patches(file, processor)
-    except JobError as error:
-        if not file.from_folder:
-            raise
-        failures.append(f"Left out: {error}.")
-        return None
+    with _leaving_out(file, failures):
+        return _cut_patches(file, image, processor, processor_kwargs)
+    return None
 
 
 def check_any(files: Iterable[object], failures: list[str]) -> None:
@@ -174,11 +196,22 @@ def check_any(files: Iterable[object], failures: list[str]) -> None:
         raise JobError(f"no image can be used. {failures[0]}")
 
 
-def _read_patches(file: ImageFile, processor: Any) -> Patches:
-    path = file.path
-    image = _read_image(path)
+@contextmanager
+def _leaving_out(file: ImageFile, failures: list[str]) -> Iterator[None]:
     try:
-        inputs = processor(images=[image], return_tensors="pt")
+        yield
+    except JobError as error:
+        if not file.from_folder:
+            raise
+        failures.append(f"Left out: {error}.")
+
+
+def _cut_patches(
+    file: ImageFile, image: Image.Image, processor: Any, kwargs: Mapping[str, Any]
+) -> Patches:
+    path = file.path
+    try:
+        inputs = processor(images=[image], return_tensors="pt", **kwargs)
     except ValueError as error:
         raise JobError(
             f"the image processor refuses {path}, {image.width} x {image.height} "

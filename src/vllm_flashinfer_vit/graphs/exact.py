@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 from vllm_flashinfer_vit.graphs.padded import PaddedManager
 from vllm_flashinfer_vit.graphs.sizes import (
-    ReplaySizeError,
+    ReplayError,
     even_split,
     fill,
     fine_budgets,
@@ -112,6 +112,21 @@ class ExactManager(PaddedManager):
             ):
                 visual.fast_pos_embed_interpolate([[1, rows, columns]])
 
+    def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Encode items; in vLLM 0.28 and 0.29 normalise their pixels first.
+
+        There the model normalises what reaches a tower without graphs, and graphs get
+        the bytes.
+        """
+        if hasattr(self.model.wrapped, "input_norm"):
+            mm_kwargs = {
+                key: self.model.input_norm(value, self.dtype)
+                if key.startswith("pixel_values")
+                else value
+                for key, value in mm_kwargs.items()
+            }
+        return super().execute(mm_kwargs)
+
     def clear(self) -> None:
         """Release the graphs and the shared buffers."""
         super().clear()
@@ -126,7 +141,7 @@ class ExactManager(PaddedManager):
             args, kwargs = (), {**kwargs, "path": _SHORT}
         try:
             output = super()._run_budget_graph(mm_kwargs, token_budget, *args, **kwargs)
-        except ReplaySizeError as error:
+        except ReplayError as error:
             return self._run_eager(mm_kwargs, error)
         if output is None:
             return None
@@ -134,12 +149,10 @@ class ExactManager(PaddedManager):
         assert self.model.output is not None
         return self.model.output[:token_budget]
 
-    def _run_eager(
-        self, mm_kwargs: dict[str, Any], error: ReplaySizeError
-    ) -> torch.Tensor:
+    def _run_eager(self, mm_kwargs: dict[str, Any], error: ReplayError) -> torch.Tensor:
         """Serve a batch that no graph holds, such as a long video of small frames."""
         if Settings.from_env().strict:
-            raise ReplaySizeError(f"{error}, or unset {ENV_STRICT}") from None
+            raise type(error)(f"{error}, or unset {ENV_STRICT}") from None
         logger.warning_once("%s. The batch runs without a CUDA graph.", str(error))
         self.graph_misses += len(self._get_item_specs(mm_kwargs))
         with torch.inference_mode():
@@ -260,10 +273,22 @@ class ExactModel:
         max_frames_per_batch: int,
         *args: Any,
     ) -> Any:
-        """Return the batch's own buffers; `fill` pads them to the graph's."""
-        return self.wrapped.prepare_encoder_cudagraph_replay_buffers(
+        """Return the batch's own buffers; `fill` pads them to the graph's.
+
+        Raises:
+            ReplayError: The pixels are floats, as of an image given as such, and the
+                graph takes bytes.
+        """
+        replay = self.wrapped.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs, 0, 0, *args
         )
+        pixels, held = (x["pixel_values"] for x in (replay.values, self._inputs))
+        if pixels.is_floating_point() and not held.is_floating_point():
+            raise ReplayError(
+                f"pixels of this batch are {pixels.dtype}, the CUDA graph was captured "
+                f"with {held.dtype}; give images of 8 bits"
+            )
+        return replay
 
     def encoder_cudagraph_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the tower into the shared output, and leave nothing for vLLM to keep."""

@@ -18,7 +18,11 @@ _TOKENS_PER_FRAME = 16
 _MORE_FRAMES = 128
 
 
-class ReplaySizeError(ValueError):
+class ReplayError(ValueError):
+    """A graph cannot hold a batch."""
+
+
+class ReplaySizeError(ReplayError):
     """A batch needs a larger buffer than the graph has."""
 
 

@@ -5,10 +5,8 @@ The modules, their weights loader and their configuration are vLLM's own; only t
 language model, the scheduler and the workers around them are left out.
 """
 
-import json
 import math
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +16,17 @@ import torch
 from torch import nn
 
 import vllm_flashinfer_vit
+from vllm_flashinfer_vit.towers.config import (
+    current_config,
+    input_norm,
+    model_folder,
+    normalizes_on_device,
+    pixel_settings,
+    tower_config,
+)
 from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
 from vllm_flashinfer_vit.towers.spec import (
     FAMILIES,
-    Family,
     TowerError,
     TowerSpec,
     model_module,
@@ -55,8 +60,9 @@ class Tower:
         """Encode images, as the engine does.
 
         Args:
-            pixel_values: `[P, patch_dim]`, the image processor's patches; any float
-                dtype and device.
+            pixel_values: `[P, patch_dim]` on any device, the image processor's patches
+                with `processor_kwargs`: bytes for a tower that normalises them itself,
+                else normalised values in any float dtype.
             grid_thw: Frames, rows and columns of patches of each image; P in sum.
 
         Returns:
@@ -64,18 +70,30 @@ class Tower:
             appends its deepstack features to the hidden dimension.
 
         Raises:
-            TowerError: The grids are empty, do not fit the patches or the merge size.
+            TowerError: The grids are empty, do not fit the patches or the merge size;
+                bytes were given in place of normalised values, or the reverse.
         """
         grids = [[int(n) for n in grid] for grid in grid_thw]
         self._check(pixel_values, grids)
-        pixels = pixel_values.to(self.device, self.dtype)
+        pixels = pixel_values.to(self.device, self.pixel_dtype)
         with self.running():
             return self.visual(pixels, grid_thw=grids)
+
+    @property
+    def pixel_dtype(self) -> torch.dtype:
+        """What `visual` takes: uint8 if it normalises pixels itself, else `dtype`."""
+        return torch.uint8 if normalizes_on_device(self.vllm_config) else self.dtype
+
+    @property
+    def processor_kwargs(self) -> dict[str, Any]:
+        """What an engine calls the image processor with, for `visual` to fit it."""
+        multimodal = self.vllm_config.model_config.multimodal_config
+        return multimodal.merge_mm_processor_kwargs({})
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Hold what a call of `visual` needs: inference mode and vLLM's config."""
-        with torch.inference_mode(), _current_config(self.vllm_config):
+        with torch.inference_mode(), current_config(self.vllm_config):
             yield
 
     def attention_layers(self) -> dict[str, nn.Module]:
@@ -143,6 +161,13 @@ class Tower:
                 f"pixel_values has shape {tuple(pixel_values.shape)}; these grids need "
                 f"({rows}, {self.spec.patch_dim})"
             )
+        # vLLM would normalise twice, or not at all, and say nothing.
+        if pixel_values.is_floating_point() != self.pixel_dtype.is_floating_point:
+            raise TowerError(
+                f"pixel_values are {pixel_values.dtype}, and this tower takes "
+                f"{self.pixel_dtype}; call the image processor with "
+                f"{self.processor_kwargs}"
+            )
 
 
 def build_tower(
@@ -157,6 +182,8 @@ def build_tower(
     plugin: bool = True,
     attn_dtype: str | None = None,
     fp8_scale_path: Path | None = None,
+    image_processor: Any | None = None,
+    flash_attn_version: int | None = None,
 ) -> Tower:
     """Build a tower with vLLM's own classes and fill in its weights.
 
@@ -177,9 +204,14 @@ def build_tower(
             provided that the process has not activated the package before.
         attn_dtype: As `--mm-encoder-attn-dtype`, None or `fp8`.
         fp8_scale_path: As `--mm-encoder-fp8-scale-path`.
+        image_processor: The model's. With it the tower takes what an engine's takes,
+            which may be bytes; see `Tower.pixel_dtype`. None: normalised pixels.
+        flash_attn_version: As `attention_config.flash_attn_version`; None for vLLM's
+            choice.
 
     Raises:
-        TowerError: The backend is unknown or not available on this device.
+        TowerError: The backend is unknown or not available on this device; or the
+            image processor's mean and std cannot be used.
         CheckpointError: The weights cannot be read or do not fit.
     """
     device = torch.device(device)
@@ -188,16 +220,30 @@ def build_tower(
     if fused_ops and (compile or device.type == "cpu"):
         raise TowerError("vLLM's fused ops need a GPU and uncompiled blocks")
     check_backend(backend, device, dtype, plugin=plugin)
-    attention = {
+    multimodal = {
         "mm_encoder_attn_backend": backend,
         "mm_encoder_attn_dtype": attn_dtype,
+        **pixel_settings(image_processor),
     }
     if fp8_scale_path is not None:
-        attention["mm_encoder_fp8_scale_path"] = str(fp8_scale_path)
-    config = _vllm_config(spec, attention, dtype, device, compile, fused_ops)
-    with _current_config(config):
+        multimodal["mm_encoder_fp8_scale_path"] = str(fp8_scale_path)
+    with model_folder(spec, image_processor) as folder:
+        config = tower_config(
+            spec,
+            folder,
+            multimodal,
+            dtype,
+            device,
+            compile,
+            fused_ops,
+            flash_attn_version,
+        )
+        norm = input_norm(config, device)
+    # A part of vLLM's compile cache key, and what scale files are compared with.
+    config.model_config.model = spec.name
+    with current_config(config):
         _init_distributed()
-        visual = _build_module(spec, config, dtype, device)
+        visual = _build_module(spec, config, dtype, device, norm)
         if spec.checkpoint is None:
             fill_with_random_weights(visual, seed)
         else:
@@ -262,102 +308,6 @@ def _prepare_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-@contextmanager
-def _current_config(config: Any) -> Iterator[None]:
-    from vllm.config import set_current_vllm_config
-
-    # A worker sets the implementations of IR ops for good; a tower only while it runs.
-    ir_ops = config.kernel_config.ir_op_priority
-    with set_current_vllm_config(config), ir_ops.set_priority():
-        yield
-
-
-def _vllm_config(
-    spec: TowerSpec,
-    attention: Mapping[str, str | None],
-    dtype: torch.dtype,
-    device: torch.device,
-    compile: bool,
-    fused_ops: bool,
-) -> Any:
-    from vllm.config import (
-        CompilationConfig,
-        CompilationMode,
-        DeviceConfig,
-        ModelConfig,
-        VllmConfig,
-    )
-
-    if fused_ops:
-        # Without a compiler, vLLM turns its fused ops on.
-        compilation = CompilationConfig(
-            mode=CompilationMode.NONE, compile_mm_encoder=False
-        )
-    elif device.type == "cuda":
-        compilation = CompilationConfig(compile_mm_encoder=compile)
-    else:
-        # Without compilation and custom operators, layers run their plain PyTorch code.
-        compilation = CompilationConfig(
-            mode=CompilationMode.NONE, custom_ops=["none"], compile_mm_encoder=False
-        )
-    with tempfile.TemporaryDirectory() as folder, _inspected_here(spec.family):
-        Path(folder, "config.json").write_text(json.dumps(_hf_config(spec)))
-        model_config = ModelConfig(
-            model=folder,
-            dtype=dtype,
-            skip_tokenizer_init=True,
-            **attention,
-        )
-        config = VllmConfig(
-            model_config=model_config,
-            compilation_config=compilation,
-            device_config=DeviceConfig(device=device.type),
-        )
-    # A part of vLLM's compile cache key, and what scale files are compared with.
-    model_config.model = spec.name
-    return config
-
-
-@contextmanager
-def _inspected_here(family: Family) -> Iterator[None]:
-    from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
-
-    # vLLM would start a process, which has no CPU platform, to look at the class.
-    name = FAMILIES[family].model
-    lazy = ModelRegistry.models[name]
-    model_cls = getattr(model_module(family), name)
-    ModelRegistry.models[name] = _RegisteredModel.from_model_cls(model_cls)
-    try:
-        yield
-    finally:
-        ModelRegistry.models[name] = lazy
-
-
-def _hf_config(spec: TowerSpec) -> dict[str, Any]:
-    # vLLM validates a language model, which no tower ever builds.
-    text = {
-        "model_type": f"{spec.family}_text",
-        "vocab_size": 64,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "rope_theta": 1e6,
-        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
-    }
-    return {
-        "architectures": [FAMILIES[spec.family].model],
-        "model_type": spec.family,
-        "text_config": text,
-        "vision_config": {**spec.vision_config, "model_type": spec.family},
-    }
-
-
 def _init_distributed() -> None:
     from vllm.distributed.parallel_state import (
         init_distributed_environment,
@@ -377,17 +327,24 @@ def _init_distributed() -> None:
 
 
 def _build_module(
-    spec: TowerSpec, config: Any, dtype: torch.dtype, device: torch.device
+    spec: TowerSpec,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    norm: nn.Module | None,
 ) -> nn.Module:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     cls = getattr(model_module(spec.family), FAMILIES[spec.family].tower)
     hf_config = config.model_config.hf_config
+    # Towers that cannot normalise have no such argument.
+    optional = {} if norm is None else {"input_norm": norm}
     with set_default_torch_dtype(dtype), device:
         return cls(
             hf_config.vision_config,
             norm_eps=getattr(hf_config, "rms_norm_eps", 1e-6),
             prefix="visual",
+            **optional,
         )
 
 
