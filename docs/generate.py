@@ -90,17 +90,61 @@ def optimisations() -> str:
     return "\n".join(lines)
 
 
+def compatibility() -> str:
+    """Write a line for each vLLM that was read: what runs with it, and who says so."""
+    from vllm_flashinfer_vit.kernels.catalog import KERNELS
+    from vllm_flashinfer_vit.machine.versions import (
+        FLASHINFER_RANGE,
+        TESTED_VLLM,
+        runner_note,
+    )
+    from vllm_flashinfer_vit.patches.fingerprints import known
+    from vllm_flashinfer_vit.plugin import all_patches
+
+    measured: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.csv")):
+        for row in results.read(path):
+            measured.setdefault(row["vllm"], set()).add(row["gpu"])
+    count = len(all_patches())
+    on_cudnn = sorted(name for name, one in KERNELS.items() if one.needs.on_cudnn)
+    heads = (
+        "vLLM",
+        "runner with encoder graphs",
+        "patches that fit",
+        "kernels",
+        "torch, FlashInfer, QuACK that it requires",
+        "state",
+    )
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for version, release in known().releases.items():
+        runner = "V1" if runner_note(version, {}) else "V1, V2"
+        fitting = f"{count - len(release.left_out)} of {count}"
+        if release.left_out:
+            fitting += f"; not {', '.join(release.left_out)}"
+        wanted = {name: text.strip("=") for name, text in release.libraries.items()}
+        fits = FLASHINFER_RANGE.contains(wanted["flashinfer-python"])
+        kernels = "all" if fits else f"all but {', '.join(on_cudnn)}"
+        state = "tested on the CPU" if version in TESTED_VLLM else "read"
+        if version in measured:
+            state = f"measured: {', '.join(sorted(measured[version]))}"
+        required = ", ".join(wanted.values())
+        cells = (version, runner, fitting, kernels, required, state)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "kernels": kernels,
     "classes": classes,
     "settings": settings,
     "patches": patches,
     "optimisations": optimisations,
+    "compatibility": compatibility,
 }
 
 
 def rendered(script: str, arguments: str) -> str:
-    """Return what one of the two scripts prints.
+    """Return what one of the two scripts prints, or that there are no rows for it.
 
     Raises:
         ValueError: It is another script, or a table that is not known.
@@ -108,7 +152,10 @@ def rendered(script: str, arguments: str) -> str:
     words = shlex.split(arguments)
     if script == "benchmarks/table.py":
         kind, source, *options = words
-        return results.render([kind, str(ROOT / source), *options])
+        try:
+            return results.render([kind, str(ROOT / source), *options])
+        except results.NoRowsError:
+            return "Not measured yet."
     if script == "docs/generate.py" and words and words[0] in TABLES:
         return TABLES[words[0]]()
     raise ValueError(f"no generated table: python {script} {arguments}")

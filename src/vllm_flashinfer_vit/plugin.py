@@ -4,16 +4,17 @@
 import importlib
 import logging
 import os
+from collections.abc import Iterable
 from importlib.metadata import version
 
 from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
-from vllm_flashinfer_vit.machine.versions import check_vllm
+from vllm_flashinfer_vit.machine.versions import check_vllm, newer_note
 from vllm_flashinfer_vit.models import qwen2_5_vl, qwen2_vl, qwen3_vl
 from vllm_flashinfer_vit.patches import encoder_graphs, fp8_scales, platform
 from vllm_flashinfer_vit.patches.patch import (
     Patch,
     PatchError,
-    apply_group,
+    apply_fitting,
     revert_group,
 )
 from vllm_flashinfer_vit.settings import Settings, is_strict
@@ -34,17 +35,20 @@ def register() -> None:
     """Wrap the backend selection and register the layer; see `__init__.register`.
 
     Nothing else changes until a model asks for FLASHINFER; model patches follow when
-    the first FLASHINFER layer is built. What goes wrong here is logged; the wrapped
-    selection raises as soon as FLASHINFER is asked for and no layer is registered.
+    the first FLASHINFER layer is built. What goes wrong here is logged. As soon as
+    FLASHINFER is asked for, the wrapped selection raises where no layer is registered,
+    and the layer raises where the selection is not wrapped.
     """
     try:
-        apply_platform_patches()
+        refusal = apply_platform_patches()
         if problem := check_vllm(version("vllm")):
             if os.environ.get(_ENV_WARNED) != problem:
                 os.environ[_ENV_WARNED] = problem
                 logger.warning("%s Without FLASHINFER, vLLM runs as ever.", problem)
             return
-        _register_layer()
+        if refusal is not None:
+            logger.error("%s Without FLASHINFER, vLLM runs as ever.", refusal)
+        _register_layer(refusal)
     except Exception:
         logger.exception(
             "vllm-flashinfer-vit is not active in this process; vLLM runs without it"
@@ -53,8 +57,11 @@ def register() -> None:
             raise
 
 
-def _register_layer() -> None:
+def _register_layer(refusal: str | None) -> None:
     """Make vLLM build this package's layer wherever it builds MMEncoderAttention.
+
+    Args:
+        refusal: Why no layer may serve FLASHINFER in this process, or None.
 
     Raises:
         RuntimeError: Another plugin replaces MMEncoderAttention already.
@@ -70,6 +77,7 @@ def _register_layer() -> None:
     taken = op_registry_oot.get(MMEncoderAttention.__name__)
     if taken is None:
         FlashInferViTAttention.activation = Activation(
+            refusal=refusal,
             model_patches=apply_model_patches,
             fp8_patches=apply_fp8_patches,
             graph_patches=apply_graph_patches,
@@ -87,23 +95,40 @@ def all_patches() -> tuple[Patch, ...]:
     return (*platform.PATCHES, *_MODEL_PATCHES, *fp8_scales.PATCHES)
 
 
-def apply_platform_patches() -> None:
+def apply_platform_patches() -> str | None:
     """Wrap the backend selection of the platforms that are loaded.
 
+    Returns:
+        Why FLASHINFER cannot be served, or None: the selection of the platform that is
+        in use is not what its patch was written for.
+
     Raises:
-        PatchError: A platform's selection is not what this package was written for.
+        PatchError: As above, and the settings are strict.
     """
     # Resolving the platform loads its module; no device is initialised.
     from vllm.platforms import current_platform  # noqa: F401
 
-    apply_group(platform.PATCHES)
+    errors = apply_fitting(platform.PATCHES)
+    if not errors:
+        return None
+    from vllm_flashinfer_vit.engine.selection import selection_is_wrapped
+
+    if selection_is_wrapped():
+        return None
+    if is_strict():
+        raise errors[0]
+    return (
+        "vllm-flashinfer-vit cannot serve FLASHINFER: "
+        f"{'; '.join(map(str, errors))}. Install a vLLM that was tested, or leave "
+        "--mm-encoder-attn-backend FLASHINFER out."
+    )
 
 
 def apply_model_patches(settings: Settings) -> tuple[str, ...]:
     """Apply the patches of the models that are loaded, once a FLASHINFER layer exists.
 
-    A patch that does not fit leaves all model patches out: the models run on the
-    q, k, v entry of the layer, right but with stock's other kernels.
+    One that does not fit is left out: vLLM runs what it would replace, and attention
+    runs here all the same.
 
     Args:
         settings: The settings in force.
@@ -124,16 +149,9 @@ def apply_model_patches(settings: Settings) -> tuple[str, ...]:
         )
     # Runners import it after the model is built.
     importlib.import_module(encoder_graphs.MODULE)
-    try:
-        apply_group(_MODEL_PATCHES, settings.disabled_patches)
-    except PatchError as error:
-        if settings.strict:
-            raise
-        from vllm.logger import init_logger
-
-        init_logger(logger.name).warning_once(
-            "vllm-flashinfer-vit leaves model patches out: %s", str(error)
-        )
+    if note := newer_note(version("vllm")):
+        _warn_once(note)
+    _leave_out(apply_fitting(_MODEL_PATCHES, settings.disabled_patches), settings)
     return tuple(patch.name for patch in _MODEL_PATCHES if patch.applied)
 
 
@@ -141,19 +159,35 @@ def apply_graph_patches() -> None:
     """Mend the padding of encoder CUDA graphs in an engine without FLASHINFER.
 
     Raises:
-        PatchError: vLLM's manager is not what this package was written for.
+        PatchError: vLLM's manager is not what this package was written for. The user
+            asked for right results where vLLM's may be wrong.
     """
     importlib.import_module(encoder_graphs.MODULE)
-    apply_group(encoder_graphs.PATCHES)
+    for error in apply_fitting(encoder_graphs.PATCHES):
+        raise error
 
 
 def apply_fp8_patches(settings: Settings) -> None:
     """Tell layers with FP8 scales of their own what the engine's worker does.
 
     Raises:
-        PatchError: vLLM's worker is not what this package was written for.
+        PatchError: A patch does not fit, and the settings are strict.
     """
-    apply_group(fp8_scales.PATCHES, settings.disabled_patches)
+    _leave_out(apply_fitting(fp8_scales.PATCHES, settings.disabled_patches), settings)
+
+
+def _leave_out(errors: Iterable[PatchError], settings: Settings) -> None:
+    """Say once in a process which patches do not fit, or raise if that is strict."""
+    for error in errors:
+        if settings.strict:
+            raise error
+        _warn_once(f"vllm-flashinfer-vit leaves a patch out, and serves on: {error}.")
+
+
+def _warn_once(text: str) -> None:
+    from vllm.logger import init_logger
+
+    init_logger(logger.name).warning_once("%s", text)
 
 
 def revert_all() -> None:

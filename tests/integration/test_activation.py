@@ -17,6 +17,7 @@ from torch import nn
 from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.choices.usable import NotServedError
+from vllm_flashinfer_vit.patches import encoder_graphs, fp8_scales
 from vllm_flashinfer_vit.patches.patch import PatchError
 from vllm_flashinfer_vit.settings import (
     ENV_DISABLE_PATCHES,
@@ -157,9 +158,85 @@ class TestPatches:
         else:
             # Every layer finds it.
             assert layers_of(build(flashinfer)) and layers_of(build(flashinfer))
-            (line,) = [line for line in messages if "leaves model patches out" in line]
-            assert "qwen2_vl-blocks" in line
-        assert not any(patch.applied for patch in MODEL_PATCHES)
+            (line,) = [line for line in messages if "leaves a patch out" in line]
+            assert (
+                f"patch qwen2_vl-blocks does not fit this vLLM: {patch.target}" in line
+            )
+            assert f"Without it: {patch.why}" in line
+            loaded = {p.name for p in plugin._MODEL_PATCHES if p.loaded}
+            assert loaded - {p.name for p in MODEL_PATCHES if p.applied} == {patch.name}
+        assert not patch.applied
+
+    def test_a_newer_vllm_is_served_and_told(
+        self,
+        flashinfer: Tower,
+        messages: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(plugin, "version", lambda _: "0.99.0.dev1")
+        for _ in range(2):
+            assert layers_of(build(flashinfer))
+        (line,) = [line for line in messages if "newer than those" in line]
+        assert "vLLM 0.99.0.dev1" in line
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_a_selection_that_does_not_fit(
+        self,
+        strict: bool,
+        flashinfer: Tower,
+        messages: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        from vllm.model_executor.custom_op import op_registry_oot
+        from vllm.model_executor.layers.attention import MMEncoderAttention
+
+        from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
+        from vllm_flashinfer_vit.patches import platform
+
+        plugin.revert_all()
+        for patch in platform.PATCHES:
+            monkeypatch.setattr(patch, "parameters", ("cls", "head_size", "backend"))
+        monkeypatch.setenv(ENV_STRICT, str(int(strict)))
+        activation = FlashInferViTAttention.activation
+        monkeypatch.setattr(FlashInferViTAttention, "activation", activation)
+        monkeypatch.delitem(op_registry_oot, "MMEncoderAttention")
+        if strict:
+            with pytest.raises(PatchError, match="patch select-cpu does not fit"):
+                plugin.register()
+        else:
+            plugin.register()
+            told = "cannot serve FLASHINFER: patch select-cpu does not fit this vLLM"
+            assert sum(told in line for line in messages) == 1
+            with pytest.raises(NotServedError, match=f"layer 'a.layer': .*{told}"):
+                build(flashinfer)
+            assert type(build(engine("TORCH_SDPA"))) is MMEncoderAttention
+        monkeypatch.undo()
+        assert plugin.apply_platform_patches() is None
+
+    def test_padding_that_was_asked_for_and_does_not_fit(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (patch,) = encoder_graphs.PATCHES
+        monkeypatch.setattr(patch, "parameters", ("self",))
+        with pytest.raises(PatchError, match="encoder-graphs"):
+            plugin.apply_graph_patches()
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_one_of_fp8_that_does_not_fit(
+        self, strict: bool, messages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import vllm.v1.worker.gpu_worker  # noqa: F401
+
+        patch, other = fp8_scales.PATCHES
+        monkeypatch.setattr(patch, "parameters", ("self", str(strict)))
+        if strict:
+            with pytest.raises(PatchError, match=patch.name):
+                plugin.apply_fp8_patches(Settings(strict=True))
+        else:
+            plugin.apply_fp8_patches(Settings())
+            (line,) = [line for line in messages if "leaves a patch out" in line]
+            assert patch.name in line
+        assert other.applied and not patch.applied
 
     @pytest.mark.parametrize(
         "left_out", [(), ("fp8-save-scales",), ("fp8-forget-dummies",)]

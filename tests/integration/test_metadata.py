@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -13,28 +14,12 @@ from _towers import DEVICE, FAMILIES, cpu_only, pixels, small_tower
 from torch.overrides import TorchFunctionMode
 
 from vllm_flashinfer_vit.models import metadata as module
-from vllm_flashinfer_vit.models.metadata import (
-    CACHE,
-    SizeCache,
-    kept_metadata,
-    kept_rotary,
-)
+from vllm_flashinfer_vit.models.metadata import CACHE, SizeCache
 from vllm_flashinfer_vit.patches.patch import Patch, revert_group
 from vllm_flashinfer_vit.plugin import all_patches
 from vllm_flashinfer_vit.towers.tower import Tower
 
-PATCHES = (
-    kept_metadata("qwen2_vl", "Qwen2VisionTransformer"),
-    kept_rotary("qwen2_vl", "Qwen2VisionTransformer"),
-    kept_metadata("qwen2_5_vl", "Qwen2_5_VisionTransformer", windows=True),
-    kept_metadata(
-        "qwen3_vl",
-        "Qwen3_VisionTransformer",
-        grids="grid_thw_list",
-        of_weights={"pos_embeds": "fast_pos_embed_interpolate"},
-    ),
-    kept_rotary("qwen3_vl", "Qwen3_VisionTransformer"),
-)
+PATCHES = tuple(replace(patch) for patch in all_patches() if "-kept-" in patch.name)
 
 # One size twice, turned, videos, ragged windows, and a batch of each order.
 MIXTURES = (

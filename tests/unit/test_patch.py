@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A patch applies once, in its order, refuses another vLLM, reverts by identity."""
+"""A patch applies once, refuses another vLLM by itself, reverts by identity."""
 
-import itertools
 import sys
 import types
 
 import pytest
 
 from vllm_flashinfer_vit import plugin
+from vllm_flashinfer_vit.patches import patch as patch_module
 from vllm_flashinfer_vit.patches.patch import (
     Patch,
     PatchError,
-    apply_group,
-    in_order,
+    apply_fitting,
     revert_group,
 )
 
@@ -52,16 +51,15 @@ def make_patch(
     parameters=("self", "x"),
     replace=plus_one,
     name="test",
-    after=(),
+    stands_for=(),
 ):
     return Patch(
         name=name,
-        after=after,
         target=f"patch_target:Target.{attribute}",
-        why="test",
-        vllm_range=("0", "1"),
+        why="it is slow",
         remove_when="never",
         parameters=parameters,
+        stands_for=stands_for,
         replace=replace,
     )
 
@@ -94,7 +92,7 @@ def test_classmethod_stays_a_classmethod(target):
     ("patch", "message"),
     [
         (make_patch(parameters=("self", "y")), "takes self, x; .* written for self, y"),
-        (make_patch("gone"), "no patch_target:Target.gone in vLLM"),
+        (make_patch("gone"), "there is no patch_target:Target.gone"),
     ],
 )
 def test_another_vllm_is_refused(target, patch, message):
@@ -107,7 +105,7 @@ def test_modules_that_are_not_loaded_are_left_alone():
     patch = make_patch()
     assert not patch.loaded
     assert patch.state(frozenset({"test"})) == "disabled"
-    apply_group([patch])
+    assert apply_fitting([patch]) == ()
     assert not patch.applied
     # Nothing has that name, as its source says.
     assert patch.state().startswith("unavailable: ")
@@ -129,77 +127,52 @@ def test_sources_are_read_where_modules_are_not_loaded(monkeypatch, tmp_path):
     assert "patch_package.models" not in sys.modules
 
 
-def appending(letter):
-    def replace(original):
-        def method(self, x):
-            return original(self, x) + letter
+def test_what_it_stands_for_must_be_known(
+    target: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = "vllm.one:One.first", "vllm.two:Two.second"
+    patch = make_patch(stands_for=(first, second))
+    told = {first: None, second: f"{second} is another one"}
+    monkeypatch.setattr(patch_module, "difference", told.pop)
+    assert patch.state() == (
+        "unavailable: patch test does not fit this vLLM: vllm.two:Two.second is "
+        "another one. Without it: it is slow"
+    )
+    # Both were asked for.
+    assert not told
 
-        return method
 
-    return replace
-
-
-def make_group():
-    """Three patches of one target; their names say nothing about the order."""
-    return [
-        make_patch(name="z", replace=appending("1")),
-        make_patch(name="m", replace=appending("2"), after=("z",)),
-        make_patch(name="a", replace=appending("3"), after=("m",)),
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_one_that_does_not_fit_is_left_out_alone(target: type, bad: int) -> None:
+    group = [
+        make_patch(name="first"),
+        make_patch("make", ("cls", "x"), doubled, name="second"),
+        make_patch("__init_subclass__", ("cls",), name="third"),
     ]
-
-
-@pytest.mark.parametrize("order", [*itertools.permutations(range(3))], ids=str)
-class TestOrder:
-    def test_is_that_of_the_patches(self, target, order):
-        group = make_group()
-        original = target.__dict__["method"]
-        apply_group(group[i] for i in order)
-        assert target().method("") == "123"
-        revert_group(group[i] for i in order)
-        assert target.__dict__["method"] is original
-
-    def test_one_that_comes_later_goes_below(self, target, order):
-        group = make_group()
-        original = target.__dict__["method"]
-        shuffled = [group[i] for i in order]
-        apply_group(shuffled, left_out=("z",))
-        assert target().method("") == "23"
-        apply_group(shuffled)
-        assert target().method("") == "123"
-        revert_group(shuffled)
-        assert target.__dict__["method"] is original
-
-
-def test_a_group_that_does_not_fit_is_left_out_whole(target):
-    group = [*make_group(), make_patch("make", ("cls", "y"), name="bad")]
-    with pytest.raises(PatchError, match="patch bad"):
-        apply_group(group)
+    target.__init_subclass__ = classmethod(lambda cls: None)
+    group[bad].parameters = ("self", "y")
+    (error,) = apply_fitting(group)
+    assert f"patch {group[bad].name} does not fit" in str(error)
+    assert [patch.applied for patch in group] == [at != bad for at in range(3)]
+    # It is told again, and nothing is applied twice.
+    assert len(apply_fitting(group)) == 1
+    revert_group(group)
     assert not any(patch.applied for patch in group)
-    apply_group(group, left_out=("bad",))
-    assert target().method("") == "123"
 
 
-@pytest.mark.parametrize(
-    ("patches", "message"),
-    [
-        ([make_patch(name="a"), make_patch("make", name="a")], "one name"),
-        ([make_patch(after=("gone",))], "test is after gone"),
-        (
-            [
-                make_patch(name="a", after=("b",)),
-                make_patch("make", name="b", after=("a",)),
-            ],
-            "after each other",
-        ),
-        ([make_patch(name="a"), make_patch(name="b")], "a and b both replace"),
-    ],
-)
-def test_orders_that_are_none(patches, message):
-    with pytest.raises(ValueError, match=message):
-        in_order(patches)
+def test_names_that_are_left_out(target: type) -> None:
+    group = [make_patch(), make_patch("make", ("cls", "y"), name="bad")]
+    assert apply_fitting(group, left_out=("bad",)) == ()
+    assert [patch.applied for patch in group] == [True, False]
+    revert_group(group)
 
 
-def test_every_patch_of_the_plugin_has_its_place():
+def test_a_target_that_is_no_function(target: type) -> None:
+    target.method = 7
+    assert "it is no Python function" in make_patch().state()
+
+
+def test_patches_have_names_and_targets_of_their_own() -> None:
     patches = plugin.all_patches()
-    assert sorted(p.name for p in in_order(patches)) == sorted(p.name for p in patches)
-    assert in_order(patches) == in_order(reversed(patches))
+    assert len({patch.name for patch in patches}) == len(patches)
+    assert len({patch.target for patch in patches}) == len(patches)

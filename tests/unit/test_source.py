@@ -3,12 +3,11 @@
 
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from vllm_flashinfer_vit.patches.source import parameters
+from vllm_flashinfer_vit.patches.source import fingerprint, parameters
 
 SOURCE = """
 import nothing_of_this_name
@@ -86,9 +85,66 @@ def test_a_package_that_is_not_there() -> None:
         parameters("no_such_package.layers:Layer.forward")
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_every_patch_fits_the_source_of_this_vllm() -> None:
-    from vllm_flashinfer_vit.plugin import all_patches
+BODY = """
+class Block:
+    def forward(self, x, scale=2):
+        y = x * scale
+        return self.mlp(y)
+"""
+SAME = """
+@decorated
+class Block(Module):
+    '''Another docstring.
 
-    for patch in all_patches():
-        assert parameters(patch.target) == patch.parameters, patch.name
+class Block:
+    '''
+
+    def forward(self, x: "Tensor", scale: int = (2)) -> "Tensor":
+        # A comment.
+        '''What it does.'''
+        z: int
+        y: int = (
+x * scale
+        )
+        return self.mlp(
+            y
+        )
+
+    def other(self): ...
+"""
+
+
+def in_file(folder: Path, text: str) -> str:
+    folder.mkdir()
+    (folder / "toy.py").write_text(text)
+    return fingerprint("toy:Block.forward", folder)
+
+
+def test_looks_do_not_count(tmp_path: Path) -> None:
+    assert in_file(tmp_path / "a", BODY) == in_file(tmp_path / "b", SAME)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("x * scale", "x + scale"),
+        ("scale=2", "scale=3"),
+        ("scale=2", "scale=2.0"),
+        ("scale=2", "*, scale=2"),
+        ("self.mlp(y)", "self.mlp(x)"),
+        ("return self.mlp(y)", "return (self.mlp(y),)"),
+        ("    def forward", "    @wrapped\n    def forward"),
+        ("    def forward", "    async def forward"),
+        ("return", "print(x)\n        return"),
+    ],
+)
+def test_what_it_does_counts(tmp_path: Path, old: str, new: str) -> None:
+    assert old in BODY
+    changed = in_file(tmp_path / "b", BODY.replace(old, new))
+    assert in_file(tmp_path / "a", BODY) != changed
+
+
+def test_the_fingerprint_is_the_same_for_every_python(tmp_path: Path) -> None:
+    """Newer ones parse f-strings in another way, and give nodes further fields."""
+    text = BODY.replace("x * scale", """f"{x!r:>{scale}} and {x=}" 'b' f'{x:.2f}'""")
+    assert in_file(tmp_path / "a", text) == "a097c8a4837e"

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions: the window of vLLM, and how they are written."""
+"""Versions: which vLLM is served, and how they are written."""
+
+import tomllib
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from vllm_flashinfer_vit.machine.versions import (
     ENV_V2_RUNNER,
+    TESTED_VLLM,
     check_vllm,
     format_cudnn,
+    newer_note,
     runner_note,
 )
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -22,43 +30,49 @@ from vllm_flashinfer_vit.machine.versions import (
         "0.33.0",
         "0.33.0rc1",
         "0.33.0.dev7+gabc",
-        "0.33.1",
     ],
 )
-def test_supported_vllm(version: str) -> None:
+def test_what_was_tested_is_served(version: str) -> None:
     assert check_vllm(version) is None
+    assert newer_note(version) is None
 
 
 @pytest.mark.parametrize(
-    "version",
-    [
-        "0.25.0",
-        "0.24.0",
-        "0.20.2",
-        "0.1.dev1+g0123abc",
-        "0.33.1.dev300+gabc",
-        "0.34.0",
-        "0.34.0rc1",
-        "1.0.0",
-        "unknown",
-    ],
+    "version", ["0.33.1", "0.33.1.dev300+gabc", "0.34.0", "0.34.0rc1", "1.0.0"]
 )
-def test_unsupported_vllm_is_told_the_window(version: str) -> None:
+def test_what_is_newer_is_served_and_told(version: str) -> None:
+    assert check_vllm(version) is None
+    note = newer_note(version)
+    assert note is not None
+    assert version in note
+    assert "0.25.1 to 0.33.0" in note
+
+
+@pytest.mark.parametrize(
+    "version", ["0.25.0", "0.24.0", "0.20.2", "0.1.dev1+g0123abc", "unknown"]
+)
+def test_what_is_older_is_refused_and_told_the_oldest(version: str) -> None:
     problem = check_vllm(version)
     assert problem is not None
     assert version in problem
-    assert "0.25.1 to 0.33.0" in problem
+    assert "0.25.1 and newer" in problem
 
 
-def test_window_agrees_with_the_package_metadata() -> None:
-    from importlib.metadata import requires
-
-    from packaging.requirements import Requirement
-
-    lines = requires("vllm-flashinfer-vit") or []
-    vllm = next(r for r in map(Requirement, lines) if r.name == "vllm")
+def test_the_package_metadata_agrees() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    vllm = next(
+        r for r in map(Requirement, project["dependencies"]) if r.name == "vllm"
+    )
     for version in ("0.24.0", "0.25.0", "0.25.1", "0.33.0", "0.33.1", "0.34.0"):
         assert vllm.specifier.contains(version) == (check_vllm(version) is None)
+
+
+def test_ci_tests_what_counts_as_tested() -> None:
+    oldest, newest = TESTED_VLLM
+    assert f"VLLM ?= {newest}\n" in (ROOT / "Makefile").read_text()
+    assert f" VLLM={oldest}\n" in (ROOT / ".ci" / "run").read_text()
+    for version in TESTED_VLLM:
+        assert (ROOT / "constraints" / f"vllm-{version}.txt").exists()
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,10 @@ class Activation:
         fp8_patches: For a layer that keeps track of its FP8 scales.
         graph_patches: For an engine without FLASHINFER whose encoder CUDA graphs are
             to be padded as with it.
+        refusal: Why no layer may serve FLASHINFER in this process, or None.
     """
 
     model_patches: Callable[[Settings], tuple[str, ...]] = _none_applied
     fp8_patches: Callable[[Settings], object] = _none_applied
     graph_patches: Callable[[], object] = lambda: None
+    refusal: str | None = None

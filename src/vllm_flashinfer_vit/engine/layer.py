@@ -392,6 +392,8 @@ def _choose(
         return None, None
     dtype = torch.get_default_dtype()
     try:
+        if refusal := FlashInferViTAttention.activation.refusal:
+            raise NotServedError(refusal)
         policy = fp8.policy_for(layer_name, head_size, dtype, settings)
         choices = policy.choices if policy else served(head_size, dtype, settings)
         if choices is None and fp8.requested():

@@ -19,7 +19,7 @@ from vllm.model_executor.models.vision import get_multimodal_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_flashinfer_vit.choices.lookup import Choice
+from vllm_flashinfer_vit.choices.lookup import Choice, other_versions
 from vllm_flashinfer_vit.choices.trial import attempt
 from vllm_flashinfer_vit.choices.usable import NotServedError, usable_choices
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
@@ -60,8 +60,9 @@ def resolve(
     """
     if problem := check_vllm(version("vllm")):
         raise NotServedError(problem)
+    stack = probe(libraries=False)
     choices, refusals = usable_choices(
-        probe(libraries=False),
+        stack,
         head_dim,
         dtype,
         forced,
@@ -77,6 +78,8 @@ def resolve(
         )
     for refusal in refusals.values():
         logger.warning_once("vllm-flashinfer-vit does not use the kernel %s", refusal)
+    if not forced and (note := other_versions(stack, dtype, head_dim, tuned_dir)):
+        logger.info_once("vllm-flashinfer-vit: %s", note)
     return choices
 
 
@@ -117,6 +120,11 @@ def layer_is_registered() -> bool:
     layer = op_registry_oot.get("MMEncoderAttention")
     # By name: the layer imports this module.
     return layer is not None and layer.__module__ == f"{__package__}.layer"
+
+
+def selection_is_wrapped() -> bool:
+    """Whether the platform in use selects backends by `answer_flash_attn`."""
+    return current_platform.get_vit_attn_backend.__globals__ is globals()
 
 
 def answer_flash_attn(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,12 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.vision import get_multimodal_config
 
 from vllm_flashinfer_vit import __version__
-from vllm_flashinfer_vit.choices.lookup import PORTABLE_FP8, Choice, fp8_ranges
+from vllm_flashinfer_vit.choices.lookup import (
+    PORTABLE_FP8,
+    Choice,
+    fp8_ranges,
+    other_versions,
+)
 from vllm_flashinfer_vit.choices.trial import attempt
 from vllm_flashinfer_vit.choices.usable import (
     NotServedError,
@@ -29,6 +34,7 @@ from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
 from vllm_flashinfer_vit.kernels.formats import BLOCK, HISTORY
 from vllm_flashinfer_vit.machine.probe import probe
+from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 from vllm_flashinfer_vit.settings import (
     ENV_FP8_SCALES,
     ENV_FP8_SKIP_LAYERS,
@@ -212,8 +218,9 @@ def resolve_fp8(
             f"{ENV_KERNEL}={forced} contradicts mm_encoder_attn_dtype=fp8: use one of "
             + ", ".join(sorted(fp8_names()))
         )
+    stack = probe(libraries=False)
     choices, refusals = usable_choices(
-        probe(libraries=False),
+        stack,
         head_dim,
         dtype,
         forced,
@@ -229,6 +236,8 @@ def resolve_fp8(
         )
     for refusal in refusals.values():
         logger.warning_once("vllm-flashinfer-vit does not use the kernel %s", refusal)
+    if not forced and (note := other_versions(stack, FP8_DTYPE, head_dim, tuned_dir)):
+        logger.info_once("vllm-flashinfer-vit: %s", note)
     return choices
 
 

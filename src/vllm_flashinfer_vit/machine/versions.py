@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-SUPPORTED_VLLM = ("0.25.1", "0.33.0")
+# The oldest and the newest that CI tests with; no older one is served.
+TESTED_VLLM = ("0.25.1", "0.33.0")
 
 # vLLM's own switch between its two model runners.
 ENV_V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -30,24 +31,33 @@ MIN_CUDNN_FP8_HOPPER = 92300
 
 
 def check_vllm(version: str) -> str | None:
-    """Say what is wrong with a vLLM version, or None if it is supported.
+    """Say what is wrong with a vLLM version, or None if it is served.
 
-    A release candidate counts as its release, a patch release as its minor one. A
-    development build after the newest supported release is refused: it may hold
-    anything that is going to be in the next one.
+    A release candidate or a development build counts as its release.
     """
-    first, last = (Version(bound) for bound in SUPPORTED_VLLM)
-    wanted = f"vllm-flashinfer-vit supports vLLM {first} to {last}"
+    first = Version(TESTED_VLLM[0])
+    wanted = f"vllm-flashinfer-vit serves vLLM {first} and newer"
     try:
         found = Version(version)
     except InvalidVersion:
         return f"{wanted}; {version!r} is not a version."
-    too_new = found.release[:2] > last.release[:2] or (
-        found.is_devrelease and found.release > last.release
-    )
-    if found.release < first.release or too_new:
+    if found.release < first.release:
         return f"{wanted}; vLLM {version} is installed."
     return None
+
+
+def newer_note(version: str) -> str | None:
+    """Say that a vLLM version, which is served, is newer than those that were tested.
+
+    A release candidate or a development build counts as its release.
+    """
+    first, last = TESTED_VLLM
+    if Version(version).release <= Version(last).release:
+        return None
+    return (
+        f"vLLM {version} is newer than those that vllm-flashinfer-vit was tested with "
+        f"({first} to {last}). Patches that do not fit it are left out; the rest runs."
+    )
 
 
 def runner_note(vllm: str, env: Mapping[str, str]) -> str | None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
-from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
 from vllm_flashinfer_vit.patches.patch import Patch
 
 Function = Callable[..., Any]
@@ -38,6 +37,7 @@ def block_program(
     family: str,
     block: str,
     spec: BlockSpec,
+    parts: tuple[str, ...],
     parameters: tuple[str, ...] = BLOCK_PARAMETERS,
 ) -> Patch:
     """Return the patch that has the blocks of a tower run their programs.
@@ -46,6 +46,8 @@ def block_program(
         family: vLLM's module of the model.
         block: The class of the tower's blocks.
         spec: What they are.
+        parts: The methods of attention and MLP that a program does the work of, each
+            `family:Class.method`.
         parameters: What their `forward` takes.
     """
 
@@ -57,9 +59,17 @@ def block_program(
     return Patch(
         name=f"{family}-blocks",
         target=f"{MODELS}.{family}:{block}.forward",
+        # The constructor says which modules a block has.
+        stands_for=tuple(
+            f"{MODELS}.{method}"
+            for method in (
+                f"{family}:{block}.__init__",
+                f"{family}:{block}.forward",
+                *parts,
+            )
+        ),
         why="stock copies and rotates q and k, adds and normalises by two kernels, and "
         "pays for several layers of Python in front of each of them",
-        vllm_range=SUPPORTED_VLLM,
         remove_when="vLLM runs a vision block by as few launches, prepared beforehand",
         parameters=parameters,
         replace=replace,

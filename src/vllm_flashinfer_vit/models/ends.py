@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
 from vllm_flashinfer_vit.models._shared import MODELS, Function
 from vllm_flashinfer_vit.patches.patch import Patch
 
@@ -27,8 +26,11 @@ def patch_embed(family: str, module: str) -> Patch:
     return Patch(
         name=f"{family}-patch-embed",
         target=f"{MODELS}.{family}:{module}.forward",
+        stands_for=(
+            f"{MODELS}.{family}:{module}.forward",
+            "vllm.model_executor.layers.conv:Conv3dLayer._forward_mulmat",
+        ),
         why="stock unfolds each patch into itself by eight views before the GEMM",
-        vllm_range=SUPPORTED_VLLM,
         remove_when="vLLM's Conv3dLayer takes patches as rows",
         parameters=("self", "x"),
         replace=_embed,
@@ -64,8 +66,10 @@ def merger(
     return Patch(
         name=f"{family}-merger",
         target=f"{MODELS}.{family}:{module}.forward",
+        stands_for=tuple(
+            f"{MODELS}.{family}:{module}.{method}" for method in ("__init__", "forward")
+        ),
         why="stock pays for a dozen layers of Python around two GEMMs",
-        vllm_range=SUPPORTED_VLLM,
         remove_when="vLLM's linear layers take the host no longer than their GEMM",
         parameters=("self", "x"),
         replace=functools.partial(_merge, normalize=normalize, mlp=mlp),

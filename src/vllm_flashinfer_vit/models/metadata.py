@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
-from vllm_flashinfer_vit.models._shared import Function, Grids, is_served
+from vllm_flashinfer_vit.models._shared import MODELS, Function, Grids, is_served
 from vllm_flashinfer_vit.patches.patch import Patch
 
 # By name; vLLM has None for what a backend does not need.
@@ -74,6 +73,7 @@ def _cache_of(tower: Any) -> SizeCache:
 def kept_metadata(
     family: str,
     tower: str,
+    computed_by: tuple[str, ...],
     *,
     grids: str = "grid_thw",
     windows: bool = False,
@@ -84,6 +84,7 @@ def kept_metadata(
     Args:
         family: vLLM's module of the model.
         tower: The class of its vision tower.
+        computed_by: The tower's methods that `prepare_encoder_metadata` calls.
         grids: What `prepare_encoder_metadata` calls the grids.
         windows: Whether it takes options for windows, too.
         of_weights: What in the metadata depends on weights, which may be loaded anew,
@@ -93,10 +94,14 @@ def kept_metadata(
     window_len = ("max_seqlen_window_override",) if windows else ()
     return Patch(
         name=f"{family}-kept-metadata",
-        target=f"vllm.model_executor.models.{family}:{tower}.prepare_encoder_metadata",
+        target=f"{MODELS}.{family}:{tower}.prepare_encoder_metadata",
+        # The tower's `forward` must not write into what is kept.
+        stands_for=tuple(
+            f"{MODELS}.{family}:{tower}.{method}"
+            for method in ("prepare_encoder_metadata", "forward", *computed_by)
+        ),
         why="stock prepares offsets, rotary tables and windows anew for every batch, "
         "and copies them to the device",
-        vllm_range=SUPPORTED_VLLM,
         remove_when="vLLM keeps the metadata of batches by their sizes",
         parameters=(
             "self",
@@ -147,17 +152,24 @@ def _is_plain(overrides: Mapping[str, Any]) -> bool:
     )
 
 
-def kept_rotary(family: str, tower: str) -> Patch:
+def kept_rotary(family: str, tower: str, computed_by: tuple[str, ...]) -> Patch:
     """Return the patch that keeps a tower's rotary tables by the size of a frame.
 
     It serves new mixtures of known frames, and replays of graphs that vLLM pads.
+
+    Args:
+        family: vLLM's module of the model.
+        tower: The class of its vision tower.
+        computed_by: The tower's methods that it does the work of.
     """
     return Patch(
         name=f"{family}-kept-rotary",
-        target=f"vllm.model_executor.models.{family}:{tower}.rot_pos_emb",
+        target=f"{MODELS}.{family}:{tower}.rot_pos_emb",
+        stands_for=tuple(
+            f"{MODELS}.{family}:{tower}.{method}" for method in computed_by
+        ),
         why="stock computes rotary positions anew for every image of every batch, on "
         "the host",
-        vllm_range=SUPPORTED_VLLM,
         remove_when="vLLM keeps the rotary tables of frame sizes on the device",
         parameters=("self", "grid_thw"),
         replace=_keep_rotary,

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
-from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
 from vllm_flashinfer_vit.models._shared import (
     BLOCK_PARAMETERS,
     MODELS,
@@ -25,6 +24,11 @@ from vllm_flashinfer_vit.patches.patch import Patch
 
 _FAMILY = "qwen2_5_vl"
 _TOWER = "Qwen2_5_VisionTransformer"
+
+# Qwen3-VL has this attention, too.
+ATTENTION = tuple(
+    f"{_FAMILY}:Qwen2_5_VisionAttention.{method}" for method in ("__init__", "forward")
+)
 
 SPEC = BlockSpec(
     norm="rms",
@@ -57,14 +61,35 @@ def _compile_norms(original: Function) -> Function:
 
 
 PATCHES = (
-    block_program(_FAMILY, "Qwen2_5_VisionBlock", SPEC),
+    block_program(
+        _FAMILY,
+        "Qwen2_5_VisionBlock",
+        SPEC,
+        (*ATTENTION, f"{_FAMILY}:Qwen2_5_VisionMLP.forward"),
+    ),
     block_program(
         "exaone4_5",
         "Exaone4_5_VisionBlock",
         SPEC,
+        (
+            "exaone4_5:EXAONE4_5_VisionAttention.__init__",
+            "exaone4_5:EXAONE4_5_VisionAttention.forward",
+            "exaone4:Exaone4GatedMLP.forward",
+        ),
         (*BLOCK_PARAMETERS[:-1], "seqlens", BLOCK_PARAMETERS[-1]),
     ),
-    kept_metadata(_FAMILY, _TOWER, windows=True),
+    kept_metadata(
+        _FAMILY,
+        _TOWER,
+        (
+            "rotary_pos_emb_thw",
+            "get_window_index_thw",
+            "get_rope_by_thw",
+            "compute_attn_mask_seqlen",
+            "invert_permutation",
+        ),
+        windows=True,
+    ),
     patch_embed(_FAMILY, "Qwen2_5_VisionPatchEmbed"),
     merger(
         _FAMILY, "Qwen2_5_VisionPatchMerger", normalize_patches, mlp=attrgetter("mlp")
@@ -74,9 +99,9 @@ PATCHES = (
         target=f"{MODELS}.{_FAMILY}:{_TOWER}.forward",
         why="the engine's default turns vLLM's own kernels off, for a compiler that "
         "does not run on encoders, so the first norm and the merger's run as several",
-        vllm_range=SUPPORTED_VLLM,
         remove_when="vLLM chooses the ops of encoders apart from the language model's",
         parameters=("self", "x", "grid_thw", "encoder_metadata"),
+        stands_for=(),
         replace=_compile_norms,
     ),
 )

@@ -25,9 +25,20 @@ SPEC = BlockSpec(
 )
 
 PATCHES = (
-    block_program(_FAMILY, "Qwen2VisionBlock", SPEC, BLOCK_PARAMETERS[:-1]),
-    kept_metadata(_FAMILY, _TOWER),
-    kept_rotary(_FAMILY, _TOWER),
+    block_program(
+        _FAMILY,
+        "Qwen2VisionBlock",
+        SPEC,
+        (
+            "qwen2_vl:Qwen2VisionAttention.__init__",
+            "qwen2_vl:Qwen2VisionAttention.split_qkv",
+            "qwen2_vl:Qwen2VisionAttention.forward",
+            "qwen2_vl:Qwen2VisionMLP.forward",
+        ),
+        BLOCK_PARAMETERS[:-1],
+    ),
+    kept_metadata(_FAMILY, _TOWER, ("rot_pos_emb", "compute_attn_mask_seqlen")),
+    kept_rotary(_FAMILY, _TOWER, ("rot_pos_emb",)),
     patch_embed(_FAMILY, "Qwen2VisionPatchEmbed"),
     merger(_FAMILY, "Qwen2VisionPatchMerger", normalize_patches, mlp=attrgetter("mlp")),
 )

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
-from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
 from vllm_flashinfer_vit.models._shared import (
     MODELS,
     Function,
@@ -18,6 +17,7 @@ from vllm_flashinfer_vit.models._shared import (
 )
 from vllm_flashinfer_vit.models.ends import merger, patch_embed
 from vllm_flashinfer_vit.models.metadata import kept_metadata, kept_rotary
+from vllm_flashinfer_vit.models.qwen2_5_vl import ATTENTION
 from vllm_flashinfer_vit.patches.patch import Patch
 
 _FAMILY = "qwen3_vl"
@@ -57,16 +57,24 @@ def _interpolate_once(original: Function) -> Function:
 
 
 PATCHES = (
-    block_program(_FAMILY, "Qwen3_VisionBlock", SPEC),
     # Qwen3-Omni's vision tower has blocks of its own, of the same parts.
-    block_program("qwen3_omni_moe_thinker", "Qwen3_VisionBlock", SPEC),
+    *(
+        block_program(
+            family,
+            "Qwen3_VisionBlock",
+            SPEC,
+            (*ATTENTION, f"{family}:Qwen3_VisionMLP.forward"),
+        )
+        for family in (_FAMILY, "qwen3_omni_moe_thinker")
+    ),
     kept_metadata(
         _FAMILY,
         _TOWER,
+        ("rot_pos_ids", "rot_pos_emb", "fast_pos_embed_interpolate"),
         grids="grid_thw_list",
         of_weights={"pos_embeds": "fast_pos_embed_interpolate"},
     ),
-    kept_rotary(_FAMILY, _TOWER),
+    kept_rotary(_FAMILY, _TOWER, ("rot_pos_ids", "rot_pos_emb")),
     patch_embed(_FAMILY, "Qwen3_VisionPatchEmbed"),
     merger(
         _FAMILY,
@@ -77,8 +85,8 @@ PATCHES = (
     Patch(
         name=f"{_FAMILY}-shared-positions",
         target=f"{MODELS}.{_FAMILY}:{_TOWER}.fast_pos_embed_interpolate",
+        stands_for=(f"{MODELS}.{_FAMILY}:{_TOWER}.fast_pos_embed_interpolate",),
         why="stock launches a kernel for every image, also for images of one size",
-        vllm_range=SUPPORTED_VLLM,
         remove_when="vLLM interpolates the positions of a batch by one launch",
         parameters=("self", "grid_thw"),
         replace=_interpolate_once,

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
 from vllm_flashinfer_vit.patches.patch import Patch
 
 
@@ -44,18 +43,18 @@ PATCHES = (
         name="fp8-forget-dummies",
         target="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
         why="dynamic scales would start from the images of profiling and warm-up",
-        vllm_range=SUPPORTED_VLLM,
         remove_when="vLLM tells layers that a pass is a dummy one",
         parameters=("self",),
+        stands_for=(),
         replace=_forget_dummies,
     ),
     Patch(
         name="fp8-save-scales",
         target="vllm.v1.worker.gpu_worker:Worker.execute_model",
         why="a graph's replay runs no Python that could count passes and save scales",
-        vllm_range=SUPPORTED_VLLM,
         remove_when="vLLM calls back after an encoder pass",
         parameters=("self", "scheduler_output"),
+        stands_for=(),
         replace=_count_passes,
     ),
 )

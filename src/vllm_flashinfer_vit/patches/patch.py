@@ -5,10 +5,9 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
 from typing import Any
 
+from vllm_flashinfer_vit.patches.fingerprints import difference
 from vllm_flashinfer_vit.patches.source import parameters
 
 
@@ -24,22 +23,21 @@ class Patch:
         name: The name that settings and `doctor` use.
         target: `module:Class.attribute`, a plain function or a class method.
         why: What is wrong or slow without it.
-        vllm_range: The vLLM releases that it was checked with, first and last.
         remove_when: The upstream state that makes it superfluous.
         parameters: Parameter names that the original must have, in order.
+        stands_for: The methods whose work the replacement does, or on whose inner
+            workings it counts, each `module:Class.method`; they must be as in a vLLM
+            that they were read in. Empty if it calls the original in any case.
         replace: Takes the original function and returns the new one.
-        after: Names of the patches that this one wraps, if they are applied. Patches of
-            one target must be in an order.
     """
 
     name: str
     target: str
     why: str
-    vllm_range: tuple[str, str]
     remove_when: str
     parameters: tuple[str, ...]
+    stands_for: tuple[str, ...]
     replace: Callable[[Callable[..., Any]], Callable[..., Any]]
-    after: tuple[str, ...] = ()
     _original: Any = field(default=None, init=False, repr=False)
     _replacement: Any = field(default=None, init=False, repr=False)
 
@@ -65,22 +63,33 @@ class Patch:
         return tuple(inspect.signature(function).parameters)
 
     def check(self) -> None:
-        """Compare the target with what the patch was written for.
+        """Compare vLLM with what the patch was written for.
 
-        Where its module is not imported, its source is read instead.
+        Where the target's module is not imported, its source is read instead.
 
         Raises:
-            PatchError: The target is missing or has other parameters.
+            PatchError: The target is missing or has other parameters, or a method that
+                the patch stands for is not as in any vLLM that it was read in.
         """
+        if problem := self._misfit():
+            raise PatchError(
+                f"patch {self.name} does not fit this vLLM: {problem}. Without it: "
+                f"{self.why}"
+            )
+
+    def _misfit(self) -> str | None:
         try:
             found = self._found() if self.loaded else parameters(self.target)
-        except (AttributeError, LookupError) as error:
-            raise PatchError(f"patch {self.name}: no {self.target} in vLLM") from error
+        except (AttributeError, LookupError):
+            return f"there is no {self.target}"
+        except (TypeError, ValueError):
+            return f"what {self.target} takes cannot be told: it is no Python function"
         if found != self.parameters:
-            raise PatchError(
-                f"patch {self.name}: {self.target} takes {', '.join(found)}; "
-                f"the patch was written for {', '.join(self.parameters)}"
+            return (
+                f"{self.target} takes {', '.join(found)}; the patch was written for "
+                f"{', '.join(self.parameters)}"
             )
+        return next(filter(None, map(difference, self.stands_for)), None)
 
     def apply(self) -> None:
         """Put the replacement in place; nothing happens if it is there already."""
@@ -125,86 +134,34 @@ class Patch:
         return "not applied"
 
 
-def in_order(patches: Iterable[Patch]) -> tuple[Patch, ...]:
-    """Return patches such that each one comes after those that it names in `after`.
+def apply_fitting(
+    patches: Iterable[Patch], left_out: Collection[str] = ()
+) -> tuple[PatchError, ...]:
+    """Apply the patches that fit, of those whose modules are loaded.
 
-    Raises:
-        ValueError: Names are not unique, unknown or in a circle, or patches of one
-            target are in no order.
-    """
-    patches = tuple(patches)
-    by_name = {patch.name: patch for patch in patches}
-    if len(by_name) < len(patches):
-        raise ValueError("two patches have one name")
-    for patch in patches:
-        for name in patch.after:
-            if name not in by_name:
-                raise ValueError(f"patch {patch.name} is after {name}, which is none")
-    try:
-        # By name, so that one set of patches has one order.
-        order = tuple(
-            TopologicalSorter(
-                {name: sorted(by_name[name].after) for name in sorted(by_name)}
-            ).static_order()
-        )
-    except CycleError as error:
-        raise ValueError(f"patches are after each other: {error.args[1]}") from None
-    wrapped = _wrapped(by_name[name] for name in order)
-    by_target: dict[str, list[str]] = {}
-    for name in order:
-        by_target.setdefault(by_name[name].target, []).append(name)
-    for target, names in by_target.items():
-        for first, second in pairwise(names):
-            if first not in wrapped[second]:
-                raise ValueError(
-                    f"patches {first} and {second} both replace {target}; name one of "
-                    "them in the other's `after`"
-                )
-    return tuple(by_name[name] for name in order)
-
-
-def _wrapped(ordered: Iterable[Patch]) -> dict[str, set[str]]:
-    """Return by name all patches that must be applied before one, directly or not."""
-    before: dict[str, set[str]] = {}
-    for patch in ordered:
-        nested = (before[name] for name in patch.after)
-        before[patch.name] = set(patch.after).union(*nested)
-    return before
-
-
-def apply_group(patches: Iterable[Patch], left_out: Collection[str] = ()) -> None:
-    """Apply the patches of a group whose modules are loaded: all of them, or none.
-
-    What an earlier call applied stays, and is put on top of new patches where it has to
-    be after them.
+    No patch needs another one: each leaves the rest as it finds it.
 
     Args:
-        patches: The whole group, in any order.
+        patches: No two of one target.
         left_out: Names of those that are not to be applied.
 
-    Raises:
-        PatchError: One of them does not fit.
-        ValueError: See `in_order`.
+    Returns:
+        Why others do not fit.
     """
-    ordered = in_order(patches)
-    pending = [
-        patch
-        for patch in ordered
-        if patch.loaded and not patch.applied and patch.name not in left_out
-    ]
-    for patch in pending:
-        patch.check()
-    new, wrapped = {patch.name for patch in pending}, _wrapped(ordered)
-    on_top = [p for p in ordered if p.applied and wrapped[p.name] & new]
-    for patch in reversed(on_top):
-        patch.revert()
-    new.update(patch.name for patch in on_top)
-    for patch in ordered:
-        if patch.name in new:
+    errors = []
+    for patch in patches:
+        if patch.applied or not patch.loaded or patch.name in left_out:
+            continue
+        try:
+            patch.check()
+        except PatchError as error:
+            errors.append(error)
+        else:
             patch.apply()
+    return tuple(errors)
 
 
 def revert_group(patches: Iterable[Patch]) -> None:
-    """Put every original object back, in the reverse order."""
-    for patch in reversed(in_order(patches)):
+    """Put every original object back."""
+    for patch in patches:
         patch.revert()

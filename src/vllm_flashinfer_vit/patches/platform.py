@@ -4,7 +4,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from vllm_flashinfer_vit.machine.versions import SUPPORTED_VLLM
 from vllm_flashinfer_vit.patches.patch import Patch
 
 
@@ -19,9 +18,9 @@ def _selection(name: str, target: str, why: str) -> Patch:
         name=name,
         target=target,
         why=why,
-        vllm_range=SUPPORTED_VLLM,
         remove_when="vLLM lets a plugin register an encoder attention backend",
         parameters=("cls", "head_size", "dtype", "backend"),
+        stands_for=(),
         replace=_answer_flash_attn,
     )
 
