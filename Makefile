@@ -1,8 +1,10 @@
 # Two commands on a fresh machine with Python 3.11 to 3.13: `make encode`, `make test`.
 
 PYTHON ?= python3
-VLLM ?= 0.25.1
-VENV ?= .venv
+# A release, or the path or address of a wheel.
+VLLM ?= 0.33.0
+# One for each vLLM, since packages of another one would stay behind in it.
+VENV ?= .venv-$(notdir $(VLLM))
 # Versions of the whole stack; a vLLM without a file here takes what its own pins allow.
 CONSTRAINTS ?= $(wildcard constraints/vllm-$(VLLM).txt)
 # Versions that replace what a package asks for, where that is not to be had.
@@ -10,20 +12,26 @@ OVERRIDES ?= $(wildcard constraints/vllm-$(VLLM)-overrides.txt)
 PYTHONS := 3.11 3.12 3.13
 
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed-$(VLLM)
+STAMP := $(VENV)/.installed-$(notdir $(VLLM))
+VLLM_SPEC := $(if $(findstring /,$(VLLM)),$(VLLM),vllm==$(VLLM))
+CANARY_VENV := .venv-canary-$(notdir $(VLLM))
 
 # One thread for each of two processes: with more, they wait for each other on two
 # cores. An environment variable, since tests start processes of their own, too.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Tests of a file mostly run in one process, which keeps the towers it has built.
 IN_PARALLEL ?= -n 2 --dist worksteal
+FAST := -m "not extended and not gpu"
 
-.PHONY: help setup resolve encode doctor test test-all test-gpu lint types check clean
+.PHONY: help setup resolve encode doctor test test-all test-gpu canary fingerprints \
+  lint types check clean
 
 help:
 	@echo "make encode   install, then encode the example images"
-	@echo "make test     install, then run the tests of the fast tier, in five minutes"
+	@echo "make test     install, then run the tests of the fast tier, in ten minutes"
 	@echo "make test-all all tests that need no GPU; on a GPU: make test-gpu"
+	@echo "make canary VLLM=...   what works with another vLLM: a release, or a wheel"
+	@echo "make fingerprints RELEASES=...   note a release of vLLM that was read"
 	@echo "make doctor   install, then report what this machine can run"
 	@echo "make lint types   ruff, the order of folders, mypy"
 
@@ -33,7 +41,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(VERSIONS) \
-	  "vllm==$(VLLM)" -e ".[dev]"
+	  "$(VLLM_SPEC)" -e ".[dev]"
 	@touch $@
 
 setup: $(STAMP)
@@ -41,7 +49,7 @@ setup: $(STAMP)
 # Nothing is installed: it says whether there is a set of versions for each Python.
 resolve: $(STAMP)
 	@set -e; for python in $(PYTHONS); do \
-	  echo "vllm==$(VLLM)" | $(BIN)/uv pip compile --quiet --no-header \
+	  echo "$(VLLM_SPEC)" | $(BIN)/uv pip compile --quiet --no-header \
 	    --python-version $$python $(VERSIONS) --extra dev pyproject.toml - >/dev/null; \
 	  echo "vLLM $(VLLM) resolves on Python $$python"; \
 	done
@@ -56,10 +64,18 @@ doctor: $(STAMP)
 	$(BIN)/vllm-flashinfer-vit doctor
 
 test: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python -m pytest -q $(IN_PARALLEL) -m "not extended and not gpu"
+	$(ONE_THREAD) $(BIN)/python -m pytest -q $(IN_PARALLEL) $(FAST)
 
 test-all: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -q $(IN_PARALLEL) -m "not gpu"
+
+canary:
+	@$(MAKE) --no-print-directory setup VENV=$(CANARY_VENV)
+	$(ONE_THREAD) $(CANARY_VENV)/bin/python tools/canary.py $(IN_PARALLEL) $(FAST)
+
+# Read what changed in a new release before: the file says that patches serve it.
+fingerprints: $(STAMP)
+	$(BIN)/python tools/fingerprints.py $(RELEASES)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m "gpu or not extended"

@@ -20,6 +20,7 @@ STACK = Stack(
     flashinfer="0.6.13",
     cudnn_frontend="1.28.0",
     quack="0.5.0",
+    cuda_bindings="13.4.4",
     cudnn_wheels={"nvidia-cudnn-cu13": "9.19.0.56"},
     cudnn_backend=91900,
     cudnn_libraries=(LIBCUDNN,),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from _stacks import HOPPER, STACK
 
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.lookup import (
@@ -16,6 +17,7 @@ from vllm_flashinfer_vit.choices.lookup import (
     forced,
     fp8_choices_for,
     fp8_ranges,
+    other_versions,
     plan_of,
     replaced,
     without,
@@ -168,6 +170,51 @@ def test_other_hopper_gpus_take_the_h200s_choices_and_say_so(bundled: Path) -> N
         assert "fastest on NVIDIA H200" in choice.reason
     ada = choices_for("NVIDIA L4", (8, 9), "bfloat16", 80)
     assert not any("H200" in choice.reason for choice in ada)
+
+
+def measured_with(**versions: str) -> Table:
+    return replace(TABLE, made_by={"gpu": GPU, "vllm": "0.25.1", **versions})
+
+
+class TestOtherVersions:
+    def test_those_that_differ_are_named(self, bundled: Path) -> None:
+        put(bundled, measured_with(torch="2.10.0", triton="3.6.0", quack="0.4.1"))
+        stack = replace(STACK, vllm="0.33.0")
+        assert other_versions(stack, "bfloat16", 80) == (
+            "Kernels are chosen by measurements with other versions: vllm 0.25.1 (here "
+            "0.33.0), torch 2.10.0 (here 2.11.0), quack 0.4.1 (here 0.5.0). "
+            "`vllm-flashinfer-vit tune` measures them on this machine."
+        )
+
+    def test_the_same_are_not_worth_a_line(self, bundled: Path) -> None:
+        same = {**STACK.versions, "torch": "2.11.0+cu130", "cudnn": "9.19.0"}
+        put(bundled, measured_with(**same))
+        assert other_versions(STACK, "bfloat16", 80) is None
+
+    def test_what_either_does_not_tell_is_not_compared(self, bundled: Path) -> None:
+        put(bundled, measured_with(cudnn="9.18.0"))
+        stack = replace(STACK, quack=None, cudnn_backend=None)
+        assert other_versions(stack, "bfloat16", 80) is None
+        assert "cudnn 9.18.0 (here 9.19.0)" in str(
+            other_versions(STACK, "bfloat16", 80)
+        )
+
+    def test_the_table_that_serves_counts(self, bundled: Path, user: Path) -> None:
+        put(bundled, measured_with(triton="3.5.0"))
+        classes = {"bfloat16/80": (Class(None, "cudnn"),)}
+        put(user, replace(measured_with(triton="3.6.0"), classes=classes))
+        assert other_versions(STACK, "bfloat16", 80, user) is None
+        assert "triton 3.5.0" in str(other_versions(STACK, "float16", 80, user))
+
+    def test_an_h100_is_served_by_the_h200s_table(self, bundled: Path) -> None:
+        put(bundled, measured_with(triton="3.5.0"))
+        h100 = HOPPER._replace(name="NVIDIA H100 80GB HBM3")
+        stack = replace(STACK, gpus=(h100,))
+        assert "triton 3.5.0" in str(other_versions(stack, torch.bfloat16, 80))
+
+    def test_without_measurements(self, bundled: Path) -> None:
+        assert other_versions(STACK, "bfloat16", 80) is None
+        assert other_versions(replace(STACK, gpus=()), "bfloat16", 80) is None
 
 
 def test_a_measured_kernel_for_few_sequences_has_another_for_many(

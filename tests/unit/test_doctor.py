@@ -41,8 +41,8 @@ PATCH = {
     "name": "qwen9-fused",
     "target": "vllm.model_executor.models.qwen9:Attention.forward",
     "why": "stock is slow",
-    "vllm_range": ["0.25.1", "0.33.0"],
     "remove_when": "stock is fast",
+    "stands_for": ["vllm.model_executor.models.qwen9:Attention.forward"],
     "state": "not applied",
 }
 PLUGIN = {"active": True, "patches": [PATCH]}
@@ -97,9 +97,6 @@ def test_a_machine_without_a_gpu_is_served_by_the_reference_and_told_so() -> Non
         pytest.param(
             replace(STACK, vllm="0.21.0"), "vLLM 0.21.0 is installed", id="old-vllm"
         ),
-        pytest.param(
-            replace(STACK, vllm="0.34.0"), "vLLM 0.34.0 is installed", id="new-vllm"
-        ),
         pytest.param(replace(NO_GPU, vllm=None), "vllm is not installed", id="no-vllm"),
         pytest.param(
             replace(NO_GPU, torch=None), "torch is not installed", id="no-torch"
@@ -111,6 +108,16 @@ def test_a_machine_that_cannot_serve(stack: Stack, what: str) -> None:
     assert not report.ok
     assert any(what in problem.what for problem in report.problems if problem.fatal)
     assert "cannot serve" in report.summary
+
+
+def test_a_newer_vllm_is_served_with_a_note() -> None:
+    report = judge(replace(STACK, vllm="0.34.0.dev7+gabc"))
+    assert report.ok
+    assert report.problems == ()
+    (note,) = (note for note in report.notes if "newer than those" in note)
+    assert "0.34.0.dev7+gabc" in note
+    assert note in text_of(report)
+    assert not any("newer than those" in note for note in judge().notes)
 
 
 def test_a_forced_kernel_that_cannot_run_is_fatal() -> None:
@@ -236,6 +243,25 @@ def test_a_patch_that_does_not_fit_is_reported_and_not_fatal() -> None:
 
 
 @pytest.mark.parametrize(
+    ("stack", "name", "is_fatal"),
+    [
+        (STACK, "select-cuda", True),
+        (STACK, "select-cpu", False),
+        (NO_GPU, "select-cuda", False),
+        (NO_GPU, "select-cpu", True),
+    ],
+)
+def test_the_selection_of_this_machine_must_fit(
+    stack: Stack, name: str, is_fatal: bool
+) -> None:
+    row = {**PATCH, "name": name, "state": f"unavailable: patch {name}: it differs"}
+    report = judge(stack, plugin={"active": True, "patches": [row]})
+    (problem,) = report.problems
+    assert problem.what == f"patch {name}: it differs"
+    assert problem.fatal is is_fatal
+
+
+@pytest.mark.parametrize(
     ("plugin", "error", "what"),
     [
         ({}, "crashed with signal 11", "crashed with signal 11"),
@@ -278,7 +304,7 @@ def test_the_document_has_a_stable_shape() -> None:
         "problems": "list",
         "notes": "list",
     }
-    assert document["schema"] == "vllm-flashinfer-vit/doctor/1"
+    assert document["schema"] == "vllm-flashinfer-vit/doctor/2"
     assert set(document["made_by"]) == {"command", "version"}
     assert set(document["stack"]) == {
         "python",
@@ -288,6 +314,8 @@ def test_the_document_has_a_stable_shape() -> None:
         "flashinfer",
         "cudnn_frontend",
         "quack",
+        "cuda_bindings",
+        "damaged_bindings",
         "cudnn_wheels",
         "cudnn_backend",
         "cudnn_libraries",
@@ -339,6 +367,35 @@ def test_the_users_choices_are_shown_with_their_origin(tmp_path: Path) -> None:
     text = text_of(judge(env={ENV_TUNED_DIR: str(tmp_path)}))
     assert "fastest on this machine, measured by tune with vLLM 0.25.1" in text
     assert str(tmp_path) in text
+
+
+def test_choices_that_were_measured_with_other_versions_are_noted(
+    tmp_path: Path,
+) -> None:
+    stack = replace(STACK, vllm="0.33.0", cudnn_backend=92400)
+    versions = "vllm 0.25.1 (here 0.33.0), cudnn 9.19.0 (here 9.24.0)"
+
+    def noted(stack: Stack, **env: str) -> list[str]:
+        notes = judge(stack, env=env).notes
+        return [note for note in notes if "other versions" in note]
+
+    assert noted(STACK) == []
+    (note,) = noted(stack)
+    assert versions in note
+    assert judge(stack).ok
+    assert noted(stack, **{ENV_KERNEL: "flash_attn"}) == []
+    # What was measured here is not, until FP8's choices are the package's again.
+    made_by = {"gpu": HOPPER.name, **stack.versions}
+    dtypes = ("bfloat16", "float16", FP8_DTYPE)
+    names = [tuned.key(dtype, dim) for dtype in dtypes for dim in HEAD_DIMS]
+    classes = dict.fromkeys(names, (tuned.Class(None, "cudnn"),))
+    path = tmp_path / tuned.file_name(HOPPER.name)
+    env = {ENV_TUNED_DIR: str(tmp_path)}
+    tuned.write(tuned.Table(made_by, classes), path)
+    assert noted(stack, **env) == []
+    del classes[tuned.key(FP8_DTYPE, 80)]
+    tuned.write(tuned.Table(made_by, classes), path)
+    assert noted(stack, **env) == [note]
 
 
 def test_what_serves_many_sequences_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,12 +64,29 @@ def test_the_head_dims_that_tune_measures_are_those_of_the_catalog() -> None:
     assert f"| `{','.join(map(str, HEAD_DIMS))}` |" in text
 
 
+def test_what_was_measured_has_rows() -> None:
+    found = {row["vllm"] for path in RESULTS.glob("*.csv") for row in table.read(path)}
+    lines = generate.compatibility().splitlines()[2:]
+    measured = {line.split("|")[1].strip() for line in lines if "measured" in line}
+    assert measured == found
+
+
 def test_a_stale_or_unknown_table_is_noticed() -> None:
     page = (ROOT / "README.md").read_text()
     assert "| 1.38, 1.44 |" in page
     assert generate.filled(page.replace("| 1.38, 1.44 |", "| 1.99, 1.44 |")) == page
     with pytest.raises(ValueError, match="no generated table"):
         generate.filled("<!-- python docs/generate.py odd -->\n<!-- end -->")
+
+
+def test_a_table_without_rows_says_so() -> None:
+    table_of = (
+        "<!-- python benchmarks/table.py best benchmarks/results/h200/encoder.csv"
+    )
+    page = f"{table_of} --vllm 0.1 -->\n<!-- end -->"
+    assert "Not measured yet." in generate.filled(page)
+    with pytest.raises(SystemExit):
+        generate.filled(page.replace("0.1", "0.1 --odd"))
 
 
 def test_readme_is_one_page_and_says_what_runs() -> None:
@@ -186,10 +203,21 @@ def test_plain_english(page: Path) -> None:
         assert phrase not in text
 
 
+def commands_of_tables(page: str) -> list[str]:
+    commands = re.findall(r"^`python (benchmarks/table.py [^`]+)`$", page, re.MULTILINE)
+    assert commands == re.findall(r"<!-- python (.+) -->", page)
+    return commands
+
+
+def test_results_of_a_stack_are_of_that_stack() -> None:
+    for path in (ROOT / "docs").glob("results_*.md"):
+        for command in commands_of_tables(path.read_text()):
+            assert f"--vllm {path.stem.removeprefix('results_')}" in command
+
+
 def test_commands_of_tables_in_the_results_print_them() -> None:
     page = (ROOT / "docs" / "results.md").read_text()
-    commands = re.findall(r"^`python (benchmarks/table.py [^`]+)`$", page, re.MULTILINE)
-    assert len(commands) == page.count("<!-- python ")
+    commands = commands_of_tables(page)
     script = commands[0].split()
     done = subprocess.run(
         [sys.executable, *script], cwd=ROOT, check=True, capture_output=True, text=True

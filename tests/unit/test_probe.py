@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,42 @@ def test_a_crash_is_blamed_on_the_module_that_was_being_imported(
     assert stack.torch_cuda == "13.0"
     assert stack.import_errors == {"cudnn": "crashed with signal 11"}
     assert any("crashed with signal 11" in problem.what for problem in stack.problems)
+
+
+def _install(site: Path, name: str, version: str, files: Mapping[str, str]) -> None:
+    """Put files in a site folder, and what an installer records of them."""
+    record = []
+    for file, content in files.items():
+        path = site / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+        record.append(f"{file},sha256=x,{len(content)}")
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    # Compiled files, and the record itself, have no size.
+    record += ["cuda/bindings/__pycache__/x.pyc,,", f"{info.name}/RECORD,,"]
+    (info / "RECORD").write_text("\n".join(record))
+
+
+def test_damaged_files_of_cuda_bindings_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(probing, "run_isolated", lambda *_, **__: ({}, None))
+    names = [f"cuda/bindings/{name}" for name in ("a.so", "b.so", "c.py", "d.so")]
+    _install(tmp_path, "cuda-bindings", "13.4.4", dict.fromkeys(names, "thirteen"))
+    assert probe(isolated=True).damaged_bindings == ()
+    # As a packager does who links anew: nobody else's file.
+    (tmp_path / names[3]).write_text("linked anew")
+    assert probe(isolated=True).damaged_bindings == ()
+    _install(tmp_path, "cuda-python", "12.6.2", dict.fromkeys(names[:2], "twelve"))
+    (tmp_path / names[2]).unlink()
+    stack = probe(isolated=True)
+    assert stack.damaged_bindings == tuple(names[:3])
+    assert stack.cuda_bindings == "13.4.4"
+    # Only doctor looks.
+    assert probe().damaged_bindings == ()
 
 
 def test_importing_is_inert() -> None:

@@ -9,6 +9,8 @@ from _stacks import AMPERE, HOPPER, LIBCUDNN, STACK
 
 from vllm_flashinfer_vit.machine.problems import stack_problems
 
+BINDINGS = ("cuda/bindings/__init__.py", "cuda/bindings/runtime.so")
+
 
 def test_a_sound_stack_has_no_problems() -> None:
     assert stack_problems(STACK) == []
@@ -30,13 +32,6 @@ def test_a_sound_stack_has_no_problems() -> None:
             'pip install "vllm>=0.25.1,<=0.33.0"',
             True,
             id="old-vllm",
-        ),
-        pytest.param(
-            {"vllm": "0.34.0"},
-            "vLLM 0.34.0 is installed",
-            'pip install "vllm>=0.25.1,<=0.33.0"',
-            True,
-            id="new-vllm",
         ),
         pytest.param(
             {"cudnn_backend": 91300, "torch_cudnn": 91300, "cudnn_libraries": ("/x",)},
@@ -73,6 +68,15 @@ def test_a_sound_stack_has_no_problems() -> None:
             id="broken-flashinfer",
         ),
         pytest.param(
+            {"damaged_bindings": BINDINGS},
+            "2 files of cuda-bindings 13.4.4 are overwritten or missing, the first is "
+            "cuda/bindings/__init__.py; cuda-python before 12.8 does that",
+            "pip uninstall -y cuda-python cuda-bindings && "
+            'pip install "cuda-bindings==13.4.4" "cuda-python>=12.8"',
+            False,
+            id="damaged-bindings",
+        ),
+        pytest.param(
             {"gpus": (HOPPER, AMPERE)},
             "differ in compute capability",
             "CUDA_VISIBLE_DEVICES",
@@ -87,6 +91,17 @@ def test_problems(changes: dict[str, Any], what: str, remedy: str, fatal: bool) 
     assert problem.remedy is not None
     assert remedy in problem.remedy
     assert problem.fatal is fatal
+
+
+def test_damaged_bindings_are_fatal_where_an_import_needs_them() -> None:
+    error = "AttributeError: module 'cuda.bindings.runtime' has no 'cudaLibrary_t'"
+    errors = {"flashinfer.cudnn": error}
+    stack = replace(STACK, damaged_bindings=BINDINGS, import_errors=errors)
+    effect, cause = stack_problems(stack)
+    assert error in effect.what
+    assert "2 files of cuda-bindings" in cause.what
+    assert cause.remedy == effect.remedy
+    assert cause.fatal
 
 
 def test_a_package_that_is_not_there_is_reported_once() -> None:

@@ -59,6 +59,15 @@ def test_a_written_table_is_read_back(user: Path) -> None:
     assert sum('"longest": 64' in line for line in lines) == 1
 
 
+def test_an_old_file_lacks_versions_and_is_read(user: Path) -> None:
+    path = put(user, TABLE)
+    document = json.loads(path.read_text())
+    assert document["schema"] == tuned.SCHEMA == "vllm-flashinfer-vit/choices/3"
+    document["schema"] = "vllm-flashinfer-vit/choices/2"
+    path.write_text(json.dumps(document))
+    assert tuned.read(user, GPU) == TABLE
+
+
 def test_a_table_without_measurements_is_json_too(user: Path) -> None:
     table = replace(TABLE, measurements=(), left_out=())
     put(user, table)
@@ -112,6 +121,11 @@ def _row(
             {"made_by": {"gpu": GPU, "vllm": 1}},
             "made_by.vllm is 1, not a string",
             id="vllm",
+        ),
+        pytest.param(
+            {"made_by": {"gpu": GPU, "vllm": "1", "quack": 5}},
+            "made_by.quack is 5, not a string",
+            id="quack",
         ),
         pytest.param(
             {"made_by": {"gpu": "NVIDIA A100", "vllm": "1"}}, "not of", id="other-gpu"

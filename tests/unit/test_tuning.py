@@ -366,10 +366,11 @@ def test_a_built_table_is_what_the_look_up_reads(tmp_path: Path) -> None:
         "capability": "9.0",
         "driver": "580.65.06",
         "vllm": "0.25.1",
-        "torch": torch.__version__,
+        "torch": "2.11.0",
         "triton": "3.6.0",
         "flashinfer": "0.6.13",
         "cudnn": "9.19.0",
+        "quack": "0.5.0",
     }
     tuned.write(table, tmp_path / tuned.file_name("NVIDIA H200"))
     choices = choices_for("NVIDIA H200", (9, 0), torch.bfloat16, 80, tmp_path)

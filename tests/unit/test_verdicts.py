@@ -99,7 +99,8 @@ NO_GPU = {"gpus": (), "driver": None}
             "cudnn",
             {"import_errors": {"flashinfer.cudnn": "no cuda.bindings.runtime.x"}},
             "importing flashinfer.cudnn fails",
-            "pip uninstall -y cuda-python cuda-bindings && pip install cuda-python",
+            "pip uninstall -y cuda-python cuda-bindings && "
+            'pip install "cuda-bindings==13.4.4" "cuda-python>=12.8"',
             id="cuda-python-conflict",
         ),
         pytest.param(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.kernels.formats import MAX_WINDOW
+from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 from vllm_flashinfer_vit.ops.plan import LEAST_MEAN_LEN, Class, Plan
 from vllm_flashinfer_vit.settings import ENV_KERNEL
@@ -109,9 +110,9 @@ def choices_for(
     """
     if gpu_name is None or capability is None:
         return _NO_GPU
-    found = _look_up(gpu_name, capability, dtype, head_dim, tuned_dir)
-    if found is not None:
-        return found
+    entry = _look_up(gpu_name, capability, dtype, head_dim, tuned_dir)
+    if entry is not None:
+        return entry.choices(head_dim)
     return _BLACKWELL if capability[0] in (10, 12) else _OTHER
 
 
@@ -139,9 +140,9 @@ def fp8_choices_for(
     """
     if gpu_name is None or capability is None:
         return _NO_GPU_FP8
-    found = _look_up(gpu_name, capability, FP8_DTYPE, head_dim, tuned_dir)
-    if found is not None:
-        return found
+    entry = _look_up(gpu_name, capability, FP8_DTYPE, head_dim, tuned_dir)
+    if entry is not None:
+        return entry.choices(head_dim)
     short = []
     for choice in choices_for(gpu_name, capability, dtype, head_dim, tuned_dir):
         if choice.max_len is None or choice.max_len >= _FP8_ABOVE:
@@ -169,31 +170,92 @@ def fp8_ranges(choices: Iterable[Choice]) -> list[tuple[int, int | None]]:
     return ranges
 
 
+def other_versions(
+    stack: Stack,
+    dtype: "torch.dtype | str",
+    head_dim: int,
+    tuned_dir: Path | None = None,
+) -> str | None:
+    """Say if choices were measured with other versions than this machine has.
+
+    Versions that the file or the machine does not tell are not compared.
+
+    Args:
+        stack: What the machine has.
+        dtype: As for `choices_for`; `FP8_DTYPE` for layers with FP8 attention.
+        head_dim: As for `choices_for`.
+        tuned_dir: As for `choices_for`.
+
+    Raises:
+        TableError: A file of measurements cannot be used.
+    """
+    if stack.capability is None:
+        return None
+    gpu_name = stack.gpus[0].name
+    entry = _look_up(gpu_name, stack.capability, dtype, head_dim, tuned_dir)
+    if entry is None:
+        return None
+    versions = [
+        f"{name} {measured} (here {here})"
+        for name, here in stack.versions.items()
+        if (measured := entry.table.made_by.get(name))
+        and _public(measured) != _public(here)
+    ]
+    if not versions:
+        return None
+    return (
+        f"Kernels are chosen by measurements with other versions: {', '.join(versions)}"
+        ". `vllm-flashinfer-vit tune` measures them on this machine."
+    )
+
+
+def _public(version: str) -> str:
+    """Leave out what a build adds to a version: 2.11.0 of 2.11.0+cu130."""
+    return version.partition("+")[0]
+
+
+class _Entry(NamedTuple):
+    """What was measured for a dtype and head dim.
+
+    Attributes:
+        head_dim: The head dim that was measured, in elements.
+        classes: The measured classes.
+        table: Where they are from.
+        origin: What to say of that table.
+    """
+
+    head_dim: int
+    classes: tuple[Class, ...]
+    table: tuned.Table
+    origin: str
+
+    def choices(self, head_dim: int) -> tuple[Choice, ...]:
+        """Return the choices of layers with this head dim or a smaller one."""
+        reason = self.origin
+        if self.head_dim != head_dim:
+            reason += f", at head dim {self.head_dim}, the next that was measured"
+        return tuple(Choice(c.kernel, c.max_len, reason, c.many) for c in self.classes)
+
+
 def _look_up(
     gpu_name: str,
     capability: tuple[int, int],
     dtype: "torch.dtype | str",
     head_dim: int,
     tuned_dir: Path | None,
-) -> tuple[Choice, ...] | None:
+) -> _Entry | None:
     """Return what was measured, or None."""
     dtype_name = str(dtype).removeprefix("torch.")
-    found: tuple[int, tuple[Choice, ...]] | None = None
+    found: _Entry | None = None
     for table, origin in _tables(gpu_name, capability, tuned_dir):
         for name, classes in table.classes.items():
             entry_dtype, _, text = name.partition("/")
             measured = int(text)
             if entry_dtype != dtype_name or measured < head_dim:
                 continue
-            if found is None or measured < found[0]:
-                reason = origin
-                if measured != head_dim:
-                    reason += f", at head dim {measured}, the next that was measured"
-                choices = tuple(
-                    Choice(c.kernel, c.max_len, reason, c.many) for c in classes
-                )
-                found = measured, choices
-    return None if found is None else found[1]
+            if found is None or measured < found.head_dim:
+                found = _Entry(measured, classes, table, origin)
+    return found
 
 
 def _tables(

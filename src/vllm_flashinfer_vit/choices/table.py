@@ -21,8 +21,9 @@ from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.machine.documents import read_json, validated
 from vllm_flashinfer_vit.ops.plan import Class
 
-_Schema = Literal["vllm-flashinfer-vit/choices/2"]
-SCHEMA: _Schema = "vllm-flashinfer-vit/choices/2"
+# 2: without the version of QuACK.
+_Schema = Literal["vllm-flashinfer-vit/choices/2", "vllm-flashinfer-vit/choices/3"]
+SCHEMA: _Schema = "vllm-flashinfer-vit/choices/3"
 BUNDLED = Path(__file__).parent / "data"
 
 
@@ -53,7 +54,7 @@ class Table:
     """One GPU's measured choices.
 
     Attributes:
-        made_by: The command, the GPU's name (`gpu`) and the versions that made it.
+        made_by: The command, the GPU's name (`gpu`), and `Stack.versions`.
         classes: Classes, ascending, by `key(dtype, head_dim)`; the last is unbounded.
         measurements: What the classes follow from.
         left_out: What was not measured, and why.
@@ -166,6 +167,11 @@ class _Part(BaseModel):
 class _MadeBy(_Part):
     gpu: str
     vllm: str
+    torch: str | None = None
+    triton: str | None = None
+    flashinfer: str | None = None
+    cudnn: str | None = None
+    quack: str | None = None
 
 
 def _known(kernel: str) -> str:

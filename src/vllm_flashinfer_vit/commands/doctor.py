@@ -14,33 +14,26 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
-from vllm_flashinfer_vit.choices.table import TableError, file_name
-from vllm_flashinfer_vit.choices.usable import (
-    kernel_verdict,
-    serves_fp8,
-    usable_choices,
-)
-from vllm_flashinfer_vit.kernels import catalog
+from vllm_flashinfer_vit.choices.usable import kernel_verdict
+from vllm_flashinfer_vit.commands.doctor_choices import HEAD_DIMS, examine_choices
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine.child import run_isolated
 from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Problem, Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE, HALF_DTYPES
-from vllm_flashinfer_vit.machine.versions import check_vllm, runner_note
+from vllm_flashinfer_vit.machine.versions import check_vllm, newer_note, runner_note
 from vllm_flashinfer_vit.settings import (
     ENV_DISABLE_PATCHES,
     ENV_STRICT,
-    ENV_TUNED_DIR,
     PREFIX,
     Settings,
     bad_values,
     unknown_variables,
 )
 
-SCHEMA = "vllm-flashinfer-vit/doctor/1"
+SCHEMA = "vllm-flashinfer-vit/doctor/2"
 COMMAND = "vllm-flashinfer-vit doctor"
 
-HEAD_DIMS = tuple(sorted(catalog.HEAD_DIMS))
 DTYPES = (*HALF_DTYPES, "float32", FP8_DTYPE)
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -175,21 +168,17 @@ def diagnose(
     problems += _entry_point_problems(entry_point, env)
     patches = tuple(plugin.get("patches", ()))
     if stack.vllm is not None:
-        problems += _plugin_problems(plugin, plugin_error, patches, settings)
-    choices, choice_problems, choice_notes = _choices(stack, settings)
+        problems += _plugin_problems(stack, plugin, plugin_error, patches, settings)
+    choices, choice_problems, choice_notes = examine_choices(stack, settings, env)
     problems += choice_problems
     notes += choice_notes
-    fp8_choices, fp8_note = _fp8_choices(stack, settings)
-    choices += fp8_choices
-    notes += filter(None, [fp8_note])
     if stack.capability is None:
         notes.append(
             "No GPU: the reference kernel (plain PyTorch) serves `encode` and tests, "
             "much slower than a GPU."
         )
-    notes += filter(None, [_tuned_dir_note(stack, settings, env)])
     if stack.vllm is not None and check_vllm(stack.vllm) is None:
-        notes += filter(None, [runner_note(stack.vllm, env)])
+        notes += filter(None, [newer_note(stack.vllm), runner_note(stack.vllm, env)])
     return Report(
         stack=stack,
         settings=settings,
@@ -200,109 +189,6 @@ def diagnose(
         optimisations=tuple(_optimisation_rows(settings)),
         problems=tuple(dict.fromkeys(problems)),
         notes=tuple(notes),
-    )
-
-
-def _choices(
-    stack: Stack, settings: Settings | None
-) -> tuple[list[dict[str, Any]], list[Problem], list[str]]:
-    """Return the rows of layers without FP8, with problems and notes."""
-    forced = settings.kernel if settings else None
-    rows: list[dict[str, Any]] = []
-    problems = []
-    refusals: dict[str, str] = {}
-    unserved: dict[str, list[tuple[int, str]]] = {}
-    for dtype in HALF_DTYPES:
-        for head_dim in HEAD_DIMS:
-            try:
-                usable, refused = usable_choices(
-                    stack,
-                    head_dim,
-                    dtype,
-                    forced,
-                    settings.tuned_dir if settings else None,
-                )
-            except TableError as error:
-                problems.append(Problem(str(error), None, True))
-                continue
-            refusals.update(refused)
-            rows += [
-                {"head_dim": head_dim, "dtype": dtype, **choice._asdict()}
-                for choice in usable
-            ]
-            if not usable:
-                why = "; ".join(_by_reason(refused))
-                unserved.setdefault(why, []).append((head_dim, dtype))
-    for why, cases in unserved.items():
-        head_dims = ", ".join(str(d) for d in dict.fromkeys(d for d, _ in cases))
-        dtypes = " and ".join(dict.fromkeys(dtype for _, dtype in cases))
-        what = f"nothing serves {dtypes} with head dims {head_dims}: {why}"
-        problems.append(Problem(what, None, True))
-    notes = []
-    if stack.capability is not None and forced is None and rows:
-        notes = [
-            f"Would serve on this GPU, but cannot run here: {text}."
-            for text in _by_reason(refusals)
-        ]
-    return rows, problems, notes
-
-
-def _fp8_choices(
-    stack: Stack, settings: Settings | None
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the rows of FP8 layers, and why there are none for some head dims."""
-    forced = settings.kernel if settings else None
-    if forced is not None and not KERNELS[forced].is_fp8:
-        forced = None
-    rows: list[dict[str, Any]] = []
-    refusals: dict[str, str] = {}
-    for head_dim in HEAD_DIMS:
-        try:
-            usable, refused = usable_choices(
-                stack,
-                head_dim,
-                HALF_DTYPES[-1],
-                forced,
-                settings.tuned_dir if settings else None,
-                fp8=True,
-            )
-        except TableError:
-            # Reported for the other dtypes already.
-            continue
-        if not serves_fp8(usable, refused):
-            refusals.update(refused)
-            continue
-        rows += [
-            {"head_dim": head_dim, "dtype": FP8_DTYPE, **choice._asdict()}
-            for choice in usable
-        ]
-    if rows or not refusals:
-        return rows, None
-    return rows, (
-        "--mm-encoder-attn-dtype fp8 is an error on this machine: "
-        f"{'; '.join(_by_reason(refusals))}."
-    )
-
-
-def _by_reason(refusals: Mapping[str, str]) -> list[str]:
-    """Name each reason of `usable_choices` once, after its kernels."""
-    kernels: dict[str, list[str]] = {}
-    for kernel, text in refusals.items():
-        kernels.setdefault(text.removeprefix(f"{kernel}: "), []).append(kernel)
-    return [f"{', '.join(names)}: {reason}" for reason, names in kernels.items()]
-
-
-def _tuned_dir_note(
-    stack: Stack, settings: Settings | None, env: Mapping[str, str]
-) -> str | None:
-    if settings is None or ENV_TUNED_DIR not in env or not stack.gpus:
-        return None
-    path = settings.tuned_dir / file_name(stack.gpus[0].name)
-    if os.path.exists(path):
-        return None
-    return (
-        f"{ENV_TUNED_DIR} is set, and {path} does not exist; the choices are those of "
-        "the package until `vllm-flashinfer-vit tune` makes it."
     )
 
 
@@ -321,20 +207,20 @@ def report_plugin(emit: Callable[[dict[str, Any]], object]) -> None:
 
     use_cpu_platform()
     register()
-    from vllm.platforms import current_platform
+    from vllm_flashinfer_vit.engine.selection import (
+        layer_is_registered,
+        selection_is_wrapped,
+    )
 
-    from vllm_flashinfer_vit.engine.selection import layer_is_registered
-
-    selection = current_platform.get_vit_attn_backend
-    emit({"active": hasattr(selection, "__wrapped__") and layer_is_registered()})
+    emit({"active": selection_is_wrapped() and layer_is_registered()})
     disabled = Settings.from_env().disabled_patches
     rows = [
         {
             "name": patch.name,
             "target": patch.target,
             "why": patch.why,
-            "vllm_range": list(patch.vllm_range),
             "remove_when": patch.remove_when,
+            "stands_for": list(patch.stands_for),
             "state": patch.state(disabled),
         }
         for patch in all_patches()
@@ -384,6 +270,7 @@ def _entry_point_problems(
 
 
 def _plugin_problems(
+    stack: Stack,
     plugin: Mapping[str, Any],
     error: str | None,
     patches: Iterable[Mapping[str, Any]],
@@ -407,9 +294,12 @@ def _plugin_problems(
                 True,
             )
         )
+    # What serves is selected by that of the platform; it is what the package is.
+    vital = "select-cuda" if stack.gpus else "select-cpu"
     for row in patches:
-        if row["state"].startswith("unavailable"):
-            problems.append(Problem(row["state"].partition(": ")[2]))
+        state, _, why = row["state"].partition(": ")
+        if state == "unavailable":
+            problems.append(Problem(why, None, row["name"] == vital))
     names = {row["name"] for row in patches}
     disabled = settings.disabled_patches if settings and names else frozenset()
     names.update(OPTIMISATIONS)

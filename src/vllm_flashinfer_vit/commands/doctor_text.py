@@ -11,7 +11,8 @@ from rich.text import Text
 
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices.lookup import Choice
-from vllm_flashinfer_vit.commands.doctor import HEAD_DIMS, Report
+from vllm_flashinfer_vit.commands.doctor import Report
+from vllm_flashinfer_vit.commands.doctor_choices import HEAD_DIMS
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine.stack import Gpu, Problem, Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
@@ -91,6 +92,7 @@ def _stack_table(stack: Stack) -> Table:
         ("FlashInfer", stack.flashinfer),
         ("cudnn-frontend", stack.cudnn_frontend),
         ("QuACK", stack.quack),
+        ("cuda-bindings", stack.cuda_bindings),
         ("cuDNN wheel", wheels),
         ("cuDNN loaded", loaded),
         *(("  from", path) for path in stack.cudnn_libraries),

@@ -47,7 +47,6 @@ from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS
 from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Stack
-from vllm_flashinfer_vit.machine.versions import format_cudnn
 from vllm_flashinfer_vit.ops.plan import Class
 from vllm_flashinfer_vit.settings import Settings
 
@@ -242,11 +241,7 @@ def _made_by(stack: Stack, command: str) -> dict[str, Any]:
         "gpu": gpu.name,
         "capability": ".".join(map(str, gpu.capability)),
         "driver": stack.driver or "unknown",
-        "vllm": stack.vllm or "unknown",
-        "torch": torch.__version__,
-        "triton": stack.triton or "none",
-        "flashinfer": stack.flashinfer or "none",
-        "cudnn": format_cudnn(stack.cudnn_backend),
+        **stack.versions,
     }
 
 

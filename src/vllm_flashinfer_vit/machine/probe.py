@@ -6,6 +6,7 @@ The one thing that must be imported is cuDNN: what counts is the library that
 cudnn-frontend loads, which `LD_LIBRARY_PATH` can make another than the installed wheel.
 """
 
+import csv
 import importlib.metadata
 import importlib.util
 import os
@@ -34,8 +35,9 @@ def probe(*, isolated: bool = False, libraries: bool = True) -> Stack:
 
     Args:
         isolated: Import cuDNN and FlashInfer in a child process, which may crash, and
-            do so even without a GPU. Otherwise they are imported here, as the cuDNN
-            kernel will do anyway, and only if there is a GPU for it.
+            do so even without a GPU; compare the files of cuda-bindings with what was
+            installed. Otherwise libraries are imported here, as the cuDNN kernel will
+            do anyway, and only if there is a GPU for it.
         libraries: Whether to import them at all, which takes seconds.
     """
     problems: list[Problem] = []
@@ -61,6 +63,8 @@ def probe(*, isolated: bool = False, libraries: bool = True) -> Stack:
         flashinfer=_version(PACKAGES["flashinfer"]),
         cudnn_frontend=_version(PACKAGES["cudnn_frontend"]),
         quack=_version("quack-kernels"),
+        cuda_bindings=_version("cuda-bindings"),
+        damaged_bindings=_damaged_bindings() if isolated else (),
         cudnn_wheels=wheels,
         cudnn_backend=facts.get("cudnn_backend"),
         cudnn_libraries=tuple(facts.get("cudnn_libraries", ())),
@@ -132,6 +136,39 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _damaged_bindings() -> tuple[str, ...]:
+    """List files of cuda-bindings that are missing, or that cuda-python overwrote.
+
+    cuda-python below 12.8 brings files of the same names, whose sizes differ.
+    """
+    others = _recorded("cuda-python")
+    damaged = []
+    for name, (path, size) in _recorded("cuda-bindings").items():
+        found = path.stat().st_size if path.exists() else None
+        # A packager who links anew changes sizes, too.
+        if found is None or (name in others and found != size):
+            damaged.append(name)
+    return tuple(damaged)
+
+
+def _recorded(package: str) -> dict[str, tuple[Path, int]]:
+    """Return where a package's files belong, and their sizes in bytes, by their names.
+
+    Compiled Python files, which have no size, are left out.
+    """
+    try:
+        distribution = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    # `distribution.files` leaves out what is missing, from Python 3.12 on.
+    rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
+    return {
+        name: (Path(str(distribution.locate_file(name))), int(size))
+        for name, _, size in rows
+        if size
+    }
 
 
 def _pins() -> dict[str, str]:

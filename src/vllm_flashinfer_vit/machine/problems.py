@@ -6,10 +6,11 @@ from vllm_flashinfer_vit.machine.remedies import (
     import_remedy,
     missing,
     package_field,
+    restore_bindings,
 )
 from vllm_flashinfer_vit.machine.stack import Problem, Stack
 from vllm_flashinfer_vit.machine.versions import (
-    SUPPORTED_VLLM,
+    TESTED_VLLM,
     check_vllm,
     format_cudnn,
 )
@@ -28,7 +29,7 @@ def stack_problems(stack: Stack) -> list[Problem]:
                 Problem(f"{package} is not installed", verdict.remedy, name == "vllm")
             )
     if stack.vllm is not None and (text := check_vllm(stack.vllm)):
-        first, last = SUPPORTED_VLLM
+        first, last = TESTED_VLLM
         problems.append(
             Problem(text.rstrip("."), f'pip install "vllm>={first},<={last}"', True)
         )
@@ -41,6 +42,7 @@ def stack_problems(stack: Stack) -> list[Problem]:
                     import_remedy(stack, module, error),
                 )
             )
+    problems += _bindings_problems(stack)
     problems += _cudnn_problems(stack)
     if len({gpu.capability for gpu in stack.gpus}) > 1:
         problems.append(
@@ -50,6 +52,21 @@ def stack_problems(stack: Stack) -> list[Problem]:
             )
         )
     return problems
+
+
+def _bindings_problems(stack: Stack) -> list[Problem]:
+    if not stack.damaged_bindings:
+        return []
+    return [
+        Problem(
+            f"{len(stack.damaged_bindings)} files of cuda-bindings "
+            f"{stack.cuda_bindings} are overwritten or missing, the first is "
+            f"{stack.damaged_bindings[0]}; cuda-python before 12.8 does that",
+            restore_bindings(stack),
+            # Only some releases import what an older cuda-python lacks.
+            any("cuda.bindings" in error for error in stack.import_errors.values()),
+        )
+    ]
 
 
 def _cudnn_problems(stack: Stack) -> list[Problem]:

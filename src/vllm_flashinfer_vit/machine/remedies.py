@@ -5,7 +5,7 @@ from vllm_flashinfer_vit.machine.stack import Stack, Verdict
 from vllm_flashinfer_vit.machine.versions import (
     CUDNN_FRONTEND_RANGE,
     FLASHINFER_RANGE,
-    SUPPORTED_VLLM,
+    TESTED_VLLM,
 )
 
 # Packages by the module, or the field of `Stack`, that stands for them.
@@ -21,7 +21,7 @@ PACKAGES = {
 def missing(stack: Stack, name: str) -> Verdict:
     """Return the verdict that a package is not installed; `name` is of `PACKAGES`."""
     package = PACKAGES[name]
-    first, last = SUPPORTED_VLLM
+    first, last = TESTED_VLLM
     specifier = {
         "vllm": f">={first},<={last}",
         "flashinfer": stack.pins.get(package, str(FLASHINFER_RANGE)),
@@ -40,11 +40,20 @@ def reinstall_vllm(stack: Stack) -> str:
     return f'pip install --force-reinstall "vllm=={public}"'
 
 
+def restore_bindings(stack: Stack) -> str:
+    """Return the command that brings the files of cuda-bindings back."""
+    version = f"=={stack.cuda_bindings}" if stack.cuda_bindings else ""
+    # cuda-python below 12.8 installs files of the same names.
+    return (
+        "pip uninstall -y cuda-python cuda-bindings && "
+        f'pip install "cuda-bindings{version}" "cuda-python>=12.8"'
+    )
+
+
 def import_remedy(stack: Stack, module: str, error: str) -> str:
     """Return the command for a module of `PACKAGES` whose import fails."""
     if "cuda.bindings" in error:
-        # cuda-python below 12.8 and cuda-bindings install the same files.
-        return "pip uninstall -y cuda-python cuda-bindings && pip install cuda-python"
+        return restore_bindings(stack)
     name = package_field(module)
     return f'pip install --force-reinstall "{PACKAGES[name]}=={getattr(stack, name)}"'
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from vllm_flashinfer_vit.machine.versions import format_cudnn
+
 CUDNN_WHEELS = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 
@@ -57,12 +59,15 @@ class Stack:
     Attributes:
         python: Python's version.
         vllm: Version from the package metadata, or None if it is not installed; the
-            next five likewise.
+            next six likewise.
         torch: See `vllm`.
         triton: See `vllm`.
         flashinfer: Of flashinfer-python.
         cudnn_frontend: Of nvidia-cudnn-frontend.
         quack: Of quack-kernels, without which MLPs run as other patches leave them.
+        cuda_bindings: Of cuda-bindings.
+        damaged_bindings: Files of cuda-bindings that are missing, or that cuda-python
+            overwrote; empty if nobody looked.
         cudnn_wheels: Versions of the installed cuDNN wheels, by package name.
         cudnn_backend: The cuDNN that cudnn-frontend loads, as 91900 for 9.19.0; None
             if it was not or could not be loaded.
@@ -86,6 +91,8 @@ class Stack:
     flashinfer: str | None = None
     cudnn_frontend: str | None = None
     quack: str | None = None
+    cuda_bindings: str | None = None
+    damaged_bindings: tuple[str, ...] = ()
     cudnn_wheels: Mapping[str, str] = field(default_factory=dict)
     cudnn_backend: int | None = None
     cudnn_libraries: tuple[str, ...] = ()
@@ -103,6 +110,19 @@ class Stack:
     def capability(self) -> tuple[int, int] | None:
         """Compute capability of the first GPU, or None without one."""
         return self.gpus[0].capability if self.gpus else None
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions that kernels' times depend on, by library; only those known."""
+        found = {
+            "vllm": self.vllm,
+            "torch": self.torch,
+            "triton": self.triton,
+            "flashinfer": self.flashinfer,
+            "cudnn": self.cudnn_backend and format_cudnn(self.cudnn_backend),
+            "quack": self.quack,
+        }
+        return {name: version for name, version in found.items() if version}
 
     @property
     def cudnn_package(self) -> str:

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `doctor` says of the choices of kernels on this machine."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_flashinfer_vit.choices.lookup import other_versions
+from vllm_flashinfer_vit.choices.table import TableError, file_name
+from vllm_flashinfer_vit.choices.usable import serves_fp8, usable_choices
+from vllm_flashinfer_vit.kernels import catalog
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
+from vllm_flashinfer_vit.machine.stack import Problem, Stack
+from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE, HALF_DTYPES
+from vllm_flashinfer_vit.settings import ENV_TUNED_DIR, Settings
+
+HEAD_DIMS = tuple(sorted(catalog.HEAD_DIMS))
+
+
+def examine_choices(
+    stack: Stack, settings: Settings | None, env: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], list[Problem], list[str]]:
+    """Look up what serves each head dim and dtype.
+
+    Args:
+        stack: What the machine has.
+        settings: The settings in force, or None if they are invalid.
+        env: The environment to judge.
+
+    Returns:
+        A row for each class of calls, what is wrong, and what is worth knowing.
+    """
+    rows, problems, notes = _choices(stack, settings)
+    fp8_rows, fp8_note = _fp8_choices(stack, settings)
+    single = [
+        fp8_note,
+        *_version_notes(stack, settings),
+        _tuned_dir_note(stack, settings, env),
+    ]
+    return rows + fp8_rows, problems, [*notes, *filter(None, single)]
+
+
+def _choices(
+    stack: Stack, settings: Settings | None
+) -> tuple[list[dict[str, Any]], list[Problem], list[str]]:
+    """Return the rows of layers without FP8, with problems and notes."""
+    forced = settings.kernel if settings else None
+    rows: list[dict[str, Any]] = []
+    problems = []
+    refusals: dict[str, str] = {}
+    unserved: dict[str, list[tuple[int, str]]] = {}
+    for dtype in HALF_DTYPES:
+        for head_dim in HEAD_DIMS:
+            try:
+                usable, refused = usable_choices(
+                    stack,
+                    head_dim,
+                    dtype,
+                    forced,
+                    settings.tuned_dir if settings else None,
+                )
+            except TableError as error:
+                problems.append(Problem(str(error), None, True))
+                continue
+            refusals.update(refused)
+            rows += [
+                {"head_dim": head_dim, "dtype": dtype, **choice._asdict()}
+                for choice in usable
+            ]
+            if not usable:
+                why = "; ".join(_by_reason(refused))
+                unserved.setdefault(why, []).append((head_dim, dtype))
+    for why, cases in unserved.items():
+        head_dims = ", ".join(str(d) for d in dict.fromkeys(d for d, _ in cases))
+        dtypes = " and ".join(dict.fromkeys(dtype for _, dtype in cases))
+        what = f"nothing serves {dtypes} with head dims {head_dims}: {why}"
+        problems.append(Problem(what, None, True))
+    notes = []
+    if stack.capability is not None and forced is None and rows:
+        notes = [
+            f"Would serve on this GPU, but cannot run here: {text}."
+            for text in _by_reason(refusals)
+        ]
+    return rows, problems, notes
+
+
+def _fp8_choices(
+    stack: Stack, settings: Settings | None
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the rows of FP8 layers, and why there are none for some head dims."""
+    forced = settings.kernel if settings else None
+    if forced is not None and not KERNELS[forced].is_fp8:
+        forced = None
+    rows: list[dict[str, Any]] = []
+    refusals: dict[str, str] = {}
+    for head_dim in HEAD_DIMS:
+        try:
+            usable, refused = usable_choices(
+                stack,
+                head_dim,
+                HALF_DTYPES[-1],
+                forced,
+                settings.tuned_dir if settings else None,
+                fp8=True,
+            )
+        except TableError:
+            # Reported for the other dtypes already.
+            continue
+        if not serves_fp8(usable, refused):
+            refusals.update(refused)
+            continue
+        rows += [
+            {"head_dim": head_dim, "dtype": FP8_DTYPE, **choice._asdict()}
+            for choice in usable
+        ]
+    if rows or not refusals:
+        return rows, None
+    return rows, (
+        "--mm-encoder-attn-dtype fp8 is an error on this machine: "
+        f"{'; '.join(_by_reason(refusals))}."
+    )
+
+
+def _by_reason(refusals: Mapping[str, str]) -> list[str]:
+    """Name each reason of `usable_choices` once, after its kernels."""
+    kernels: dict[str, list[str]] = {}
+    for kernel, text in refusals.items():
+        kernels.setdefault(text.removeprefix(f"{kernel}: "), []).append(kernel)
+    return [f"{', '.join(names)}: {reason}" for reason, names in kernels.items()]
+
+
+def _version_notes(stack: Stack, settings: Settings | None) -> list[str | None]:
+    """Return what `other_versions` says, each text once."""
+    if settings is None or settings.kernel is not None:
+        return []
+    try:
+        texts = [
+            other_versions(stack, dtype, head_dim, settings.tuned_dir)
+            for dtype in (*HALF_DTYPES, FP8_DTYPE)
+            for head_dim in HEAD_DIMS
+        ]
+    except TableError:
+        # A problem of the choices already.
+        return []
+    return list(dict.fromkeys(texts))
+
+
+def _tuned_dir_note(
+    stack: Stack, settings: Settings | None, env: Mapping[str, str]
+) -> str | None:
+    if settings is None or ENV_TUNED_DIR not in env or not stack.gpus:
+        return None
+    path = settings.tuned_dir / file_name(stack.gpus[0].name)
+    if os.path.exists(path):
+        return None
+    return (
+        f"{ENV_TUNED_DIR} is set, and {path} does not exist; the choices are those of "
+        "the package until `vllm-flashinfer-vit tune` makes it."
+    )
