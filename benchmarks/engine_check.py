@@ -110,7 +110,8 @@ def prompts(model: str) -> dict[str, dict[str, Any]]:
         f"{VISION_START}{token}{VISION_END}" for token in (IMAGE_TOKEN, VIDEO_TOKEN)
     )
     frames: Any = pixels(8, 168, 224)
-    if "Qwen3" in model:
+    # Qwen2.5-VL's is asked for by newer vLLM.
+    if "Qwen2-VL" not in model:
         about = {
             "fps": 2.0,
             "duration": 4.0,

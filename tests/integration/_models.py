@@ -6,7 +6,7 @@ fixed inputs. Several images of unequal size go in wherever an encoder packs the
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
@@ -80,7 +80,13 @@ def patches(grids: list[list[int]]) -> int:
 def encode(encoder: "Encoder", tower: Tower) -> "Result":
     """Build an encoder as an engine does, with seeded weights, and call it once."""
     module = encoder.load()
-    with tower.running(), _defaults(tower.device, tower.dtype):
+    # Nothing can be pinned where the default device is a GPU.
+    pins = {"PIN_MEMORY": False} if hasattr(module, "PIN_MEMORY") else {}
+    with (
+        tower.running(),
+        _defaults(tower.device, tower.dtype),
+        patch.multiple(module, **pins) if pins else nullcontext(),
+    ):
         encoder_module, call = encoder.build(module)
         _finish(encoder_module, tower)
         with OpCount() as count:
@@ -679,7 +685,7 @@ def pixtral(m: Any) -> tuple[nn.Module, Call]:
             attention.attn.attn_backend,
             128,
             1,
-            torch.device("cpu"),
+            torch.get_default_device(),
         )
         angles = noise(76, 64)
         out, _ = attention(
@@ -723,7 +729,8 @@ def _packed_rotary(attention: nn.Module, hidden: torch.Tensor, half: int) -> Cal
 
 def muse_spark(m: Any) -> tuple[nn.Module, Call]:
     attention = m.NaViTAttention(128, 2)
-    cu_seqlens, max_seqlen = m._seqlens_to_cu_seqlens(LENGTHS, torch.device("cpu"))
+    device = torch.get_default_device()
+    cu_seqlens, max_seqlen = m._seqlens_to_cu_seqlens(LENGTHS, device)
     angles = noise(76, 32)
     rotary = torch.stack([angles.cos(), angles.sin()], dim=-1)
     return attention, lambda: attention(noise(76, 128), rotary, cu_seqlens, max_seqlen)

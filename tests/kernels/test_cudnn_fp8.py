@@ -416,6 +416,10 @@ def test_gpu_attempt_finds_it_right(head_dim, dtype):
         assert "FP8 on Hopper needs cuDNN" in answer
         torch.cuda.synchronize()
         return
+    if major == 9:
+        # Seen with cuDNN 9.24: Hopper's FP8 sums lose the small terms of long rows.
+        assert "values around 2" in answer
+        return
     assert answer is None
 
 
