@@ -91,4 +91,4 @@ types: $(STAMP)
 check: lint types test
 
 clean:
-	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv-* out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -82,9 +82,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tests.xml"
         pytest = [sys.executable, "-m", "pytest", "-q", f"--junitxml={path}"]
-        subprocess.run([*pytest, *sys.argv[1:]], cwd=ROOT)
-        if not path.exists():
-            raise SystemExit("pytest could not run, see above")
+        status = subprocess.run([*pytest, *sys.argv[1:]], cwd=ROOT).returncode
+        # 1: tests failed, as the table is going to say.
+        if status not in (0, 1) or not path.exists():
+            raise SystemExit(f"pytest ended with {status}, see above")
         cases = list(ElementTree.parse(path).iter("testcase"))
     rows = [*rows_of_patches(report["patches"]), *rows_of_tests(cases)]
     if not report["ok"]:

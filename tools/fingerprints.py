@@ -13,6 +13,7 @@ Wheels come from the package index, one at a time. Their sources are kept, by ve
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -55,9 +56,12 @@ def unpacked(version: str, sources: Path) -> Path:
         (wheel,) = Path(temporary).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
-            archive.extractall(
-                folder, [n for n in names if n.endswith((".py", "/METADATA"))]
-            )
+            wanted = [n for n in names if n.endswith((".py", "/METADATA"))]
+            # Beside its place, so that a folder that is there is whole.
+            half = folder.with_name(f"{version}.unpacking")
+            shutil.rmtree(half, ignore_errors=True)
+            archive.extractall(half, wanted)
+        half.rename(folder)
     return folder
 
 

@@ -17,7 +17,7 @@ from vllm_flashinfer_vit.patches.patch import (
     apply_fitting,
     revert_group,
 )
-from vllm_flashinfer_vit.settings import Settings, is_strict
+from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES, Settings, is_strict
 
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
@@ -163,8 +163,8 @@ def apply_graph_patches() -> None:
             asked for right results where vLLM's may be wrong.
     """
     importlib.import_module(encoder_graphs.MODULE)
-    for error in apply_fitting(encoder_graphs.PATCHES):
-        raise error
+    if errors := apply_fitting(encoder_graphs.PATCHES):
+        raise errors[0]
 
 
 def apply_fp8_patches(settings: Settings) -> None:
@@ -181,7 +181,11 @@ def _leave_out(errors: Iterable[PatchError], settings: Settings) -> None:
     for error in errors:
         if settings.strict:
             raise error
-        _warn_once(f"vllm-flashinfer-vit leaves a patch out, and serves on: {error}.")
+        _warn_once(
+            f"vllm-flashinfer-vit leaves a patch out, and serves on: {error}. Install "
+            "a vLLM that was tested, or name the patch in "
+            f"{ENV_DISABLE_PATCHES} to silence this."
+        )
 
 
 def _warn_once(text: str) -> None:

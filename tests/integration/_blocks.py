@@ -187,10 +187,10 @@ def allow_lora(is_wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have towers built for an engine with or without adapters of its tower."""
     make = tower.tower_config
 
-    def config(*args: Any) -> Any:
-        made = make(*args)
+    def config(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
         lora = SimpleNamespace(enable_tower_connector_lora=is_wanted)
-        object.__setattr__(made, "lora_config", lora)
+        object.__setattr__(made.vllm, "lora_config", lora)
         return made
 
     monkeypatch.setattr(tower, "tower_config", config)

@@ -4,21 +4,27 @@
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from _towers import FAMILIES, cpu_only, pixels, small_spec, small_tower
-from packaging.version import Version
 
-from vllm_flashinfer_vit.towers.tower import Tower, build_tower
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from engines import compiles_blocks  # noqa: E402
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower  # noqa: E402
 
 GRIDS = [[1, 12, 20], [1, 2, 2], [2, 6, 4]]
+NAMES = {
+    "qwen2_vl": "Qwen2-VL",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+}
 IS_COMPILED = {
-    "qwen2_vl": False,
-    "qwen2_5_vl": True,
-    "qwen3_vl": Version(version("vllm")) >= Version("0.28"),
+    family: compiles_blocks(name, version("vllm")) for family, name in NAMES.items()
 }
 
 

@@ -4,6 +4,7 @@
 import io
 import json
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,39 @@ class TestRun:
         assert list(load_file(output)) == ["a.png"]
 
     @pytest.mark.usefixtures("narrow")
+    def test_an_image_is_cut_before_the_next_is_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("a.png", "b.png", "c.png"):
+            save_image(tmp_path / name, 60, 60)
+        pictures: list[weakref.ref[Image.Image]] = []
+
+        def read(path: Path) -> Image.Image:
+            assert not any(picture() for picture in pictures)
+            picture = real(path)
+            pictures.append(weakref.ref(picture))
+            return picture
+
+        real = images._read_image
+        monkeypatch.setattr(images, "_read_image", read)
+        assert len(run(options(tmp_path)).images) == len(pictures) == 3
+
+    @pytest.mark.usefixtures("narrow")
+    def test_no_cast_is_timed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        dtypes = []
+
+        def encode_(self: Tower, pixels: torch.Tensor, grids: Any) -> torch.Tensor:
+            dtypes.append((pixels.dtype, self.pixel_dtype))
+            return real(self, pixels, grids)
+
+        real = Tower.encode
+        monkeypatch.setattr(Tower, "encode", encode_)
+        run(options(save_image(tmp_path / "a.png", 60, 60), dtype="bf16"))
+        assert all(given == taken for given, taken in dtypes)
+
+    @pytest.mark.usefixtures("narrow")
     def test_embeddings_that_are_not_finite(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -327,9 +361,7 @@ class TestProcessor:
         spec = tower_spec.resolve_spec(model, random_weights=True)
         processor = images.image_processor(spec, None)
         file = ImageFile(tmp_path / "a.png", "a", from_folder=False)
-        image = images.read_image(file, [])
-        assert image is not None
-        patches = images.cut_patches(file, image, processor, {}, [])
+        patches = images.read_patches(file, processor, {}, [])
         assert patches is not None
         side = round(320 / patch / 2) * 2
         assert patches.grid == (1, side, side)
@@ -337,7 +369,17 @@ class TestProcessor:
         red = patches.pixel_values[:, : 2 * patch * patch]
         torch.testing.assert_close(red, torch.full_like(red, black))
 
+    def test_bytes_where_the_tower_takes_none(self, tmp_path: Path) -> None:
+        path = save_image(tmp_path / "a.png", 60, 60)
+        spec = tower_spec.resolve_spec(MODEL, random_weights=True)
+        processor = images.image_processor(spec, None)
+        processor.do_rescale = processor.do_normalize = False
+        file = ImageFile(path, "a.png", from_folder=False)
+        with pytest.raises(JobError, match=r"makes torch\.uint8 .*takes normalised"):
+            images.read_patches(file, processor, {}, [])
 
+
+@cpu_only
 class TestBadInput:
     def refused(self, message: str, *images: Path, **changes: Any) -> None:
         with pytest.raises(TowerError, match=message):
@@ -369,7 +411,11 @@ class TestBadInput:
         Image.fromarray(np.full((60, 60), np.nan, dtype=np.float32)).save(path)
         self.refused(r"more than 8 bits; convert it", path)
 
-    def test_aspect_ratio(self, tmp_path: Path) -> None:
+    def test_aspect_ratio(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Said before any tower is built.
+        monkeypatch.setattr(encode, "build_tower", None)
         path = save_image(tmp_path / "a.png", 2010, 10)
         self.refused(r"processor refuses .*a\.png, 2010 x 10 pixels .* crop", path)
 
@@ -438,7 +484,6 @@ class TestBadInput:
         with pytest.raises(FileError, match="in a folder that exists"):
             run(options(path, output=Path("no/such/folder/a")))
 
-    @cpu_only
     def test_backend_is_checked_before_any_work(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

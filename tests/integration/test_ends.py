@@ -8,7 +8,10 @@ import torch
 from _blocks import SPECS, build, noted, other_method, outputs, without
 from _models import noise
 from _towers import cpu_only
+from vllm import envs
+from vllm.model_executor.layers.utils import default_unquantized_gemm
 
+from vllm_flashinfer_vit.blocks import program
 from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = cpu_only
@@ -53,6 +56,34 @@ def test_layers_with_another_method_run_it(tower: Tower, place: int) -> None:
     with noted(layers) as seen:
         outputs(tower)
     assert seen == [0, 1]
+
+
+def test_another_gemm_that_was_chosen_is_not_passed_by(tower: Tower) -> None:
+    layer = ends(tower)[0]
+    layer.quant_method._gemm_impl = default_unquantized_gemm
+    assert program._has_default_gemm(layer)
+    layer.quant_method._gemm_impl = lambda *_: None
+    assert not program._has_default_gemm(layer)
+
+
+@pytest.mark.usefixtures("direct")
+def test_towers_of_other_backends_are_left_alone(tower: Tower) -> None:
+    assert tower.spec.family
+    other = build(tower.spec.family, backend="TORCH_SDPA")
+    with noted(ends(other)) as seen:
+        outputs(other)
+    assert sorted(seen) == [*range(len(ends(other)))]
+
+
+@pytest.mark.usefixtures("direct")
+def test_batch_invariance_is_left_to_vllm(
+    tower: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
+    invariant = build(tower.spec.family)
+    with noted(ends(invariant)) as seen:
+        outputs(invariant)
+    assert len(seen) == len(ends(invariant))
 
 
 @pytest.mark.usefixtures("direct")

@@ -5,8 +5,10 @@ vLLM decides by `mm_device_do_normalize`. Either way the embeddings are the same
 """
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,13 +21,18 @@ from _towers import (
     small_tower,
     tower_of_bytes,
 )
+from packaging.version import Version
 from PIL import Image
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from vllm_flashinfer_vit.commands import calibrate, encode  # noqa: E402
-from vllm_flashinfer_vit.commands.images import image_processor  # noqa: E402
+from vllm_flashinfer_vit.commands.images import (  # noqa: E402
+    JobError,
+    Patches,
+    image_processor,
+)
 from vllm_flashinfer_vit.towers import config, spec  # noqa: E402
 from vllm_flashinfer_vit.towers.spec import TowerError  # noqa: E402
 from vllm_flashinfer_vit.towers.tower import Tower  # noqa: E402
@@ -121,16 +128,59 @@ class TestWrongPixels:
 
     @pytest.mark.parametrize(
         ("std", "message"),
-        [([0.0] * 3, "zero"), ([1.0], "lengths"), ([float("nan")] * 3, "infinite")],
+        [
+            ([0.0] * 3, "zero"),
+            ([1.0], "lengths"),
+            ([float("nan")] * 3, "infinite"),
+            (0.5, "no len"),
+        ],
     )
     def test_a_processor_that_cannot_normalise(
-        self, std: list[float], message: str
+        self, std: list[float] | float, message: str
     ) -> None:
         tower_of_bytes("qwen2_vl")
         processor = image_processor(small_spec("qwen2_vl"), None)
         processor.image_std = std
         with pytest.raises(TowerError, match=rf"{message}.*; check its\s+mean and std"):
             small_tower("qwen2_vl", image_processor=processor)
+
+    @pytest.mark.parametrize("job", [encode, calibrate])
+    def test_a_processor_that_normalises_all_the_same(
+        self, job: Any, picture: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tower_of_bytes("qwen2_5_vl")
+
+        def deaf(*args: Any) -> Any:
+            made = image_processor(*args)
+            cls = type(made)
+
+            def call(self: Any, images: Any, return_tensors: str, **kwargs: Any) -> Any:
+                return cls.__call__(self, images=images, return_tensors=return_tensors)
+
+            made.__class__ = type("Deaf", (cls,), {"__call__": call})
+            return made
+
+        monkeypatch.setattr(job, "image_processor", deaf)
+        arguments = options(picture, output=picture.with_name("output"))
+        message = r"Deaf makes torch\.float32 pixels of .*a\.png, .*bytes; use the"
+        with pytest.raises(JobError, match=message):
+            job.run(job.Options(**arguments))
+
+    def test_encode_makes_no_bytes_of_values(self) -> None:
+        tower = tower_of_bytes("qwen2_vl")
+        image = Patches("a.png", 56, 56, (1, 4, 4), pixels(tower.spec, [[1, 4, 4]]))
+        with pytest.raises(TowerError, match=r"float32, .*takes torch\.uint8"):
+            encode._encode(tower, image)
+
+
+def test_a_processor_is_saved_only_for_a_vllm_that_reads_it() -> None:
+    processor = image_processor(small_spec("qwen2_vl"), None)
+    cls = type(processor)
+    with mock.patch.object(
+        cls, "save_pretrained", autospec=True, side_effect=cls.save_pretrained
+    ) as save:
+        small_tower("qwen2_vl", image_processor=processor)
+        assert save.called == (Version(version("vllm")) >= Version("0.31"))
 
 
 @pytest.mark.parametrize("on", [True, False])

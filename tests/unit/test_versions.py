@@ -45,7 +45,7 @@ def test_what_is_newer_is_served_and_told(version: str) -> None:
     note = newer_note(version)
     assert note is not None
     assert version in note
-    assert "0.25.1 to 0.33.0" in note
+    assert "0.25.1 and 0.33.0" in note
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ logger = init_logger("vllm.plugins.flashinfer_vit")
 
 # Attribute of a block and of the list that it is in.
 _PROGRAM = "vllm_flashinfer_vit_program"
+# Attribute of a tower whose blocks have programs, and of its other parts.
+_SERVED = "vllm_flashinfer_vit_served"
 # Attribute of the `forward` of a class of blocks.
 _SPEC = "vllm_flashinfer_vit_spec"
 
@@ -47,6 +49,27 @@ def attach(
     program = BlockProgram(spec, block, (tower, index), off)
     vars(block)[_PROGRAM] = program
     return program
+
+
+def mark_served(module: torch.nn.Module, child: torch.nn.Module) -> None:
+    """Mark a tower, and its parts, as `child` takes its place in `module`.
+
+    A tower is served once it has a list of blocks with programs.
+    """
+    if _PROGRAM in vars(child) and isinstance(child, torch.nn.ModuleList):
+        vars(module)[_SERVED] = True
+        parts = list(module.children())
+    else:
+        parts = [child]
+    if is_served_part(module):
+        for part in parts:
+            for inner in part.modules():
+                vars(inner)[_SERVED] = True
+
+
+def is_served_part(module: torch.nn.Module) -> bool:
+    """Whether a module belongs to a tower whose blocks have programs."""
+    return _SERVED in vars(module)
 
 
 def runs(

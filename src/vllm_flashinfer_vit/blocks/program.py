@@ -397,7 +397,15 @@ def _linear(weights: Weights, x: torch.Tensor) -> torch.Tensor:
 def can_run(layer: Any) -> bool:
     """Whether a linear layer is run here, past its own method."""
     # On a CPU vLLM packs weights for kernels of its own.
-    return is_plain(layer) and bool(layer.weight.is_cuda)
+    return is_plain(layer) and bool(layer.weight.is_cuda) and _has_default_gemm(layer)
+
+
+def _has_default_gemm(layer: Any) -> bool:
+    """Whether no other GEMM was chosen, as `--linear-backend` of vLLM 0.29 does."""
+    from vllm.model_executor.layers.utils import default_unquantized_gemm
+
+    chosen = getattr(layer.quant_method, "_gemm_impl", default_unquantized_gemm)
+    return chosen is default_unquantized_gemm
 
 
 def _gets_adapters() -> bool:

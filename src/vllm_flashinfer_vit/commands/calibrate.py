@@ -25,9 +25,8 @@ from vllm_flashinfer_vit.commands.images import (
     ImageFile,
     JobError,
     check_any,
-    cut_patches,
     image_processor,
-    read_image,
+    read_patches,
 )
 from vllm_flashinfer_vit.commands.job import (
     Inputs,
@@ -173,9 +172,7 @@ def _calibrate(
         def encode_all(what: str, images: Sequence[ImageFile]) -> Iterator[ImageFile]:
             for file in images:
                 progress.update(bar, description=f"{what} {file.name}")
-                patches = None
-                if (image := read_image(file, failures)) is not None:
-                    patches = cut_patches(file, image, processor, kwargs, failures)
+                patches = read_patches(file, processor, kwargs, failures)
                 if patches is not None:
                     with memory_hint(job.device):
                         tower.encode(patches.pixel_values, [patches.grid])

@@ -202,19 +202,26 @@ def report_plugin(emit: Callable[[dict[str, Any]], object]) -> None:
             `patches` (a row for each patch).
     """
     from vllm_flashinfer_vit import register
-    from vllm_flashinfer_vit.plugin import all_patches
     from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
 
     use_cpu_platform()
-    register()
-    from vllm_flashinfer_vit.engine.selection import (
-        layer_is_registered,
-        selection_is_wrapped,
-    )
+    try:
+        register()
+        from vllm_flashinfer_vit.engine.selection import (
+            layer_is_registered,
+            selection_is_wrapped,
+        )
 
-    emit({"active": selection_is_wrapped() and layer_is_registered()})
+        emit({"active": selection_is_wrapped() and layer_is_registered()})
+    finally:
+        emit({"patches": _rows_of_patches()})
+
+
+def _rows_of_patches() -> list[dict[str, Any]]:
+    from vllm_flashinfer_vit.plugin import all_patches
+
     disabled = Settings.from_env().disabled_patches
-    rows = [
+    return [
         {
             "name": patch.name,
             "target": patch.target,
@@ -225,7 +232,6 @@ def report_plugin(emit: Callable[[dict[str, Any]], object]) -> None:
         }
         for patch in all_patches()
     ]
-    emit({"patches": rows})
 
 
 def _run_plugin(env: Mapping[str, str]) -> tuple[dict[str, Any], str | None]:

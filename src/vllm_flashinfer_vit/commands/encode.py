@@ -21,9 +21,8 @@ from vllm_flashinfer_vit.commands.images import (
     JobError,
     Patches,
     check_any,
-    cut_patches,
     image_processor,
-    read_image,
+    read_patches,
 )
 from vllm_flashinfer_vit.commands.job import (
     Inputs,
@@ -37,6 +36,7 @@ from vllm_flashinfer_vit.commands.job import (
 )
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.machine import files
+from vllm_flashinfer_vit.towers.config import tower_config
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower, check_backend
 
@@ -151,21 +151,30 @@ def run(options: Options, console: Console | None = None) -> Report:
             progress.update(bar, description=now, advance=advance)
 
         processor = image_processor(job.spec, job.max_pixels)
-        pictures = []
-        for file in job.files:
-            step(f"read {file.name}", 1)
-            if (picture := read_image(file, failures)) is not None:
-                pictures.append((file, picture))
-        check_any(pictures, failures)
         step("load vLLM")
         with quiet_vllm():
             for backend in backends:
                 check_backend(backend, job.device, job.dtype)
+            # What the processor leaves to one tower, it leaves to all of them.
+            kwargs = tower_config(
+                job.spec,
+                backend=REFERENCE_BACKEND,
+                dtype=torch.float32,
+                device=job.device,
+                image_processor=processor,
+            ).processor_kwargs
+            patches = []
+            for file in job.files:
+                step(f"read {file.name}", 1)
+                image = read_patches(file, processor, kwargs, failures)
+                if image is not None:
+                    patches.append(image)
+            check_any(patches, failures)
 
-            def build(backend: str, dtype: torch.dtype) -> Tower:
+            def encode_all(backend: str, dtype: torch.dtype) -> list[_Encoded]:
                 step(f"build the tower for {backend}")
                 fp8 = backend == _FP8_BACKEND
-                return build_tower(
+                tower = build_tower(
                     job.spec,
                     backend=backend,
                     dtype=dtype,
@@ -175,23 +184,10 @@ def run(options: Options, console: Console | None = None) -> Report:
                     fp8_scale_path=options.fp8_scale_path if fp8 else None,
                     image_processor=processor,
                 )
+                return _encode_all(tower, patches, step)
 
-            tower = build(REFERENCE_BACKEND, torch.float32)
-            # What the processor leaves to the tower, it leaves to all of them.
-            kwargs = tower.processor_kwargs
-            patches = []
-            for file, picture in pictures:
-                image = cut_patches(file, picture, processor, kwargs, failures)
-                if image is not None:
-                    patches.append(image)
-            check_any(patches, failures)
-            references = _encode_all(tower, patches, step)
-            # One tower at a time on the device.
-            del tower
-            encoded = {
-                backend: _encode_all(build(backend, job.dtype), patches, step)
-                for backend in backends
-            }
+            references = encode_all(REFERENCE_BACKEND, torch.float32)
+            encoded = {backend: encode_all(backend, job.dtype) for backend in backends}
     images = [
         _image_report(
             image,
@@ -328,7 +324,10 @@ def _encode_all(
 
 
 def _encode(tower: Tower, image: Patches) -> _Encoded:
-    pixels = image.pixel_values.to(tower.device, tower.pixel_dtype)
+    pixels = image.pixel_values.to(tower.device)
+    # Cast here, outside the time; never to bytes, which `Tower.encode` has to refuse.
+    if pixels.is_floating_point():
+        pixels = pixels.to(tower.dtype)
 
     def encode() -> torch.Tensor:
         return tower.encode(pixels, [image.grid])

@@ -4,8 +4,7 @@
 Images go through the model's Hugging Face image processor, as in an engine.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,10 +68,12 @@ def image_files(given: Iterable[Path]) -> list[ImageFile]:
     """Return the image files that were given.
 
     Raises:
-        JobError: There is none, or a folder holds none.
+        JobError: There is none, one does not exist, or a folder holds none.
     """
     found: dict[Path, ImageFile] = {}
     for path in given:
+        if not path.exists():
+            raise JobError(f"image {path} does not exist")
         if not path.is_dir():
             found[path] = ImageFile(path, str(path), from_folder=False)
             continue
@@ -141,36 +142,16 @@ def image_processor(spec: TowerSpec, max_pixels: int | None) -> Any:
     return processor
 
 
-def read_image(file: ImageFile, failures: list[str]) -> Image.Image | None:
-    """Read an image.
-
-    Args:
-        file: What to read.
-        failures: Gets a sentence if the file is left out.
-
-    Returns:
-        It in RGB, or None for a file from a folder that cannot be used.
-
-    Raises:
-        JobError: A file that was named is no image.
-    """
-    with _leaving_out(file, failures):
-        return _read_image(file.path)
-    return None
-
-
-def cut_patches(
+def read_patches(
     file: ImageFile,
-    image: Image.Image,
     processor: Any,
     processor_kwargs: Mapping[str, Any],
     failures: list[str],
 ) -> Patches | None:
-    """Cut an image into patches.
+    """Read an image and cut it into patches.
 
     Args:
-        file: Where it is from.
-        image: From `read_image`.
+        file: What to read.
         processor: From `image_processor`.
         processor_kwargs: Of the tower that takes the patches.
         failures: Gets a sentence if the file is left out.
@@ -179,11 +160,16 @@ def cut_patches(
         Its patches, or None for a file from a folder that cannot be used.
 
     Raises:
-        JobError: The processor refuses a file that was named.
+        JobError: A file that was named is no image, or the processor refuses it or
+            makes of it what the tower does not take.
     """
-    with _leaving_out(file, failures):
-        return _cut_patches(file, image, processor, processor_kwargs)
-    return None
+    try:
+        return _read_patches(file, processor, processor_kwargs)
+    except JobError as error:
+        if not file.from_folder:
+            raise
+        failures.append(f"Left out: {error}.")
+        return None
 
 
 def check_any(files: Iterable[object], failures: list[str]) -> None:
@@ -196,20 +182,11 @@ def check_any(files: Iterable[object], failures: list[str]) -> None:
         raise JobError(f"no image can be used. {failures[0]}")
 
 
-@contextmanager
-def _leaving_out(file: ImageFile, failures: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except JobError as error:
-        if not file.from_folder:
-            raise
-        failures.append(f"Left out: {error}.")
-
-
-def _cut_patches(
-    file: ImageFile, image: Image.Image, processor: Any, kwargs: Mapping[str, Any]
+def _read_patches(
+    file: ImageFile, processor: Any, kwargs: Mapping[str, Any]
 ) -> Patches:
     path = file.path
+    image = _read_image(path)
     try:
         inputs = processor(images=[image], return_tensors="pt", **kwargs)
     except ValueError as error:
@@ -222,6 +199,15 @@ def _cut_patches(
         raise JobError(
             f"{path} holds NaN or infinite pixels after the image processor; check the "
             "file and the processor's mean and std"
+        )
+    # A processor may ignore what it was called with; then vLLM would normalise twice.
+    normalized = kwargs.get("do_normalize", True)
+    if pixel_values.is_floating_point() != normalized:
+        raise JobError(
+            f"the image processor {type(processor).__name__} makes "
+            f"{pixel_values.dtype} pixels of {path}, and the tower takes "
+            f"{'normalised ones' if normalized else 'bytes'}; use the "
+            "preprocessor_config.json of the model's repository"
         )
     frames, rows, columns = inputs["image_grid_thw"][0].tolist()
     return Patches(
@@ -243,8 +229,6 @@ def _read_image(path: Path) -> Image.Image:
                 white = Image.new("RGBA", image.size, "white")
                 image = Image.alpha_composite(white, image)
             return image.convert("RGB")
-    except FileNotFoundError:
-        raise JobError(f"image {path} does not exist") from None
     except JobError:
         raise
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention.mm_encoder_attention import (
 from vllm.platforms import current_platform
 
 from vllm_flashinfer_vit import __version__
-from vllm_flashinfer_vit.blocks.attach import attach, spec_of
+from vllm_flashinfer_vit.blocks.attach import attach, mark_served, spec_of
 from vllm_flashinfer_vit.blocks.program import BlockProgram
 from vllm_flashinfer_vit.choices.lookup import Choice, plan_of
 from vllm_flashinfer_vit.choices.usable import NotServedError
@@ -371,12 +371,14 @@ def _watch_towers() -> None:
 
 def _attach_program(module: torch.nn.Module, name: str, child: object) -> None:
     """Give a block its program when it is put into the list of its tower's blocks."""
+    if not isinstance(child, torch.nn.Module):
+        return
     if not isinstance(module, torch.nn.ModuleList):
+        mark_served(module, child)
         return
     spec = spec_of(type(child))
     if spec is None:
         return
-    assert isinstance(child, torch.nn.Module)
     layer = child.get_submodule(spec.attention)
     # A tower of another backend may be of the same class.
     if isinstance(layer, FlashInferViTAttention):

@@ -123,8 +123,17 @@ def layer_is_registered() -> bool:
 
 
 def selection_is_wrapped() -> bool:
-    """Whether the platform in use selects backends by `answer_flash_attn`."""
-    return current_platform.get_vit_attn_backend.__globals__ is globals()
+    """Whether the platform in use selects backends by `answer_flash_attn`.
+
+    Another plugin's wrapper may be around it.
+    """
+    layer: Any = current_platform.get_vit_attn_backend
+    while layer is not None:
+        function = getattr(layer, "__func__", layer)
+        if getattr(function, "__globals__", None) is globals():
+            return True
+        layer = getattr(function, "__wrapped__", None)
+    return False
 
 
 def answer_flash_attn(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -113,14 +113,13 @@ class ExactManager(PaddedManager):
                 visual.fast_pos_embed_interpolate([[1, rows, columns]])
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Encode items; in vLLM 0.28 and 0.29 normalise their pixels first.
-
-        There the model normalises what reaches a tower without graphs, and graphs get
-        the bytes.
-        """
-        if hasattr(self.model.wrapped, "input_norm"):
+        """Encode items, after normalising pixels where only the model would."""
+        wrapped = self.model.wrapped
+        # In 0.28 and 0.29 the model normalises in `_process_image_input`, which graphs
+        # do not pass.
+        if hasattr(wrapped, "input_norm") and not hasattr(wrapped.visual, "input_norm"):
             mm_kwargs = {
-                key: self.model.input_norm(value, self.dtype)
+                key: wrapped.input_norm(value, self.dtype)
                 if key.startswith("pixel_values")
                 else value
                 for key, value in mm_kwargs.items()
@@ -282,7 +281,8 @@ class ExactModel:
         replay = self.wrapped.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs, 0, 0, *args
         )
-        pixels, held = (x["pixel_values"] for x in (replay.values, self._inputs))
+        pixels = replay.values["pixel_values"]
+        held = self._inputs["pixel_values"]
         if pixels.is_floating_point() and not held.is_floating_point():
             raise ReplayError(
                 f"pixels of this batch are {pixels.dtype}, the CUDA graph was captured "

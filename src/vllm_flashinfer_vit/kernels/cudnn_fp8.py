@@ -4,7 +4,8 @@
 q, k and v are e4m3 with one scale each; `kernels/quantize_rows.py` writes them. The
 graph is built with cudnn-frontend itself, since FlashInfer's builder refuses FP8 output
 and Hopper has no other. There a second pass turns it into the activation dtype; on
-Blackwell cuDNN writes that dtype at once. On Hopper it takes cuDNN 9.23 or newer.
+Blackwell cuDNN writes that dtype at once. No cuDNN is known to work on Hopper: 9.19
+ends the CUDA context, and 9.24 is refused by its test run.
 
 Scales are read on the device, so a captured graph follows them. Hopper's output does
 not saturate: it is a weighted mean of rows of v, so that |o| <= 448 times v's scale,

@@ -56,7 +56,7 @@ def newer_note(version: str) -> str | None:
         return None
     return (
         f"vLLM {version} is newer than those that vllm-flashinfer-vit was tested with "
-        f"({first} to {last}). Patches that do not fit it are left out; the rest runs."
+        f"({first} and {last}). Patches that do not fit it are left out; the rest runs."
     )
 
 

@@ -25,6 +25,16 @@ BLOCK_PARAMETERS = (
     "sequence_lengths",
 )
 
+# vLLM's linear layers, past whose own methods GEMMs are run.
+LINEAR = tuple(
+    f"vllm.model_executor.layers.linear:{method}"
+    for method in (
+        "ColumnParallelLinear.forward",
+        "RowParallelLinear.forward",
+        "UnquantizedLinearMethod.apply",
+    )
+)
+
 
 def is_served(attention: Any) -> bool:
     """Whether a vision attention module runs on this package's layer."""
@@ -67,7 +77,8 @@ def block_program(
                 f"{family}:{block}.forward",
                 *parts,
             )
-        ),
+        )
+        + LINEAR,
         why="stock copies and rotates q and k, adds and normalises by two kernels, and "
         "pays for several layers of Python in front of each of them",
         remove_when="vLLM runs a vision block by as few launches, prepared beforehand",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a tower runs before its first block and after its last, by fewer calls.
 
-They are the calls that vLLM's own modules end up with, for the same bits. Quantised
-layers, adapters, sums over ranks, compiled modules and CPUs keep vLLM's own path.
+They are the calls that vLLM's own modules end up with, for the same bits, in towers
+whose blocks have programs. Compiled modules keep vLLM's own path, and mergers with
+quantised layers, adapters or sums over ranks, and on CPUs.
 """
 
 import functools
@@ -12,8 +13,18 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from vllm_flashinfer_vit.models._shared import MODELS, Function
+from vllm_flashinfer_vit.models._shared import LINEAR, MODELS, Function
 from vllm_flashinfer_vit.patches.patch import Patch
+
+_CONVOLUTION = tuple(
+    f"vllm.model_executor.layers.conv:{method}"
+    for method in (
+        "ConvLayerBase.__init__",
+        "Conv3dLayer._forward_mulmat",
+        "Conv3dLayer.forward_cuda",
+        "Conv3dLayer.forward_native",
+    )
+)
 
 
 def patch_embed(family: str, module: str) -> Patch:
@@ -28,7 +39,8 @@ def patch_embed(family: str, module: str) -> Patch:
         target=f"{MODELS}.{family}:{module}.forward",
         stands_for=(
             f"{MODELS}.{family}:{module}.forward",
-            "vllm.model_executor.layers.conv:Conv3dLayer._forward_mulmat",
+            f"{MODELS}.{family}:{module}.__init__",
+            *_CONVOLUTION,
         ),
         why="stock unfolds each patch into itself by eight views before the GEMM",
         remove_when="vLLM's Conv3dLayer takes patches as rows",
@@ -38,12 +50,16 @@ def patch_embed(family: str, module: str) -> Patch:
 
 
 def _embed(original: Function) -> Function:
+    from vllm_flashinfer_vit.blocks.attach import is_served_part
+
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        proj = self.proj
-        # A kernel as large as its stride sees each value once, in the patch's order.
-        if torch.compiler.is_compiling() or not proj.enable_linear:
+        if torch.compiler.is_compiling() or not is_served_part(self):
             return original(self, x)
+        proj = self.proj
+        if not proj.enable_linear:
+            return original(self, x)
+        # A kernel as large as its stride sees each value once, in the patch's order.
         return linear(x, proj.weight.view(proj.out_channels, -1), proj.bias)
 
     return forward
@@ -66,8 +82,10 @@ def merger(
     return Patch(
         name=f"{family}-merger",
         target=f"{MODELS}.{family}:{module}.forward",
-        stands_for=tuple(
-            f"{MODELS}.{family}:{module}.{method}" for method in ("__init__", "forward")
+        stands_for=(
+            f"{MODELS}.{family}:{module}.__init__",
+            f"{MODELS}.{family}:{module}.forward",
+            *LINEAR,
         ),
         why="stock pays for a dozen layers of Python around two GEMMs",
         remove_when="vLLM's linear layers take the host no longer than their GEMM",
@@ -82,10 +100,11 @@ def _merge(
     mlp: Callable[[Any], Sequence[Any]],
 ) -> Function:
     from vllm_flashinfer_vit.blocks import program
+    from vllm_flashinfer_vit.blocks.attach import is_served_part
 
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not is_served_part(self):
             return original(self, x)
         first, act, second = mlp(self)
         if not (program.can_run(first) and program.can_run(second)):

@@ -65,7 +65,11 @@ PATCHES = (
         _FAMILY,
         "Qwen2_5_VisionBlock",
         SPEC,
-        (*ATTENTION, f"{_FAMILY}:Qwen2_5_VisionMLP.forward"),
+        (
+            *ATTENTION,
+            f"{_FAMILY}:Qwen2_5_VisionMLP.__init__",
+            f"{_FAMILY}:Qwen2_5_VisionMLP.forward",
+        ),
     ),
     block_program(
         "exaone4_5",
@@ -74,6 +78,7 @@ PATCHES = (
         (
             "exaone4_5:EXAONE4_5_VisionAttention.__init__",
             "exaone4_5:EXAONE4_5_VisionAttention.forward",
+            "exaone4:Exaone4GatedMLP.__init__",
             "exaone4:Exaone4GatedMLP.forward",
         ),
         (*BLOCK_PARAMETERS[:-1], "seqlens", BLOCK_PARAMETERS[-1]),

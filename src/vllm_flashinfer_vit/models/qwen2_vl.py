@@ -33,6 +33,7 @@ PATCHES = (
             "qwen2_vl:Qwen2VisionAttention.__init__",
             "qwen2_vl:Qwen2VisionAttention.split_qkv",
             "qwen2_vl:Qwen2VisionAttention.forward",
+            "qwen2_vl:Qwen2VisionMLP.__init__",
             "qwen2_vl:Qwen2VisionMLP.forward",
         ),
         BLOCK_PARAMETERS[:-1],

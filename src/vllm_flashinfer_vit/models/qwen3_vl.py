@@ -63,7 +63,11 @@ PATCHES = (
             family,
             "Qwen3_VisionBlock",
             SPEC,
-            (*ATTENTION, f"{family}:Qwen3_VisionMLP.forward"),
+            (
+                *ATTENTION,
+                f"{family}:Qwen3_VisionMLP.__init__",
+                f"{family}:Qwen3_VisionMLP.forward",
+            ),
         )
         for family in (_FAMILY, "qwen3_omni_moe_thinker")
     ),

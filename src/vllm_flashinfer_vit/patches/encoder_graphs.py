@@ -23,6 +23,7 @@ _STANDS_FOR = (
             "__init__",
             "capture",
             "clear",
+            "execute",
             "get_num_graphs_to_capture",
             "_capture_budget_graph",
             "_copy_padded_buffer",

@@ -87,7 +87,7 @@ def difference(method: str) -> str | None:
     marks = known().methods.get(method, {})
     if found not in marks:
         versions = [version for of_mark in marks.values() for version in of_mark]
-        where = f"vLLM {', '.join(versions)}" if versions else "any vLLM"
+        where = f"vLLM up to {versions[-1]}" if versions else "any vLLM"
         return f"{method} is not as it was read in {where}"
     return _wrapper(method)
 

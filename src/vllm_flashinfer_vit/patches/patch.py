@@ -27,7 +27,8 @@ class Patch:
         parameters: Parameter names that the original must have, in order.
         stands_for: The methods whose work the replacement does, or on whose inner
             workings it counts, each `module:Class.method`; they must be as in a vLLM
-            that they were read in. Empty if it calls the original in any case.
+            that they were read in. Empty if it only adds to the original, or answers
+            in its place without counting on it.
         replace: Takes the original function and returns the new one.
     """
 
@@ -89,7 +90,7 @@ class Patch:
                 f"{self.target} takes {', '.join(found)}; the patch was written for "
                 f"{', '.join(self.parameters)}"
             )
-        return next(filter(None, map(difference, self.stands_for)), None)
+        return "; ".join(filter(None, map(difference, self.stands_for))) or None
 
     def apply(self) -> None:
         """Put the replacement in place; nothing happens if it is there already."""

@@ -16,9 +16,9 @@ import tokenize
 from pathlib import Path
 from typing import Any
 
-# What a function does follows from neither of them.
+# What a function does follows from none of them.
 _LEFT_OUT = frozenset({"annotation", "ctx", "kind", "returns", "type_comment"})
-# Of 16 characters of a SHA-256.
+# Hexadecimal digits that are kept of a SHA-256.
 _DIGITS = 12
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef

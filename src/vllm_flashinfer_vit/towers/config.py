@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,21 @@ _DEVICE_NORMALIZE = "mm_device_do_normalize"
 _INPUT_NORM = "vllm.model_executor.layers.fusion.mm_input_norm"
 
 
+class TowerConfig(NamedTuple):
+    """What an engine would have for a tower.
+
+    Attributes:
+        vllm: The `VllmConfig`.
+        processor_kwargs: What the engine calls the image processor with.
+        input_norm: What the tower normalises bytes with, on its device; None for a
+            tower of normalised pixels.
+    """
+
+    vllm: Any
+    processor_kwargs: Mapping[str, Any]
+    input_norm: nn.Module | None
+
+
 @contextmanager
 def current_config(config: Any) -> Iterator[None]:
     """Hold a `VllmConfig` as the process's own."""
@@ -35,92 +50,76 @@ def current_config(config: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def model_folder(spec: TowerSpec, image_processor: Any | None) -> Iterator[Path]:
-    """Make the folder of a model for vLLM to read, without weights and tokenizer.
-
-    Args:
-        spec: What to build.
-        image_processor: The model's, or None for a folder without one.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(_hf_config(spec)))
-        if image_processor is not None:
-            image_processor.save_pretrained(folder)
-        yield folder
-
-
 def tower_config(
     spec: TowerSpec,
-    folder: Path,
-    multimodal: Mapping[str, Any],
+    *,
+    backend: str,
     dtype: torch.dtype,
     device: torch.device,
-    compile: bool,
-    fused_ops: bool,
-    flash_attn_version: int | None,
-) -> Any:
-    """Return the `VllmConfig` that an engine would have for a tower.
+    compile: bool = False,
+    fused_ops: bool = False,
+    attn_dtype: str | None = None,
+    fp8_scale_path: Path | None = None,
+    image_processor: Any | None = None,
+    flash_attn_version: int | None = None,
+) -> TowerConfig:
+    """Return what an engine would have for a tower; call `check_backend` first.
 
     Args:
         spec: What to build.
-        folder: From `model_folder`.
-        multimodal: Multi-modal settings by vLLM's names for them.
-        dtype: As for `build_tower`, like the rest.
-        device: See `dtype`.
-        compile: See `dtype`.
-        fused_ops: See `dtype`.
-        flash_attn_version: See `dtype`.
+        backend: As for `build_tower`, like the rest.
+        dtype: See `backend`.
+        device: See `backend`.
+        compile: See `backend`.
+        fused_ops: See `backend`.
+        attn_dtype: See `backend`.
+        fp8_scale_path: See `backend`.
+        image_processor: See `backend`.
+        flash_attn_version: See `backend`.
+
+    Raises:
+        TowerError: The image processor's mean and std are no lists of finite numbers,
+            or std is 0.
     """
     from vllm.config import (
         AttentionConfig,
-        CompilationConfig,
-        CompilationMode,
         DeviceConfig,
         ModelConfig,
+        MultiModalConfig,
         VllmConfig,
     )
 
-    if fused_ops:
-        # Without a compiler, vLLM turns its fused ops on.
-        compilation = CompilationConfig(
-            mode=CompilationMode.NONE, compile_mm_encoder=False
-        )
-    elif device.type == "cuda":
-        compilation = CompilationConfig(compile_mm_encoder=compile)
-    else:
-        # Without compilation and custom operators, layers run their plain PyTorch code.
-        compilation = CompilationConfig(
-            mode=CompilationMode.NONE, custom_ops=["none"], compile_mm_encoder=False
-        )
-    with _inspected_here(spec.family):
-        model_config = ModelConfig(
-            model=str(folder), dtype=dtype, skip_tokenizer_init=True, **multimodal
-        )
-        return VllmConfig(
-            model_config=model_config,
-            compilation_config=compilation,
-            attention_config=AttentionConfig(flash_attn_version=flash_attn_version),
-            device_config=DeviceConfig(device=device.type),
-        )
-
-
-def pixel_settings(image_processor: Any | None) -> dict[str, bool]:
-    """Return vLLM's setting of who normalises pixels, the tower or who calls it.
-
-    Args:
-        image_processor: The model's; vLLM then decides. None: who calls it.
-    """
-    from vllm.config import MultiModalConfig
-
-    # vLLM before 0.28 has towers for normalised pixels alone.
-    if _DEVICE_NORMALIZE not in MultiModalConfig.__dataclass_fields__:
-        return {}
-    # vLLM before 0.31 normalises elsewhere, to the same values but for rounding.
-    if image_processor is not None and find_spec(_INPUT_NORM) is not None:
-        return {}
-    return {_DEVICE_NORMALIZE: False}
+    multimodal: dict[str, Any] = {
+        "mm_encoder_attn_backend": backend,
+        "mm_encoder_attn_dtype": attn_dtype,
+    }
+    if fp8_scale_path is not None:
+        multimodal["mm_encoder_fp8_scale_path"] = str(fp8_scale_path)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(_hf_config(spec)))
+        # Before 0.28 vLLM has no setting, and towers take normalised pixels. From 0.28
+        # to 0.30 a model normalises before its tower, to the same but for rounding, so
+        # it is off. From 0.31 on vLLM decides, given a processor whose values it reads.
+        if image_processor is not None and find_spec(_INPUT_NORM) is not None:
+            image_processor.save_pretrained(folder)
+        elif _DEVICE_NORMALIZE in MultiModalConfig.__dataclass_fields__:
+            multimodal[_DEVICE_NORMALIZE] = False
+        with _inspected_here(spec.family):
+            model_config = ModelConfig(
+                model=name, dtype=dtype, skip_tokenizer_init=True, **multimodal
+            )
+            config = VllmConfig(
+                model_config=model_config,
+                compilation_config=_compilation(device, compile, fused_ops),
+                attention_config=AttentionConfig(flash_attn_version=flash_attn_version),
+                device_config=DeviceConfig(device=device.type),
+            )
+        norm = _input_norm(config, device)
+    # A part of vLLM's compile cache key, and what scale files are compared with.
+    config.model_config.model = spec.name
+    settings = config.model_config.multimodal_config
+    return TowerConfig(config, settings.merge_mm_processor_kwargs({}), norm)
 
 
 def normalizes_on_device(config: Any) -> bool:
@@ -129,17 +128,21 @@ def normalizes_on_device(config: Any) -> bool:
     return bool(getattr(multimodal, _DEVICE_NORMALIZE, False))
 
 
-def input_norm(config: Any, device: torch.device) -> nn.Module | None:
-    """Return what an engine normalises a tower's pixels with on the device, if it does.
+def _compilation(device: torch.device, compile: bool, fused_ops: bool) -> Any:
+    from vllm.config import CompilationConfig, CompilationMode
 
-    Args:
-        config: From `tower_config`, while its folder is there.
-        device: Where the tower runs.
+    if fused_ops:
+        # Without a compiler, vLLM turns its fused ops on.
+        return CompilationConfig(mode=CompilationMode.NONE, compile_mm_encoder=False)
+    if device.type == "cuda":
+        return CompilationConfig(compile_mm_encoder=compile)
+    # Without compilation and custom operators, layers run their plain PyTorch code.
+    return CompilationConfig(
+        mode=CompilationMode.NONE, custom_ops=["none"], compile_mm_encoder=False
+    )
 
-    Raises:
-        TowerError: The image processor's mean and std are no finite numbers, or std
-            is 0.
-    """
+
+def _input_norm(config: Any, device: torch.device) -> nn.Module | None:
     if not normalizes_on_device(config):
         return None
     from vllm.model_executor.layers.fusion.mm_input_norm import build_mm_input_norm
@@ -147,10 +150,10 @@ def input_norm(config: Any, device: torch.device) -> nn.Module | None:
     try:
         with current_config(config), device:
             norm = build_mm_input_norm(config.model_config)
-    except (ArithmeticError, AssertionError, ValueError) as error:
+    except (ArithmeticError, AssertionError, TypeError, ValueError) as error:
         raise TowerError(
             f"vLLM cannot normalise as the image processor does ({error}); check its "
-            "mean and std"
+            "mean and std, lists of one number per channel"
         ) from error
     if not all(buffer.isfinite().all() for buffer in norm.buffers()):
         raise TowerError(

@@ -6,7 +6,7 @@ language model, the scheduler and the workers around them are left out.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,7 @@ from torch import nn
 import vllm_flashinfer_vit
 from vllm_flashinfer_vit.towers.config import (
     current_config,
-    input_norm,
-    model_folder,
     normalizes_on_device,
-    pixel_settings,
     tower_config,
 )
 from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
@@ -43,6 +40,8 @@ class Tower:
         backend: Name of the attention backend in the engine's configuration.
         visual: vLLM's module, as `model.visual` in an engine.
         vllm_config: The `VllmConfig` that it was built with.
+        processor_kwargs: What an engine calls the image processor with, for `visual`
+            to fit it.
         dtype: Dtype of weights and activations.
         device: Where it runs.
     """
@@ -51,6 +50,7 @@ class Tower:
     backend: str
     visual: nn.Module
     vllm_config: Any
+    processor_kwargs: Mapping[str, Any]
     dtype: torch.dtype
     device: torch.device
 
@@ -83,12 +83,6 @@ class Tower:
     def pixel_dtype(self) -> torch.dtype:
         """What `visual` takes: uint8 if it normalises pixels itself, else `dtype`."""
         return torch.uint8 if normalizes_on_device(self.vllm_config) else self.dtype
-
-    @property
-    def processor_kwargs(self) -> dict[str, Any]:
-        """What an engine calls the image processor with, for `visual` to fit it."""
-        multimodal = self.vllm_config.model_config.multimodal_config
-        return multimodal.merge_mm_processor_kwargs({})
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -220,27 +214,18 @@ def build_tower(
     if fused_ops and (compile or device.type == "cpu"):
         raise TowerError("vLLM's fused ops need a GPU and uncompiled blocks")
     check_backend(backend, device, dtype, plugin=plugin)
-    multimodal = {
-        "mm_encoder_attn_backend": backend,
-        "mm_encoder_attn_dtype": attn_dtype,
-        **pixel_settings(image_processor),
-    }
-    if fp8_scale_path is not None:
-        multimodal["mm_encoder_fp8_scale_path"] = str(fp8_scale_path)
-    with model_folder(spec, image_processor) as folder:
-        config = tower_config(
-            spec,
-            folder,
-            multimodal,
-            dtype,
-            device,
-            compile,
-            fused_ops,
-            flash_attn_version,
-        )
-        norm = input_norm(config, device)
-    # A part of vLLM's compile cache key, and what scale files are compared with.
-    config.model_config.model = spec.name
+    config, processor_kwargs, norm = tower_config(
+        spec,
+        backend=backend,
+        dtype=dtype,
+        device=device,
+        compile=compile,
+        fused_ops=fused_ops,
+        attn_dtype=attn_dtype,
+        fp8_scale_path=fp8_scale_path,
+        image_processor=image_processor,
+        flash_attn_version=flash_attn_version,
+    )
     with current_config(config):
         _init_distributed()
         visual = _build_module(spec, config, dtype, device, norm)
@@ -249,7 +234,7 @@ def build_tower(
         else:
             load_weights(visual, spec, spec.checkpoint)
         _finish_weights(visual, config, device)
-    return Tower(spec, backend, visual.eval(), config, dtype, device)
+    return Tower(spec, backend, visual.eval(), config, processor_kwargs, dtype, device)
 
 
 def check_backend(
