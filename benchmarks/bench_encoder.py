@@ -96,7 +96,7 @@ WARM_UP_BELOW_MS = 20.0
 TURNS = 6
 ANSWER_WITHIN_S = 300.0
 # A backend, and a version of FlashAttention where it is not vLLM's choice.
-STOCK = re.compile(r"stock-(\w*[a-z])(\d)?")
+STOCK = re.compile(r"stock-(\w*[a-z])((?<=-flash_attn)\d)?")
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Worker:
         layers = self.tower.attention_layers()
         self._layer = next(iter(layers.values()))
         check_promises(contender, self._layer, self.tower.visual.blocks)
-        self._is_compiled = contender.blocks == "compiled"
+        self._blocks = contender.blocks
         self._clock = Clock(device())
         self._runs: dict[str, Run] = {}
         self._pixels = self._reference = torch.empty(0)
@@ -228,7 +228,7 @@ class Worker:
         By the first batch Inductor decides which weights it pads. An engine's first
         one, in its profiling run, is the largest that it allows.
         """
-        if self._is_compiled:
+        if self._blocks == "compiled":
             self.load(CASES["8x4096"], None)
             self._eager()
 
@@ -627,6 +627,16 @@ def _title(remote: Remote) -> str:
     return f"{remote.contender.provider} {remote.contender.blocks}"
 
 
+def default_providers(on_gpu: bool) -> tuple[str, ...]:
+    """Return the providers that can run here: stock by its backends, and the plugin."""
+    if not on_gpu:
+        return "stock-torch_sdpa", "plugin"
+    from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
+
+    four = ("stock-flash_attn4",) if is_fa_version_supported(4) else ()
+    return "stock-flash_attn", *four, "stock-flashinfer", "plugin"
+
+
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -665,7 +675,6 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     known = {**CASES, **SMOKE_CASES}
     names = args.cases or (SMOKE_CASES if args.smoke else CASES)
-    stock = ("flash_attn", "flash_attn4", "flashinfer") if on_gpu else ("torch_sdpa",)
     print(load_text())
     environment = Environment.probe()
     output = results_path("encoder", environment.gpu, args.output)
@@ -682,7 +691,7 @@ def main() -> None:
         for model in args.models or (MODELS[1:2] if args.smoke else MODELS):
             bench.run_model(
                 model,
-                args.providers or [*(f"stock-{name}" for name in stock), "plugin"],
+                args.providers or default_providers(on_gpu),
                 {name: known[name] for name in names},
                 args.depth or (2 if args.smoke else None),
             )

@@ -7,7 +7,7 @@ Weights and pixels are random, the same for every commit. Each output is compute
 two that differ are an error.
 
     python benchmarks/bits.py                                   # about 3 minutes
-    python benchmarks/bits.py --compare 7d9efbd HEAD_COMMIT     # no GPU
+    python benchmarks/bits.py --compare 7d9efbd HEAD_COMMIT --vllm 0.25.1   # no GPU
     python benchmarks/bits.py --smoke --output out/bits.csv     # no GPU
 """
 
@@ -35,6 +35,7 @@ from common import (
     is_replay,
     results_path,
 )
+from table import of_one_vllm
 
 # The only imports of the package: an older commit may have them elsewhere.
 from vllm_flashinfer_vit.choices.clock import capture
@@ -133,28 +134,41 @@ def _case_row(tower: Tower, grids: Grids, mode: str) -> dict[str, str]:
     }
 
 
-def hashes(path: Path, commit: str) -> dict[Key, Mapping[str, str]]:
+def hashes(
+    path: Path, commit: str, vllm: str | None = None
+) -> dict[Key, Mapping[str, str]]:
     """Return a commit's rows, the newest of each case.
 
+    Args:
+        path: A results file of this script.
+        commit: As in the rows.
+        vllm: Of which version; needed if the commit ran with more.
+
     Raises:
-        SystemExit: The file has no row of this commit.
+        SystemExit: The file has no row of this commit, or as `of_one_vllm`.
     """
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    found = {_key(row): row for row in rows if row["commit"] == commit}
-    if not found:
+    mine = [row for row in rows if row["commit"] == commit]
+    if not mine:
         commits = ", ".join(dict.fromkeys(row["commit"] for row in rows)) or "none"
         raise SystemExit(f"{path} has no rows of commit {commit!r}; it has: {commits}")
-    return found
+    return {_key(row): row for row in of_one_vllm(mine, vllm, path)}
 
 
-def compare(path: Path, before: str, after: str) -> list[str]:
+def compare(path: Path, before: str, after: str, vllm: str | None = None) -> list[str]:
     """Return a line for each case in which two commits differ; none if all are equal.
 
+    Args:
+        path: As for `hashes`.
+        before: A commit.
+        after: Another one.
+        vllm: As for `hashes`.
+
     Raises:
-        SystemExit: One of the commits has no rows.
+        SystemExit: As `hashes`, for one of the commits.
     """
-    old, new = hashes(path, before), hashes(path, after)
+    old, new = hashes(path, before, vllm), hashes(path, after, vllm)
     lines = []
     for key in dict.fromkeys([*old, *new]):
         name = " ".join(key)
@@ -195,8 +209,12 @@ def parse_args() -> argparse.Namespace:
         help="run nothing; print which cases differ between the rows of two commits",
     )
     parser.add_argument("--gpu", default="h200", help="whose rows --compare reads")
+    parser.add_argument("--vllm", help="with --compare: rows of this version")
     parser.add_argument("--output", help="CSV file to append to, or to compare in")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.vllm and not args.compare:
+        parser.error("--vllm picks rows that are there: it needs --compare")
+    return args
 
 
 def main() -> None:
@@ -205,11 +223,11 @@ def main() -> None:
     if args.compare:
         before, after = args.compare
         path = results_path("bits", args.gpu, args.output)
-        lines = compare(path, before, after)
+        lines = compare(path, before, after, args.vllm)
         if lines:
             print("\n".join(lines))
             raise SystemExit(f"{before} and {after} differ in {len(lines)} cases")
-        cases = len(hashes(path, after))
+        cases = len(hashes(path, after, args.vllm))
         print(f"{before} and {after} have the same bits in all {cases} cases")
         return
     on_gpu = device().type == "cuda"

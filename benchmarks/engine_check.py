@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from common import (
@@ -40,6 +39,7 @@ from engines import (
     ENTRY_POINT,
     MODELS,
     Job,
+    compiles_blocks,
     fill_tower,
     random_pixels,
     start,
@@ -110,7 +110,7 @@ def prompts(model: str) -> dict[str, dict[str, Any]]:
         f"{VISION_START}{token}{VISION_END}" for token in (IMAGE_TOKEN, VIDEO_TOKEN)
     )
     frames: Any = pixels(8, 168, 224)
-    # Qwen2.5-VL's is asked for by newer vLLM.
+    # Newer vLLM needs a video's metadata for Qwen2.5-VL, too.
     if "Qwen2-VL" not in model:
         about = {
             "fps": 2.0,
@@ -280,11 +280,9 @@ def judge(row: Mapping[str, Any]) -> list[str]:
     share = row["attention_share"]
     if share != "" and not float(share) >= LEAST_ATTENTION_SHARE:
         faults.append(f"attention makes up only {share} of the embeddings")
-    # Qwen3-VL's from 0.28 on, Qwen2-VL's never.
-    compiles = "Qwen2.5" in row["model"] or (
-        "Qwen3" in row["model"] and Version(row["vllm"]) >= Version("0.28")
+    must_compile = row["config"] == "compile_mm_encoder" and compiles_blocks(
+        row["model"], row["vllm"]
     )
-    must_compile = compiles and row["config"] == "compile_mm_encoder"
     if must_compile and not row["compiled_modules"]:
         faults.append("no block of the tower is compiled")
     return faults

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from packaging.version import Version
 
 MODELS = (
     "Qwen/Qwen2-VL-7B-Instruct",
@@ -19,6 +20,18 @@ MODELS = (
 )
 BACKENDS = {"stock-flash_attn": "FLASH_ATTN", "plugin": "FLASHINFER"}
 ENTRY_POINT = "flashinfer_vit"
+
+
+def compiles_blocks(model: str, vllm: str) -> bool:
+    """Whether a version of vLLM compiles the blocks of a model's tower, if asked to.
+
+    Args:
+        model: Name of a Qwen model.
+        vllm: The version.
+    """
+    if "Qwen3-VL" in model:
+        return Version(vllm) >= Version("0.28")
+    return "Qwen2.5-VL" in model
 
 
 @dataclass(frozen=True)
@@ -124,4 +137,5 @@ def random_pixels(
     norm = getattr(visual, "input_norm", None)
     if getattr(norm, "input_dtype", None) is torch.uint8:
         return torch.randint(256, shape, dtype=torch.uint8, **where)
-    return torch.randn(shape, dtype=weight.dtype, **where)
+    # Drawn in fp32, so that every dtype sees the same values.
+    return torch.randn(shape, **where).to(weight.dtype)

@@ -104,15 +104,13 @@ def read_rows(path: Path, vllm: str | None = None) -> list[Row]:
 
     Raises:
         SystemExit: As `of_one_vllm`.
-        ValueError: The file has other columns than the benchmarks write, or no rows.
+        ValueError: The file has other columns than the benchmarks write.
     """
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
     if tuple(reader.fieldnames or ()) != COLUMNS:
         raise ValueError(f"{path} is not a results file: its columns differ")
-    if not rows:
-        raise ValueError(f"{path} has no rows; measure first")
     rows = of_one_vllm(rows, vllm, path)
     keys = ("bench", "case", "provider", "model", "head_dim", "dtype", "mode")
     return list({tuple(row[key] for key in keys): row for row in rows}.values())

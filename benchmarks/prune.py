@@ -2,30 +2,32 @@
 """Drops rows of results that newer ones of the same stack replace.
 
 A row is replaced by a later one that measured the same thing with the same GPU, vLLM,
-torch, Triton, FlashInfer, QuACK and cuDNN. The history of the file keeps what is
-dropped.
+torch, Triton, FlashInfer, QuACK and cuDNN. A version that one of the two does not know
+counts as equal. The history of the file keeps what is dropped.
 `--commits` also drops the rows of every other commit, for contenders that nobody
 measured again and that have changed since.
 
     python benchmarks/prune.py benchmarks/results/h200/attention.csv
     python benchmarks/prune.py benchmarks/results/h200/encoder.csv \
-        --commits c244f98 781243b
+        --commits c244f98 814b4e4
 """
 
 import argparse
 import csv
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from common import STACK_COLUMNS
 
-# What was measured, in the columns that a file has of these; the stack is the rest.
+# What was measured, in the columns that a file has of these.
 IDENTITY = (
     *("bench", "level", "config", "input", "seed", "method", "model", "case"),
     *("provider", "kernel", "blocks", "class", "head_dim", "dtype", "mode", "tokens"),
-    *STACK_COLUMNS,
+    # Ten random requests do not stand for a hundred.
+    "requests",
 )
+UNKNOWN = "unknown"
 
 Row = dict[str, str]
 
@@ -37,13 +39,23 @@ def newest_rows(rows: Sequence[Row], commits: Collection[str] = ()) -> list[Row]
         rows: Oldest first.
         commits: Whose rows stay at all; empty for every commit.
     """
-    rows = [row for row in rows if not commits or row["commit"] in commits]
-    last = {
-        tuple(row.get(name) for name in IDENTITY): index
-        for index, row in enumerate(rows)
-    }
-    kept = set(last.values())
-    return [row for index, row in enumerate(rows) if index in kept]
+    newer: dict[tuple[str | None, ...], list[Row]] = defaultdict(list)
+    kept = []
+    for row in reversed(rows):
+        same = newer[tuple(row.get(name) for name in IDENTITY)]
+        is_wanted = not commits or row["commit"] in commits
+        if is_wanted and not any(is_same_stack(row, other) for other in same):
+            same.append(row)
+            kept.append(row)
+    return kept[::-1]
+
+
+def is_same_stack(one: Row, other: Row) -> bool:
+    """Whether two rows name no GPU or version that differs."""
+    return all(
+        one[name] == other[name] or UNKNOWN in (one[name], other[name])
+        for name in STACK_COLUMNS
+    )
 
 
 def main() -> None:

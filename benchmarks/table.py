@@ -3,7 +3,7 @@
 
     python benchmarks/table.py summary benchmarks/results/h200
     python benchmarks/table.py best benchmarks/results/h200/encoder.csv
-    python benchmarks/table.py best_eager benchmarks/results/h200/encoder.csv
+    python benchmarks/table.py best_eager benchmarks/results/h200/eager.csv
     python benchmarks/table.py modes benchmarks/results/h200/encoder.csv
     python benchmarks/table.py encoder benchmarks/results/h200/encoder.csv --mode eager
     python benchmarks/table.py host benchmarks/results/h200/host.csv --bench tower_host
@@ -16,7 +16,8 @@ one commit: measurements of two runs differ by more than what is compared.
 
 import argparse
 import csv
-import math
+import re
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,15 +28,17 @@ PLUGIN = "plugin"
 PLUGIN_FP8 = "plugin-fp8"
 # Shown as they are, and given a speed-up of their own.
 CHALLENGERS = (PLUGIN, PLUGIN_FP8, "plugin-hopper_fp8", "plugin-triton_fp8")
-MIXTURES = "first 100 random mixtures"
+# Contenders get through other numbers of them; a time is that of all N together.
+MIXTURES = re.compile(r"first (\d+) random mixtures")
 GRAPH_CASES = (
     "image 16x16",
     "image 32x32",
     "image 64x64",
     "8 x (32x32)",
     "20 x (20x20)",
-    MIXTURES,
 )
+# Those of the table of encoder graphs: provider and configuration.
+ENGINES = ((BASELINE, "automatic"), (PLUGIN, "automatic"), (PLUGIN, "fp8"))
 _KEYS = ("model", "case", "provider", "mode", "dtype")
 
 
@@ -63,9 +66,13 @@ def of_one_vllm(rows: Iterable[Row], vllm: str | None, path: Path) -> list[Row]:
         path: For the message.
 
     Raises:
-        SystemExit: There are several, and none was named.
+        NoRowsError: There are no rows.
+        SystemExit: There are several versions, and none was named.
     """
     rows = [row for row in rows if vllm in (None, row["vllm"])]
+    if not rows:
+        of_vllm = f" of vLLM {vllm}" if vllm else ""
+        raise NoRowsError(f"{path} has no such rows{of_vllm}; measure them first")
     if len(versions := sorted({row["vllm"] for row in rows})) > 1:
         raise SystemExit(f"{path} has vLLM {', '.join(versions)}: name one with --vllm")
     return rows
@@ -100,7 +107,7 @@ def table(rows: list[Row], group: str) -> str:
     for name, by_challenger in ratios.items():
         means = [mean(by_challenger[provider]) for provider in challengers]
         lines.append(_line([name, "geometric mean", *[""] * len(providers), *means]))
-    return "\n".join(lines)
+    return _written(lines)
 
 
 class Best:
@@ -115,7 +122,7 @@ class Best:
         rows = [
             row
             for row in rows
-            if _how(row["mode"]) == _how(own_mode)
+            if _timed(row["mode"]) == _timed(own_mode)
             and (row["provider"].startswith("stock-") or row["mode"] == own_mode)
         ]
         last = {
@@ -161,8 +168,9 @@ class Best:
         return min(mine, key=lambda row: float(row["p50_ms"]), default=None)
 
 
-def _how(mode: str) -> str:
-    return next((how for how in ("graph", "host") if mode.endswith(how)), "eager")
+def _timed(mode: str) -> str:
+    """Return what a mode times: `graph` replays, `eager` calls, or the `host` alone."""
+    return next((end for end in ("graph", "host") if mode.endswith(end)), "eager")
 
 
 def modes_table(rows: Iterable[Row]) -> str:
@@ -170,8 +178,11 @@ def modes_table(rows: Iterable[Row]) -> str:
 
     Those are of FLASH_ATTN without fused ops and compiler, in a graph if the contender
     is in one, and of the cases that both ran at one commit.
+
+    Raises:
+        NoRowsError: No contender and FLASH_ATTN ran a case in common.
     """
-    rows = [row for row in rows if _how(row["mode"]) != "host"]
+    rows = [row for row in rows if _timed(row["mode"]) != "host"]
     rows = newest(rows, lambda row: tuple(row[name] for name in _KEYS))
     base = {
         (row["model"], row["case"], row["mode"]): row
@@ -180,22 +191,29 @@ def modes_table(rows: Iterable[Row]) -> str:
     }
     ratios: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for row in rows:
-        how = _how(row["mode"])
-        ratio = speed_up(row, base.get((row["model"], row["case"], how)))
+        timed = _timed(row["mode"])
+        ratio = speed_up(row, base.get((row["model"], row["case"], timed)))
         if ratio is not None:
-            key = (_short(row["model"]), how, row["provider"], row["mode"])
+            key = (_short(row["model"]), timed, row["provider"], row["mode"])
             ratios[key].append(ratio)
-    found = sorted((*key[:2], float(mean(mine)), key) for key, mine in ratios.items())
+
+    def fastest_first(key: tuple[str, ...]) -> tuple[str, str, float]:
+        return key[0], key[1], statistics.geometric_mean(ratios[key])
+
     lines = _head(["model", "contender", "mode", "cases", f"time over {BASELINE}"])
-    for *_, key in found:
+    for key in sorted(ratios, key=fastest_first):
         model, _, provider, mode = key
         cells = [model, provider, mode, str(len(ratios[key])), mean(ratios[key])]
         lines.append(_line(cells))
-    return "\n".join(lines)
+    return _written(lines)
 
 
 def best_table(rows: Iterable[Row], own_mode: str = "graph") -> str:
-    """Write a line a case of `Best`."""
+    """Write a line a case of `Best`.
+
+    Raises:
+        NoRowsError: There is no case that stock and this package ran in such modes.
+    """
     best = Best(rows, own_mode)
     heads = ["model", "case", "stock", "which"]
     for provider in best.challengers:
@@ -218,19 +236,24 @@ def best_table(rows: Iterable[Row], own_mode: str = "graph") -> str:
             for provider in best.challengers:
                 cells += ["", best.mean(provider, model)]
             lines.append(_line(cells))
-    return "\n".join(lines)
+    return _written(lines)
 
 
 def summary_table(encoder: list[Row], graphs: list[Row]) -> str:
-    """Write one line a model: the geometric means, and the requests of real engines."""
+    """Write one line a model: the geometric means, and the requests of real engines.
+
+    Raises:
+        NoRowsError: No tower ran in a graph.
+    """
     best = Best(encoder)
+    mixtures = shared_mixtures(graphs)
     same = [row for row in best.rows if row["mode"] == "graph"]
     lines = _head(
         [
             "speed-up in bf16, and with FP8 attention",
             "over stock FLASH_ATTN in the same mode",
             "over the best of stock's backends and modes",
-            "in a real engine, 100 random requests",
+            f"in a real engine, {_count(mixtures)} random requests",
         ]
     )
     for model in sorted(best.models):
@@ -246,8 +269,8 @@ def summary_table(encoder: list[Row], graphs: list[Row]) -> str:
         )
         engine = (
             speed_up(
-                _request(graphs, model, BASELINE, "automatic"),
-                _request(graphs, model, PLUGIN, config),
+                _request(graphs, model, BASELINE, "automatic", mixtures),
+                _request(graphs, model, PLUGIN, config, mixtures),
                 "total_ms",
             )
             for config in ("automatic", "fp8")
@@ -263,7 +286,7 @@ def summary_table(encoder: list[Row], graphs: list[Row]) -> str:
                 ]
             )
         )
-    return "\n".join(lines)
+    return _written(lines)
 
 
 def _same_mode(
@@ -278,12 +301,35 @@ def _same_mode(
 
 
 def _request(
-    rows: Iterable[Row], model: str, provider: str, config: str, case: str = MIXTURES
+    rows: Iterable[Row], model: str, provider: str, config: str, case: str
 ) -> Row | None:
     wanted = (config, provider, model, case)
     keys = ("config", "provider", "model", "case")
     mine = [row for row in rows if tuple(row[key] for key in keys) == wanted]
     return mine[-1] if mine else None
+
+
+def shared_mixtures(graphs: Iterable[Row]) -> str:
+    """Return the case of the most random mixtures that all engines of a table timed.
+
+    Raises:
+        NoRowsError: They share none.
+    """
+    timed: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for row in graphs:
+        if (row["provider"], row["config"]) in ENGINES:
+            cases = timed[row["model"], row["provider"], row["config"]]
+            if MIXTURES.fullmatch(row["case"]):
+                cases.add(row["case"])
+    if not (shared := set.intersection(*timed.values()) if timed else set()):
+        raise NoRowsError("the engines timed no equal number of random mixtures")
+    return max(shared, key=lambda case: int(_count(case)))
+
+
+def _count(mixtures: str) -> str:
+    found = MIXTURES.fullmatch(mixtures)
+    assert found is not None
+    return found[1]
 
 
 def error_table(rows: Iterable[Row]) -> str:
@@ -302,38 +348,38 @@ def error_table(rows: Iterable[Row]) -> str:
             ends = f"{min(errors):.2f} to {max(errors):.2f} %" if errors else "-"
             cells.append(ends)
         lines.append(_line(cells))
-    return "\n".join(lines)
+    return _written(lines)
 
 
 def graph_table(rows: list[Row]) -> str:
-    """Write the tower's times in real engines, and what random mixtures took."""
-    lines = _head(
-        ["model", "engine", *GRAPH_CASES, "speed-up", "computed patches over real"]
-    )
+    """Write the tower's times in real engines, and what random mixtures took.
+
+    The computed patches are of the engine that timed the mixtures.
+
+    Raises:
+        NoRowsError: As `shared_mixtures`.
+    """
+    mixtures = shared_mixtures(rows)
+    heads = ["model", "engine", *GRAPH_CASES, mixtures, "speed-up"]
+    lines = _head([*heads, "computed patches over real"])
     for model in dict.fromkeys(row["model"] for row in rows):
-        base = _request(rows, model, BASELINE, "automatic")
-        for provider, config in (
-            (BASELINE, "automatic"),
-            (PLUGIN, "automatic"),
-            (PLUGIN, "fp8"),
-        ):
+        base = _request(rows, model, BASELINE, "automatic", mixtures)
+        for provider, config in ENGINES:
             cells = [_short(model), provider + (", FP8" if config == "fp8" else "")]
             for case in GRAPH_CASES:
                 row = _request(rows, model, provider, config, case)
-                total = case == MIXTURES
-                column = "total_ms" if total else "p50_ms"
-                cells.append("-" if row is None else f"{float(row[column]):.3g}")
-                if row is not None and total:
-                    cells[-1] = f"{float(row[column]):.0f}"
-            total_row = _request(rows, model, provider, config)
-            ratio = speed_up(base, total_row, "total_ms")
+                cells.append(_time(row))
+            total = _request(rows, model, provider, config, mixtures)
+            cells.append("-" if total is None else f"{float(total['total_ms']):.0f}")
+            ratio = speed_up(base, total, "total_ms")
             is_stock = provider == BASELINE
             cells.append("" if is_stock or ratio is None else f"{ratio:.2f}")
-            padded = _request(rows, model, provider, config, "random mixtures")
+            same = [row for row in rows if total and row["commit"] == total["commit"]]
+            padded = _request(same, model, provider, config, "random mixtures")
             value = padded["padded_over_real"] if padded else ""
             cells.append(f"{float(value):.2f}" if value else "-")
             lines.append(_line(cells))
-    return "\n".join(lines)
+    return _written(lines)
 
 
 def memory_table(rows: list[Row]) -> str:
@@ -346,7 +392,7 @@ def memory_table(rows: list[Row]) -> str:
         mine = (found.get((*contender, model)) for contender in contenders)
         cells = (row["peak_memory_mib"] if row else "-" for row in mine)
         lines.append(_line([_short(model), *cells]))
-    return "\n".join(lines)
+    return _written(lines)
 
 
 def host_table(rows: Iterable[Row]) -> str:
@@ -361,7 +407,7 @@ def host_table(rows: Iterable[Row]) -> str:
     lines = _head(["model", "case", "commit", *providers])
     for key, by_provider in times.items():
         lines.append(_line([*key, *(by_provider.get(p, "-") for p in providers)]))
-    return "\n".join(lines)
+    return _written(lines)
 
 
 def quantize_table(rows: Iterable[Row]) -> str:
@@ -377,12 +423,12 @@ def quantize_table(rows: Iterable[Row]) -> str:
         cells = [f"{speeds[p]:.2f}" if p in speeds else "-" for p in providers]
         share = 100 * speeds["plugin-blocks"] / speeds["copy"]
         lines.append(_line([*key, *cells, f"{share:.0f} %"]))
-    return "\n".join(lines)
+    return _written(lines)
 
 
 def mean(values: Sequence[float]) -> str:
     """The geometric mean with two digits, empty without values."""
-    return f"{math.exp(sum(map(math.log, values)) / len(values)):.2f}" if values else ""
+    return f"{statistics.geometric_mean(values):.2f}" if values else ""
 
 
 def format_ms(value: float | None) -> str:
@@ -402,6 +448,17 @@ def _short(model: str) -> str:
 
 def _head(names: Sequence[str]) -> list[str]:
     return [_line(names), "|" + "---|" * len(names)]
+
+
+def _written(lines: Sequence[str]) -> str:
+    """Return a table of `_head` and lines below it.
+
+    Raises:
+        NoRowsError: There is no line below the head.
+    """
+    if len(lines) == 2:
+        raise NoRowsError("the file has no rows of what this table compares")
+    return "\n".join(lines)
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -453,8 +510,7 @@ def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[
     """Return the rows of a file that the options ask for.
 
     Raises:
-        NoRowsError: There are none.
-        SystemExit: They are of several versions of vLLM.
+        SystemExit: As `of_one_vllm`.
     """
     wanted = {
         "mode": mode,
@@ -470,16 +526,14 @@ def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[
         and (args.cases is None or row["case"] in args.cases)
         and (args.providers is None or row["provider"] in args.providers)
     ]
-    rows = of_one_vllm(rows, args.vllm, path)
-    if not rows:
-        raise NoRowsError(f"{path} has no such rows")
-    return rows
+    return of_one_vllm(rows, args.vllm, path)
 
 
 def render(argv: Sequence[str] | None = None) -> str:
     """Return the table that the arguments ask for.
 
     Raises:
+        NoRowsError: Nothing is left to show.
         SystemExit: As `wanted_rows`, or the arguments are wrong.
     """
     args = parse_args(argv)

@@ -141,7 +141,6 @@ def draw(source: Path, target: Path, vllm: str | None = None) -> None:
 
     Raises:
         SystemExit: As `of_one_vllm`.
-        ValueError: The file has no rows.
     """
     import matplotlib
 
@@ -151,10 +150,7 @@ def draw(source: Path, target: Path, vllm: str | None = None) -> None:
     from plot import STYLE
 
     with source.open(newline="", encoding="utf-8") as file:
-        read = list(csv.DictReader(file))
-    if not read:
-        raise ValueError(f"{source} has no rows; measure first")
-    read = of_one_vllm(read, vllm, source)
+        read = of_one_vllm(csv.DictReader(file), vllm, source)
     keys = ("model", "case", "provider", "blocks", "class")
     # Of repeated measurements the last one counts.
     rows = list({tuple(row[key] for key in keys): row for row in read}.values())
@@ -249,8 +245,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output", help="CSV file to append to")
     parser.add_argument("--draw", type=Path, help="draw this CSV file, measure nothing")
     parser.add_argument("--figure", type=Path, help="SVG file to draw")
-    parser.add_argument("--vllm", help="draw rows of this version")
-    return parser.parse_args()
+    parser.add_argument("--vllm", help="with --draw: rows of this version")
+    args = parser.parse_args()
+    if args.vllm and not args.draw:
+        parser.error("--vllm picks rows that are there: it needs --draw")
+    return args
 
 
 def main() -> None:

@@ -25,6 +25,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import table as results  # noqa: E402
 
+# Packages of a column of `compatibility`, in the order of its head.
+_REQUIRED = ("torch", "flashinfer-python", "quack-kernels")
 _BLOCK = re.compile(r"(<!-- python (\S+) (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -122,12 +124,13 @@ def compatibility() -> str:
         if release.left_out:
             fitting += f"; not {', '.join(release.left_out)}"
         wanted = {name: text.strip("=") for name, text in release.libraries.items()}
-        fits = FLASHINFER_RANGE.contains(wanted["flashinfer-python"])
+        required = ", ".join(wanted.get(name, "-") for name in _REQUIRED)
+        flashinfer = wanted.get("flashinfer-python")
+        fits = flashinfer is not None and FLASHINFER_RANGE.contains(flashinfer)
         kernels = "all" if fits else f"all but {', '.join(on_cudnn)}"
         state = "tested on the CPU" if version in TESTED_VLLM else "read"
         if version in measured:
             state = f"measured: {', '.join(sorted(measured[version]))}"
-        required = ", ".join(wanted.values())
         cells = (version, runner, fitting, kernels, required, state)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -21,6 +21,7 @@ import bench_encoder
 import bench_host
 import common
 import engine_check
+import engines
 import host_load
 
 
@@ -284,7 +285,8 @@ def test_stock_runs_without_plugins_and_forced_kernels_by_setting():
     forced = of("plugin-triton_fp8", "bf16")
     assert forced.attn_dtype == "fp8"
     assert forced.environment == {"VLLM_FLASHINFER_VIT_KERNEL": "triton_fp8"}
-    for odd in ("stock", "stock-", "stock-4", "odd"):
+    odds = ("stock", "stock-", "stock-4", "stock-flashinfer4", "stock-my_flash_attn4")
+    for odd in (*odds, "odd"):
         with pytest.raises(ValueError, match="stock"):
             of(odd, "bf16")
 
@@ -299,6 +301,35 @@ def test_stock_runs_the_flash_attention_that_is_asked_for():
         )
         assert (contender.provider, contender.is_stock) == (name, True)
     assert of("plugin-flash_attn_4", "bf16").flash_attn_version is None
+
+
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_flash_attention_4_is_measured_where_vllm_can_run_it(monkeypatch, is_supported):
+    from vllm.v1.attention.backends import fa_utils
+
+    monkeypatch.setattr(
+        fa_utils, "is_fa_version_supported", lambda version: is_supported
+    )
+    found = bench_encoder.default_providers(on_gpu=True)
+    assert ("stock-flash_attn4" in found) is is_supported
+    assert {"stock-flash_attn", "stock-flashinfer", "plugin"} <= set(found)
+    assert bench_encoder.default_providers(on_gpu=False) == (
+        "stock-torch_sdpa",
+        "plugin",
+    )
+
+
+def test_pixels_are_the_same_values_in_every_dtype():
+    def drawn(dtype):
+        weight = torch.empty(8, 3, 2, 4, dtype=dtype)
+        patch_embed = SimpleNamespace(proj=SimpleNamespace(weight=weight))
+        visual = SimpleNamespace(patch_embed=patch_embed)
+        return engines.random_pixels(visual, 64, torch.Generator().manual_seed(0))
+
+    pixels = drawn(torch.float32)
+    assert pixels.shape == (64, 24)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(drawn(dtype), pixels.to(dtype))
 
 
 def test_a_contender_is_what_its_name_says():

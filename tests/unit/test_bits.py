@@ -65,6 +65,28 @@ def test_differences_are_named_with_what_else_differs(tmp_path: Path) -> None:
         bits.compare(path, "old", "odd")
 
 
+def test_commits_are_compared_on_one_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bits.csv"
+    write_rows(path, "old", {"1x256": "aa"})
+    write_rows(path, "new", {"1x256": "aa"})
+    write_rows(path, "new", {"1x256": "bb"}, vllm="0.33.0")
+    with pytest.raises(SystemExit, match=r"0\.25\.1, 0\.33\.0: name one with --vllm"):
+        bits.compare(path, "old", "new")
+    assert bits.compare(path, "old", "new", "0.25.1") == []
+    with pytest.raises(SystemExit, match=r"no such rows of vLLM 0\.33\.0"):
+        bits.compare(path, "old", "new", "0.33.0")
+    command = ["bits.py", "--vllm", "0.25.1", "--output", str(path)]
+    monkeypatch.setattr("sys.argv", [*command, "--compare", "old", "new"])
+    bits.main()
+    assert "same bits in all 1 cases" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit):
+        bits.main()
+    assert "it needs --compare" in capsys.readouterr().err
+
+
 class Unsteady:
     """A tower whose output is another at each call."""
 

@@ -58,6 +58,21 @@ def test_best_without_graphs():
     assert line.endswith("| 1x4096 | 1 | flash_attn graph | 0.5 | 2.00 |")
 
 
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("best", "eager"), ("best_eager", "graph"), ("modes", "host"), ("best", "host")],
+)
+def test_a_table_of_another_mode_than_the_rows_is_none(kind, mode):
+    rows = [
+        make_row(provider=provider, mode=mode)
+        for provider in ("stock-flash_attn", "plugin")
+    ]
+    with pytest.raises(table.NoRowsError, match="no rows"):
+        table.KINDS[kind](rows)
+    with pytest.raises(table.NoRowsError, match="no rows"):
+        table.summary_table([make_row(mode="eager")], [graph_row()])
+
+
 def test_all_contenders_and_modes_beside_each_other():
     rows = [
         make_row(provider="stock-flash_attn", samples_ms=[4.0]),
@@ -68,7 +83,7 @@ def test_all_contenders_and_modes_beside_each_other():
         make_row(provider="plugin", mode="eager", samples_ms=[5.0]),
         make_row(provider="plugin", mode="host", samples_ms=[0.1]),
         make_row(case="mixed", provider="stock-flash_attn", samples_ms=[1.0]),
-        make_row(case="mixed", provider="plugin", samples_ms=[2.0]),
+        make_row(case="mixed", provider="plugin", samples_ms=[1.9]),
         # Nothing to compare with.
         make_row(case="1x256", provider="plugin", samples_ms=[9.0]),
         {**make_row(provider="stock-flashinfer", samples_ms=[1.0]), "commit": "old"},
@@ -78,9 +93,67 @@ def test_all_contenders_and_modes_beside_each_other():
         "| Qwen3-VL-8B | stock-flash_attn | eager | 1 | 1.00 |",
         "| Qwen3-VL-8B | plugin | compiled_graph | 1 | 0.25 |",
         "| Qwen3-VL-8B | stock-flash_attn4 | compiled_graph | 1 | 0.75 |",
-        "| Qwen3-VL-8B | plugin | graph | 2 | 1.00 |",
+        "| Qwen3-VL-8B | plugin | graph | 2 | 0.97 |",
         "| Qwen3-VL-8B | stock-flash_attn | graph | 2 | 1.00 |",
     ]
+
+
+def test_modes_of_equal_text_are_in_the_order_of_their_times():
+    rows = [
+        make_row(provider="stock-flash_attn", samples_ms=[100.0]),
+        make_row(provider="plugin", samples_ms=[50.3]),
+        make_row(provider="plugin-fp8", samples_ms=[50.1]),
+    ]
+    lines = table.modes_table(rows).splitlines()[2:4]
+    assert [line.split(" | ")[1] for line in lines] == ["plugin-fp8", "plugin"]
+    assert all(line.endswith("| 0.50 |") for line in lines)
+
+
+def graph_row(
+    case="first 40 random mixtures", provider="plugin", config="automatic", **changes
+):
+    return {
+        "config": config,
+        "provider": provider,
+        "model": "Qwen/Qwen3-VL-8B-Instruct",
+        "case": case,
+        "p50_ms": "2",
+        "total_ms": "500.4",
+        "padded_over_real": "",
+        "commit": "new",
+        **changes,
+    }
+
+
+def test_engines_are_compared_over_the_mixtures_that_all_of_them_timed():
+    stock, plugin, fp8 = {"provider": "stock-flash_attn"}, {}, {"config": "fp8"}
+    timed = [(9, stock), (9, plugin), (9, fp8), (40, plugin), (40, fp8)]
+    rows = [
+        graph_row(f"first {count} random mixtures", total_ms=str(10 * count), **engine)
+        for count, engine in [*timed, (100, stock), (100, plugin)]
+    ]
+    rows.append(graph_row(total_ms="800", **stock))
+    # What engines of no line timed does not count.
+    rows.append(graph_row("first 5 random mixtures", config="encoder_only"))
+    rows.append(graph_row("image 16x16", **fp8))
+    for padded, commit in (("1.5", "new"), ("9", "of another run than the total")):
+        rows.append(
+            graph_row("random mixtures", padded_over_real=padded, commit=commit)
+        )
+    assert table.shared_mixtures(rows) == "first 40 random mixtures"
+    head, _, *lines = table.graph_table(rows).splitlines()
+    assert "| first 40 random mixtures | speed-up | computed" in head
+    missing = "| - | - | - | -"
+    assert lines == [
+        f"| Qwen3-VL-8B | stock-flash_attn | - {missing} | 800 |  | - |",
+        f"| Qwen3-VL-8B | plugin | - {missing} | 400 | 2.00 | 1.50 |",
+        f"| Qwen3-VL-8B | plugin, FP8 | 2 {missing} | 400 | 2.00 | - |",
+    ]
+    encoder = [make_row(provider="stock-flash_attn"), make_row()]
+    assert "40 random requests" in table.summary_table(encoder, rows)
+    apart = [graph_row("first 9 random mixtures"), graph_row(**stock)]
+    with pytest.raises(table.NoRowsError, match="random mixtures"):
+        table.graph_table(apart)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +233,7 @@ def test_waterfall_from_a_csv(plot, tmp_path):
     source, target = tmp_path / "rows.csv", tmp_path / "figures" / "a.svg"
     columns = (*waterfall.COLUMNS, *waterfall.ENVIRONMENT_COLUMNS)
     log = common.CsvLog(source, columns)
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(table.NoRowsError, match="measure"):
         waterfall.draw(source, target)
     for provider, name, time_ms in [
         ("stock-flash_attn", "GEMM", 20.0),
@@ -272,7 +345,7 @@ def test_other_files_are_not_drawn(plot, tmp_path):
     with pytest.raises(ValueError, match="columns"):
         plot.read_rows(path)
     common.CsvLog(tmp_path / "empty.csv")
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(table.NoRowsError, match="measure"):
         plot.read_rows(tmp_path / "empty.csv")
 
 
@@ -320,6 +393,19 @@ def test_figures_are_of_one_vllm(plot, tmp_path):
         waterfall.draw(log.path, target)
     waterfall.draw(log.path, target, "0.33.0")
     assert "vLLM 0.33.0" in target.read_text()
+    with pytest.raises(table.NoRowsError, match="no such rows of vLLM 0.1"):
+        waterfall.draw(log.path, target, "0.1")
+    with pytest.raises(table.NoRowsError, match="no such rows of vLLM 0.1"):
+        plot.draw("encoder", source, target, None, vllm="0.1")
+
+
+def test_a_profile_is_of_the_vllm_that_runs(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["waterfall.py", "--smoke", "--vllm", "0.33.0"])
+    with pytest.raises(SystemExit):
+        waterfall.parse_args()
+    assert (
+        "--vllm picks rows that are there: it needs --draw" in capsys.readouterr().err
+    )
 
 
 def test_errors_are_the_least_and_the_largest():
@@ -341,6 +427,23 @@ def test_newer_rows_of_a_stack_replace_older_ones():
     kept = prune.newest_rows(rows)
     assert kept == rows[1:]
     assert prune.newest_rows(rows, ["old"]) == rows[:1]
+
+
+def test_a_version_that_is_not_known_is_equal_to_any():
+    rows = [
+        {**make_row(samples_ms=[1.0]), "quack": "unknown"},
+        {**make_row(case="mixed"), "quack": "unknown"},
+        {**make_row(), "quack": "unknown", "vllm": "0.33.0"},
+        make_row(samples_ms=[2.0]),
+        {**make_row(samples_ms=[3.0]), "quack": "0.6.5"},
+    ]
+    assert prune.newest_rows(rows) == rows[1:]
+
+
+def test_few_requests_do_not_replace_many():
+    few, many = ({**make_row(), "requests": str(count)} for count in (15, 100))
+    assert prune.newest_rows([many, few]) == [many, few]
+    assert prune.newest_rows([few, many, few]) == [many, few]
 
 
 def test_each_contender_has_one_colour_of_its_own(plot):

@@ -4,6 +4,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,29 @@ def test_result_files_keep_the_newest_rows_of_each_stack() -> None:
         if path.stem != "bits":
             found = [dict(row) for row in table.read(path)]
             assert prune.newest_rows(found) == found, f"prune {path.name}"
+
+
+def test_rows_of_eager_mode_stand_in_one_file() -> None:
+    keys = ("vllm", "mode", "model", "case", "provider", "dtype")
+    found, others = (
+        {tuple(row[key] for key in keys) for row in table.read(RESULTS / name)}
+        for name in ("eager.csv", "encoder.csv")
+    )
+    both = {key[1] for key in found & others}
+    assert both == {"graph"}, "eager.csv has what it needs of its own run"
+
+
+def test_a_release_without_a_package_has_a_dash_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm_flashinfer_vit.patches import fingerprints
+
+    releases = dict(fingerprints.known().releases)
+    versions = {"quack-kernels": "==0.7", "torch": "==2.15"}
+    releases["0.99.0"] = replace(releases["0.33.0"], libraries=versions)
+    known = replace(fingerprints.known(), releases=releases)
+    monkeypatch.setattr(fingerprints, "known", lambda: known)
+    assert "| 2.15, -, 0.7 |" in generate.compatibility().splitlines()[-1]
 
 
 def _anchors(path: Path) -> set[str]:
