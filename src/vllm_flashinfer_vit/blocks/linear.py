@@ -75,6 +75,7 @@ class BlockWeights:
         weights = Weights(layer)
         self._layers.append(weights)
         self._places += weights.places
+        self._addresses = self._now()
         return weights
 
     def refresh(self) -> None:
