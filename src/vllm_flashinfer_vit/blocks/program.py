@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from vllm.logger import init_logger
+from vllm.model_executor.layers.utils import default_unquantized_gemm
 
 from vllm_flashinfer_vit.blocks import norms, quack
 from vllm_flashinfer_vit.blocks.aligned_linear import align, padded_inputs
@@ -402,8 +403,6 @@ def can_run(layer: Any) -> bool:
 
 def _has_default_gemm(layer: Any) -> bool:
     """Whether no other GEMM was chosen, as `--linear-backend` of vLLM 0.29 does."""
-    from vllm.model_executor.layers.utils import default_unquantized_gemm
-
     chosen = getattr(layer.quant_method, "_gemm_impl", default_unquantized_gemm)
     return chosen is default_unquantized_gemm
 
