@@ -243,6 +243,9 @@ class Worker:
             The kernels that this package picks for the case; empty for stock.
         """
         self._runs.clear()
+        if torch.cuda.is_available():
+            # The other contenders' processes share this GPU's memory.
+            torch.cuda.empty_cache()
         self._grids = [list(grid) for grid in grids]
         patches = sum(math.prod(grid) for grid in grids)
         random = torch.Generator(device()).manual_seed(0)

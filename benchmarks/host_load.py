@@ -13,15 +13,17 @@ _STAT = Path("/proc/stat")
 
 
 def load_text() -> str:
-    """Return the load average of the last minute and the number of cores, as text."""
-    return f"load {os.getloadavg()[0]:.2f} (1 minute), {os.cpu_count()} cores"
+    """Return the last minute's load average and the number of own cores, as text."""
+    cores = len(os.sched_getaffinity(0))
+    return f"load {os.getloadavg()[0]:.2f} (1 minute), {cores} cores"
 
 
 @contextmanager
 def watched_load() -> Iterator[None]:
     """Print the load that a measurement saw, and warn if others used the cores, too.
 
-    The warning goes by the cores that were busy meanwhile: in the first minute the load
+    The warning goes by the cores that were busy meanwhile, of those that this process
+    may use: `taskset` keeps other work away from them. In the first minute the load
     average still holds the building of the towers.
     """
     begin, busy_s = time.monotonic(), _busy_s()
@@ -37,7 +39,12 @@ def watched_load() -> Iterator[None]:
 
 
 def _busy_s() -> float:
-    """Return the seconds that all cores together worked since the machine started."""
-    total = _STAT.read_text().partition("\n")[0]
-    user, nice, system, _, _, irq, softirq, steal = map(int, total.split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    """Return the seconds that this process's cores worked since the machine started."""
+    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in _STAT.read_text().splitlines():
+        core, *counts = line.split()
+        if core in own:
+            user, nice, system, _, _, irq, softirq, steal = map(int, counts[:8])
+            ticks += user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -560,8 +560,21 @@ def test_busy_cores_are_a_warning(monkeypatch, capsys, busy_s, warns):
         pass
     out = capsys.readouterr().out
     assert f"{busy_s / 2:.1f} busy while measuring" in out
-    assert f"{os.cpu_count()} cores" in out
+    assert f"{len(os.sched_getaffinity(0))} cores" in out
     assert ("warning" in out) == warns
+
+
+def test_only_the_cores_that_a_process_may_use_count(monkeypatch, tmp_path):
+    # User, nice, system, idle, iowait, irq, softirq, steal; in ticks.
+    stat = tmp_path / "stat"
+    stat.write_text(
+        "cpu  111 0 0 9 9 0 0 0 0 0\ncpu0 1 2 3 9 9 4 5 6 0 0\n"
+        "cpu1 10 0 0 9 9 0 0 0 0 0\ncpu10 100 0 0 9 9 0 0 0 0 0\nctxt 7\n"
+    )
+    monkeypatch.setattr(host_load, "_STAT", stat)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 10})
+    monkeypatch.setattr(os, "sysconf", lambda name: 100)
+    assert host_load._busy_s() == pytest.approx(1.21)
 
 
 def test_environment_of_a_process_does_not_stay(monkeypatch):
