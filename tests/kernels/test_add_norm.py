@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from _rows import LEAST, assert_quantized, distance, row_scales
 from torch.nn.functional import layer_norm
 
 from cases import relative_error
@@ -50,9 +51,9 @@ def make_inputs(
     return terms, weight, bias if has_bias else None
 
 
-def assert_exact(terms, weight, bias, keep_sum: bool) -> None:
+def assert_exact(terms, weight, bias, keep_sum: bool, scales=None) -> None:
     """At most half a unit off for the one rounding, and what fp32 itself is off."""
-    total, normed = sum_norm(terms, weight, bias, EPS, keep_sum)
+    total, normed = sum_norm(terms, weight, bias, EPS, keep_sum, scales)
     exact = sum(term.double() for term in terms)
     eps = torch.finfo(torch.float32).eps
     if keep_sum:
@@ -64,6 +65,10 @@ def assert_exact(terms, weight, bias, keep_sum: bool) -> None:
         exact = exact * weight.double()
     else:
         exact = layer_norm(exact, weight.shape, weight.double(), bias.double(), EPS)
+    if scales is not None:
+        assert normed.shape == terms[0].shape
+        assert_quantized(normed, scales, exact, 16 * eps)
+        return
     assert_rounded(normed, exact, 16 * eps * exact.abs().max())
     assert (normed.dtype, normed.shape) == (terms[0].dtype, terms[0].shape)
 
@@ -80,6 +85,51 @@ def test_sum_norm(width, dtype, num_terms, has_bias, keep_sum):
         *make_inputs(7, 1, width, num_terms=num_terms, has_bias=has_bias, dtype=dtype),
         keep_sum,
     )
+
+
+@pytest.mark.parametrize("given", [None, 0.02], ids=["own", "one"])
+@pytest.mark.parametrize("width", [1152, 1280, 100, 1])
+def test_in_e4m3(width, num_terms, has_bias, keep_sum, given):
+    scales = row_scales(7, given)
+    inputs = make_inputs(7, 1, width, num_terms=num_terms, has_bias=has_bias)
+    assert_exact(*inputs, keep_sum, scales)
+    expected_scales = row_scales(7, given)
+    expected = sum_norm_ref(*inputs, EPS, keep_sum, expected_scales)[1]
+    torch.testing.assert_close(scales, expected_scales, rtol=1e-5, atol=0)
+    found = sum_norm(*inputs, EPS, keep_sum, scales)[1].float()
+    # They may fall to either side of a boundary.
+    off = distance(found, expected.float())
+    assert (off <= expected.float().abs() / 8 + LEAST).all()
+
+
+def test_settled_calls_take_other_scales(num_terms, has_bias):
+    kinds = {"num_terms": num_terms, "has_bias": has_bias}
+    terms, weight, bias = make_inputs(7, 64, **kinds)
+    x, *branches = terms
+    normed = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    for given in (None, 0.5):
+        scales = row_scales(7, given)
+        call = prepare(x, tuple(branches), weight, bias, EPS, normed, scales)
+        for at in (1, 2):
+            scales = row_scales(7, given and given * at)
+            total = torch.empty_like(x)
+            call(x, weight, weight if bias is None else bias, total, scales)
+            expected_scales = row_scales(7, given and given * at)
+            expected = sum_norm(
+                terms, weight, bias, EPS, num_terms == 3, expected_scales
+            )
+            assert torch.equal(normed.float(), expected[1].float())
+            assert torch.equal(scales, expected_scales)
+
+
+def test_scales_of_other_shapes_are_refused():
+    terms, weight, bias = make_inputs(4, 64)
+    for scales in (torch.ones(3, 1), torch.ones(4), torch.ones(4, 1).double()):
+        with pytest.raises(ValueError, match=r"one or \[4, 1\]"):
+            sum_norm(terms, weight, bias, EPS, True, scales.to(DEVICE))
+    rows = torch.empty_like(terms[0], dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="norm must be"):
+        prepare(terms[0], tuple(terms[1:]), weight, bias, EPS, rows)
 
 
 def test_sum_norm_ref(num_terms, has_bias, keep_sum):

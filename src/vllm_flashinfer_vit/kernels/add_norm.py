@@ -6,7 +6,8 @@ written, only its norm; after the MLP all three terms are added at once, so that
 residual stream is rounded once in a block, not twice, for the same reads and writes.
 
 Numerics: fp32 throughout. A sum that is kept is rounded once; its norm is of the sum
-before it is rounded.
+before it is rounded. In e4m3 the norm is rounded once, too, by scales as vLLM's kernels
+have them.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +17,10 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, Slot, cached_by_layout
+from vllm_flashinfer_vit.kernels._row_scales import quantize_row
 from vllm_flashinfer_vit.kernels.formats import (
     check_number_of_terms,
+    check_row_scales,
     check_sum_norm_inputs,
 )
 
@@ -37,12 +40,14 @@ def _sum_norm_kernel(
     bias_ptr,
     sum_ptr,
     norm_ptr,
+    scales_ptr,
     eps,
     C: tl.constexpr,
     C_PAD: tl.constexpr,
     HAS_SECOND: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KEEP_SUM: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     """Add and normalize one row of C values. Grid: (rows,)"""
     row = tl.program_id(0).to(tl.int64) * C
@@ -63,7 +68,11 @@ def _sum_norm_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
         normed += bias.to(tl.float32)
-    tl.store(norm_ptr + row + offs_c, normed.to(x_ptr.dtype.element_ty), mask=mask_c)
+    if SCALES == "none":
+        found = normed.to(x_ptr.dtype.element_ty)
+    else:
+        found = quantize_row(normed, scales_ptr, SCALES)
+    tl.store(norm_ptr + row + offs_c, found, mask=mask_c)
 
 
 def sum_norm(
@@ -72,6 +81,7 @@ def sum_norm(
     bias: torch.Tensor | None,
     eps: float,
     keep_sum: bool,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Add branches to the residual stream, and normalize the sum.
 
@@ -82,17 +92,22 @@ def sum_norm(
         bias: Like weight for a LayerNorm, None for an RMSNorm.
         eps: Added to the variance, or to the mean square.
         keep_sum: Whether the sum is wanted.
+        scales: For a norm in e4m3, `x ~ rows * scales`: fp32, one for all rows, which
+            is read, or `[T, 1]`, which is written.
 
     Returns:
-        The sum or None, and its norm, like the terms; every row is written.
+        The sum or None, and its norm, like the terms or in e4m3; every row is written.
 
     Raises:
         ValueError: A tensor breaks a demand above.
     """
     check_number_of_terms(terms)
     x, first, second = (*terms, terms[1])[:3]
-    launch = _launch(x, first, second, len(terms), weight, bias, eps, keep_sum)
-    normed = torch.empty_like(x)
+    dtype = x.dtype if scales is None else torch.float8_e4m3fn
+    normed = torch.empty_like(x, dtype=dtype)
+    launch = _launch(
+        x, first, second, len(terms), weight, bias, eps, keep_sum, normed, scales
+    )
     total = torch.empty_like(x) if keep_sum else None
     if x.numel() > 0:
         unused = normed
@@ -104,6 +119,7 @@ def sum_norm(
             weight if bias is None else bias,
             unused if total is None else total,
             normed,
+            unused if scales is None else scales,
         )
     return total, normed
 
@@ -115,6 +131,7 @@ def prepare(
     bias: torch.Tensor | None,
     eps: float,
     normed: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> Callable[..., None]:
     """Settle `sum_norm` for streams that look like this one.
 
@@ -125,12 +142,14 @@ def prepare(
         weight: As for `sum_norm`, like the other arguments.
         bias: See `weight`.
         eps: See `weight`.
-        normed: `[T, C]`, what each call writes the norm to. It may be the last branch.
+        normed: `[T, C]`, what each call writes the norm to. It may be the last branch;
+            with `scales` it is in e4m3.
+        scales: As for `sum_norm`, like those to come.
 
     Returns:
-        A call, for the current stream, of the stream, weight, bias and what to write
-        the sum to. Without a bias or a sum any tensor may stand for it. All start at a
-        multiple of 16 bytes.
+        A call, for the current stream, of the stream, weight, bias, what to write the
+        sum to, and scales, if they were given here. Without a bias or a sum any tensor
+        may stand for it. All start at a multiple of 16 bytes.
 
     Raises:
         ValueError: As `sum_norm`.
@@ -138,9 +157,10 @@ def prepare(
     count = 1 + len(branches)
     terms = (x, *branches, branches[-1])[:3]
     like = [term.view(normed.shape) for term in terms]
-    launch = _launch(*like, count, weight, bias, eps, count == 3)
+    launch = _launch(*like, count, weight, bias, eps, count == 3, normed, scales)
     given = weight, weight if bias is None else bias, x
-    return launch.settle(Slot(x), *terms[1:], *map(Slot, given), normed)
+    last = normed if scales is None else Slot(scales)
+    return launch.settle(Slot(x), *terms[1:], *map(Slot, given), normed, last)
 
 
 @cached_by_layout
@@ -153,6 +173,8 @@ def _launch(
     bias: torch.Tensor | None,
     eps: float,
     keep_sum: bool,
+    normed: torch.Tensor,
+    scales: torch.Tensor | None,
 ) -> Launch:
     terms = (x, first, second)[:num_terms]
     check_sum_norm_inputs(terms, weight, bias)
@@ -163,6 +185,11 @@ def _launch(
     if not 0 < width <= MAX_WIDTH:
         raise ValueError(f"rows must have 1 to {MAX_WIDTH} values, got {width}")
     width_pad = triton.next_power_of_2(width)
+    form = "none"
+    if scales is not None:
+        form = "own" if check_row_scales(normed, scales) else "one"
+    elif normed.dtype != x.dtype:
+        raise ValueError(f"the norm must be {x.dtype} like x, got {normed.dtype}")
     return Launch(
         _sum_norm_kernel,
         x.numel() // width,
@@ -172,5 +199,6 @@ def _launch(
         HAS_SECOND=num_terms == 3,
         HAS_BIAS=bias is not None,
         KEEP_SUM=keep_sum,
+        SCALES=form,
         num_warps=max(1, min(_MAX_WARPS, width_pad // _VALUES_PER_WARP)),
     )

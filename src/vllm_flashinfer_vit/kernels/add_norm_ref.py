@@ -9,6 +9,7 @@ from vllm_flashinfer_vit.kernels.formats import (
     check_number_of_terms,
     check_sum_norm_inputs,
 )
+from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref
 
 
 def sum_norm_ref(
@@ -17,6 +18,7 @@ def sum_norm_ref(
     bias: torch.Tensor | None,
     eps: float,
     keep_sum: bool,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Add branches to the residual stream, and normalize the sum.
 
@@ -30,9 +32,10 @@ def sum_norm_ref(
         bias: Like weight for a LayerNorm, None for an RMSNorm.
         eps: Added to the variance, or to the mean square.
         keep_sum: Whether the sum is wanted.
+        scales: As for `quantize_rows_ref`, for a norm in e4m3.
 
     Returns:
-        The sum or None, and its norm, like the terms.
+        The sum or None, and its norm, like the terms or in e4m3.
 
     Raises:
         ValueError: The shapes or dtypes do not fit together.
@@ -48,4 +51,10 @@ def sum_norm_ref(
         normed = torch.nn.functional.layer_norm(
             total, weight.shape, weight.float(), bias.float(), eps
         )
-    return total.to(x.dtype) if keep_sum else None, normed.to(x.dtype)
+    kept = total.to(x.dtype) if keep_sum else None
+    if scales is None:
+        return kept, normed.to(x.dtype)
+    rows = torch.empty_like(normed, dtype=torch.float8_e4m3fn)
+    width = x.shape[-1]
+    quantize_rows_ref(normed.reshape(-1, width), rows.view(-1, width), scales)
+    return kept, rows

@@ -8,11 +8,13 @@ only a number loads no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 if TYPE_CHECKING:
     import torch
 
+# Of an MLP; `swiglu` takes stacked [gate; up].
+Activation = Literal["swiglu", "quick_gelu", "tanh_gelu"]
 # Tokens of a sequence that share a scale in `QuantizedQKV`.
 BLOCK = 128
 # Tokens of the longest sequence that the window kernel takes.
@@ -21,6 +23,9 @@ MAX_WINDOW = 128
 HISTORY = 16
 # The largest number in e4m3.
 E4M3_MAX = 448.0
+# The least scale of a row in e4m3, as vLLM has it: `_FP8_MIN_SCALING_FACTOR` of its
+# vllm/model_executor/layers/quantization/input_quant_fp8.py.
+MIN_ROW_SCALE = 1.0 / (E4M3_MAX * 512.0)
 # The largest q and k: 28 * 28 * 83 fits fp16, where the Hopper kernel has its scores.
 QK_MAX = 28.0
 # The least normal number in fp32, and so the least scale.
@@ -185,3 +190,33 @@ def check_sum_norm_inputs(
             f"weight and bias must be [{x.shape[-1]}], got {tuple(weight.shape)} and "
             f"{None if bias is None else tuple(bias.shape)}"
         )
+
+
+def check_row_scales(rows: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Check rows in e4m3 and their scales.
+
+    Args:
+        rows: `[..., C]`, T rows in all.
+        scales: One element in at most one dim for all rows, or `[T, 1]` for each its
+            own.
+
+    Returns:
+        Whether each row has its own.
+
+    Raises:
+        ValueError: They are of other dtypes or shapes.
+    """
+    import torch
+
+    num_rows = rows.numel() // rows.shape[-1]
+    is_own = tuple(scales.shape) == (num_rows, 1)
+    if (
+        rows.dtype != torch.float8_e4m3fn
+        or scales.dtype != torch.float32
+        or not (is_own or (scales.dim() < 2 and scales.numel() == 1))
+    ):
+        raise ValueError(
+            f"rows must be e4m3, scales fp32 and one or [{num_rows}, 1], got "
+            f"{rows.dtype}, {scales.dtype} and {tuple(scales.shape)}"
+        )
+    return is_own

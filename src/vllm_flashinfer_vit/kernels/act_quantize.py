@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An MLP's activation, and the quantising of its rows for a GEMM in FP8, in one pass.
+
+It adds the first layer's bias, too, and writes the zeros that the second layer's
+padding meets: vLLM runs activation, padding and quantising as three kernels.
+
+Numerics: fp32 throughout, rounded once, to e4m3.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_flashinfer_vit.kernels._launch import Launch, Slot, cached_by_layout
+from vllm_flashinfer_vit.kernels._row_scales import quantize_row
+from vllm_flashinfer_vit.kernels.formats import Activation, check_row_scales
+
+# A program holds one row in registers.
+MAX_WIDTH = 16384
+_VALUES_PER_WARP = 32 * 16
+_MAX_WARPS = 16
+# GELU by tanh, as a sigmoid of twice the argument: sqrt(8 / pi) (x + 0.044715 x^3).
+_TANH_SCALE = tl.constexpr(1.5957691216057308)
+
+
+@triton.jit
+def _act_quantize_kernel(
+    values_ptr,
+    bias_ptr,
+    rows_ptr,
+    scales_ptr,
+    stride_v,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    ROW: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """Apply the activation to one row and quantise it. Grid: (rows,)"""
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, WIDTH_PAD)
+    mask = offs < WIDTH
+    at = values_ptr + row * stride_v + offs
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION == "swiglu":
+        up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            up += tl.load(bias_ptr + WIDTH + offs, mask=mask, other=0.0).to(tl.float32)
+        y = x * tl.sigmoid(x) * up
+    elif ACTIVATION == "quick_gelu":
+        y = x * tl.sigmoid(1.702 * x)
+    else:
+        y = x * tl.sigmoid(_TANH_SCALE * (x + 0.044715 * x * x * x))
+    quantized = quantize_row(y, scales_ptr, SCALES)
+    tl.store(rows_ptr + row * ROW + offs, quantized, mask=offs < ROW)
+
+
+def act_quantize(
+    values: torch.Tensor,
+    width: int,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    rows: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
+    """Add a bias, apply an activation, quantise: `act(values + bias) ~ rows * scales`.
+
+    Args:
+        values: `[T, W]` fp32, fp16 or bf16, rows of any stride: `width` columns, twice
+            as many of [gate; up] for `swiglu`; what is after them is not read.
+        width: Columns that the activation returns, up to `MAX_WIDTH`.
+        bias: As many as columns that are read, contiguous, or None.
+        activation: What is computed.
+        rows: `[T, Wp]` e4m3, contiguous, Wp from `width` on; written, with zeros from
+            column `width` on.
+        scales: fp32: one for all rows, which is read, or `[T, 1]`, which is written.
+
+    Raises:
+        ValueError: A tensor breaks a demand above.
+    """
+    launch = _launch(values, width, bias, activation, rows, scales)
+    if len(values):
+        launch(values, values if bias is None else bias, rows, scales)
+
+
+def prepare(
+    values: torch.Tensor,
+    width: int,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    rows: torch.Tensor,
+    scales: torch.Tensor,
+) -> Callable[[torch.Tensor | None, torch.Tensor], None]:
+    """Settle `act_quantize` for values and rows that stay where they are.
+
+    Args:
+        values: As for `act_quantize`, T above 0. Calls read what it holds by then.
+        width: As for `act_quantize`, like the other arguments.
+        bias: See `width`.
+        activation: See `width`.
+        rows: See `width`.
+        scales: See `width`.
+
+    Returns:
+        A call, for the current stream, of a bias and scales like these, which start at
+        a multiple of 16 bytes.
+
+    Raises:
+        ValueError: As `act_quantize`.
+    """
+    launch = _launch(values, width, bias, activation, rows, scales)
+    given = Slot(values if bias is None else bias)
+    settled = launch.settle(values, given, rows, Slot(scales))
+    return functools.partial(_run, settled, values)
+
+
+def _run(
+    settled: Callable[..., None],
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    scales: torch.Tensor,
+) -> None:
+    # Of a bias that is not there nothing is read.
+    settled(values if bias is None else bias, scales)
+
+
+@cached_by_layout
+def _launch(
+    values: torch.Tensor,
+    width: int,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    rows: torch.Tensor,
+    scales: torch.Tensor,
+) -> Launch:
+    read = 2 * width if activation == "swiglu" else width
+    if values.dim() != 2 or values.shape[1] < read or values.stride(1) != 1:
+        raise ValueError(
+            f"values must be [T, {read} or more] with contiguous columns, got "
+            f"{tuple(values.shape)} with strides {values.stride()}"
+        )
+    if bias is not None and (tuple(bias.shape) != (read,) or not bias.is_contiguous()):
+        raise ValueError(
+            f"the bias must be [{read}] and contiguous, got {tuple(bias.shape)} with "
+            f"strides {bias.stride()}"
+        )
+    if (
+        rows.dim() != 2
+        or len(rows) != len(values)
+        or not rows.is_contiguous()
+        or not 0 < width <= rows.shape[1] <= MAX_WIDTH
+    ):
+        raise ValueError(
+            f"rows must be [{len(values)}, {width} to {MAX_WIDTH}], contiguous and not "
+            f"empty, got {tuple(rows.shape)} with strides {rows.stride()}"
+        )
+    is_own = check_row_scales(rows, scales)
+    width_pad = triton.next_power_of_2(rows.shape[1])
+    return Launch(
+        _act_quantize_kernel,
+        len(values),
+        values.stride(0),
+        WIDTH=width,
+        WIDTH_PAD=width_pad,
+        ROW=rows.shape[1],
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        SCALES="own" if is_own else "one",
+        num_warps=max(1, min(_MAX_WARPS, width_pad // _VALUES_PER_WARP)),
+    )

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows in e4m3 with scales, and how exact they must be."""
+
+import torch
+
+from vllm_flashinfer_vit.kernels.formats import MIN_ROW_SCALE
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Half a unit of e4m3, whose fraction has three bits. Triton's interpreter truncates.
+UNIT = 2.0**-4 if DEVICE == "cuda" else 2.0**-3
+LOOSE = {"rtol": 1e-5, "atol": 0.0}
+# The least positive number in e4m3.
+LEAST = 2.0**-9
+
+
+def row_scales(rows: int, given: float | None) -> torch.Tensor:
+    """Return one scale for all rows, or room for one of each."""
+    if given is None:
+        return torch.full((rows, 1), float("nan"), device=DEVICE)
+    return torch.tensor([given], device=DEVICE)
+
+
+def distance(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Return how far values are off; the interpreter may lose a carry, and a half."""
+    off = (found - exact).abs()
+    return off if DEVICE == "cuda" else torch.minimum(off, (2 * found - exact).abs())
+
+
+def assert_quantized(
+    rows: torch.Tensor, scales: torch.Tensor, exact: torch.Tensor, slack: float
+) -> None:
+    """Check rows in e4m3 against fp64, half a unit off, and `slack` of the largest."""
+    assert rows.dtype == torch.float8_e4m3fn
+    width = exact.shape[-1]
+    exact = exact.reshape(-1, width)
+    found = rows.reshape(len(exact), -1)
+    scale = scales.double().reshape(-1, 1)
+    if scales.dim() == 2:
+        absmax = exact.abs().amax(-1, keepdim=True)
+        least = torch.full_like(absmax, MIN_ROW_SCALE)
+        torch.testing.assert_close(scale, torch.maximum(absmax / 448, least), **LOOSE)
+    clamped = exact.clamp(-448 * scale, 448 * scale)
+    off = distance(found[:, :width].double() * scale, clamped)
+    most = UNIT * clamped.abs() + 2 * LEAST * scale + slack * exact.abs().max()
+    assert (off <= most).all()
+    assert not found[:, width:].float().any()
