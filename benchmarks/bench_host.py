@@ -240,6 +240,7 @@ def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
     Raises:
         RuntimeError: vLLM's own steps run the blocks.
     """
+    from vllm_flashinfer_vit.blocks import linear
     from vllm_flashinfer_vit.blocks.attach import program_of
 
     program = program_of(tower.visual.get_submodule("blocks.0"))
@@ -263,24 +264,25 @@ def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
     names = "cu_seqlens", "rotary_pos_emb_cos", "rotary_pos_emb_sin", "max_seqlen"
     values = tuple(tables[name] for name in names)
     total = torch.empty_like(x)
-    following = program._tower.blocks[1]._norm1
+    following = program._tower.blocks[1]
     context, settled = program._attend(now, now.qkv, values, None)
     attended, normed = now.attended, now.normed
-    hidden = program._hidden(now)
+    mlp = program._mlp
+    hidden = mlp.hidden_of(now)
     return {
         "QKV projection": lambda: program._project(now),
         "rotary, attention": lambda: program._attend(now, now.qkv, values, None),
-        "projection": lambda: program._linear(
-            settled, "proj", program._proj, context, attended
+        "projection": lambda: program._projected(now, settled, context),
+        "sum, norm": lambda: program._sum(
+            now, x, (attended,), program._norm2, None, mlp.reader
         ),
-        "sum, norm": lambda: program._sum(now, x, (attended,), program._norm2, None),
-        "MLP, first": lambda: program._hidden(now),
-        "MLP, second": lambda: program._linear(
-            now.settled, "second", program._second, hidden, normed
+        "MLP, first": lambda: mlp.hidden_of(now),
+        "MLP, second": lambda: linear.run(
+            now.settled, "second", mlp.second, hidden, normed
         ),
         "memory for the sum": lambda: torch.empty_like(x),
         "last sum, norm": lambda: program._sum(
-            now, x, (attended, normed), following, total
+            now, x, (attended, normed), following._norm1, total, following._qkv
         ),
     }
 

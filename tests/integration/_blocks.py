@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Towers with patched blocks: built with and without patches, run and loaded again."""
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -21,12 +20,13 @@ from vllm_flashinfer_vit.blocks.quack import QUICK_GELU, SWIGLU, TANH_GELU
 from vllm_flashinfer_vit.patches.patch import revert_group
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES, Settings
 from vllm_flashinfer_vit.towers import tower
-from vllm_flashinfer_vit.towers.spec import FAMILIES, TowerSpec
+from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
 # No multiple of 8, like 3420 and the 1710 and 855 of its ranks.
 SIZE, ALIGNED = 44, 64
 GRIDS = [[1, 12, 20], [1, 6, 4]]
+LAYERS = ("qkv", "proj", "first", "second")
 SPECS = {
     "qwen2_vl": {
         "depth": 2,
@@ -121,6 +121,17 @@ def programs(of: Tower) -> list[BlockProgram]:
     return found  # type: ignore[return-value]
 
 
+def kinds(of: Tower) -> set[tuple[str, ...]]:
+    """Return what runs `LAYERS`, once for all blocks that are alike."""
+    return {
+        tuple(
+            type(step).__name__
+            for step in (one._qkv, one._proj, one._mlp.first, one._mlp.second)
+        )
+        for one in programs(of)
+    }
+
+
 def mlp(of: Tower) -> Any:
     return of.visual.get_submodule("blocks.0.mlp")
 
@@ -171,26 +182,28 @@ def quantized(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
         # As `LinearBase` gets without a configuration.
         return UnquantizedLinearMethod() if hasattr(layer, "output_size") else None
 
-    config = SimpleNamespace(get_quant_method=method, online_quantization_config=None)
-    find = tower.model_module
-
-    def model_module(family: Any) -> Any:
-        module, names = find(family), FAMILIES[family]
-        cls = functools.partial(getattr(module, names.tower), quant_config=config)
-        model = getattr(module, names.model)
-        return SimpleNamespace(**{names.tower: cls, names.model: model})
-
-    monkeypatch.setattr(tower, "model_module", model_module)
+    change_config(
+        monkeypatch,
+        quant_config=SimpleNamespace(
+            get_quant_method=method, online_quantization_config=None
+        ),
+    )
 
 
 def allow_lora(is_wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have towers built for an engine with or without adapters of its tower."""
+    lora = SimpleNamespace(enable_tower_connector_lora=is_wanted)
+    change_config(monkeypatch, lora_config=lora)
+
+
+def change_config(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
+    """Have towers built in a `VllmConfig` with other values, unchecked."""
     make = tower.tower_config
 
     def config(*args: Any, **kwargs: Any) -> Any:
         made = make(*args, **kwargs)
-        lora = SimpleNamespace(enable_tower_connector_lora=is_wanted)
-        object.__setattr__(made.vllm, "lora_config", lora)
+        for name, value in values.items():
+            object.__setattr__(made.vllm, name, value)
         return made
 
     monkeypatch.setattr(tower, "tower_config", config)

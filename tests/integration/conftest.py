@@ -26,9 +26,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have linear layers run past their own methods, as on a GPU."""
-    from vllm_flashinfer_vit.blocks import linear, program
+    from vllm_flashinfer_vit.blocks import layers, linear
 
-    monkeypatch.setattr(program, "can_run", linear.is_plain)
+    monkeypatch.setattr(layers, "can_run", linear.is_plain)
     # A CPU's op of this name computes another GELU.
     monkeypatch.setattr(torch, "_addmm_activation", _addmm_gelu)
 

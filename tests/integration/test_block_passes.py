@@ -14,7 +14,7 @@ from _towers import cpu_only
 
 from cases import relative_error
 from vllm_flashinfer_vit.blocks import tower_pass
-from vllm_flashinfer_vit.blocks.program import BlockProgram
+from vllm_flashinfer_vit.blocks.mlp import Mlp
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
 from vllm_flashinfer_vit.towers.tower import Tower
 
@@ -213,7 +213,7 @@ class TestBuffers:
         total = call(served, 0, x, with_)
         with monkeypatch.context() as context:
             # After the second norm.
-            context.setattr(BlockProgram, "_hidden", self.fail)
+            context.setattr(Mlp, "hidden_of", self.fail)
             with pytest.raises(KeyError):
                 call(served, 1, total, with_)
         gc.collect()

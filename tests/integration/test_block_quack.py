@@ -30,7 +30,8 @@ from _towers import cpu_only
 from torch.nn.functional import linear
 
 from cases import relative_error
-from vllm_flashinfer_vit.blocks import program, quack
+from vllm_flashinfer_vit.blocks import layers, quack
+from vllm_flashinfer_vit.blocks import mlp as mlp_module
 from vllm_flashinfer_vit.blocks.quack import SWIGLU, Views
 from vllm_flashinfer_vit.towers.tower import Tower
 
@@ -84,8 +85,8 @@ def set_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the batch of `outputs` be a large one."""
-    monkeypatch.setattr(program, "MIN_QUACK_ROWS", ROWS)
-    monkeypatch.setattr(program, "MIN_QUACK_PLAIN_ROWS", ROWS)
+    monkeypatch.setattr(mlp_module, "MIN_QUACK_ROWS", ROWS)
+    monkeypatch.setattr(layers, "MIN_QUACK_PLAIN_ROWS", ROWS)
 
 
 def build_bf16(family: str, backend: str = "FLASHINFER", **vision: Any) -> Tower:
@@ -174,7 +175,7 @@ class TestQuack:
         large: None,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        said = log_of(program, monkeypatch)
+        said = log_of(layers, monkeypatch)
         right = quack.prepare
         wrong = None if place == "qkv" else ACTIVATIONS[family]
 
@@ -208,7 +209,7 @@ class TestQuack:
     def test_a_kernel_that_cannot_be_built(
         self, family: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        said = log_of(program, monkeypatch)
+        said = log_of(layers, monkeypatch)
 
         def prepare(*args: Any) -> None:
             raise RuntimeError("no ptxas here")
@@ -224,7 +225,7 @@ class TestQuack:
     ) -> None:
         def taken(dtype: torch.dtype = torch.bfloat16, **vision: Any) -> list[bool]:
             one = programs(build(family, dtype=dtype, **vision))[0]
-            return [one._quack_qkv is not None, one._quack_mlp is not None]
+            return [one._large_qkv is not None, one._mlp.large is not None]
 
         assert taken() == [True, True]
         assert taken(torch.float16) == [True, True]

@@ -14,12 +14,14 @@ from _blocks import (
     ACTIVATIONS,
     FUNCTIONS,
     GRIDS,
+    LAYERS,
     SIZE,
     SPECS,
     allow_lora,
     blocks,
     build,
     image,
+    kinds,
     mlp,
     outputs,
     programs,
@@ -30,8 +32,9 @@ from _towers import cpu_only
 from torch import nn
 
 from cases import relative_error
+from vllm_flashinfer_vit.blocks import layers
 from vllm_flashinfer_vit.blocks import linear as steps_module
-from vllm_flashinfer_vit.blocks import program
+from vllm_flashinfer_vit.blocks import mlp as mlp_module
 from vllm_flashinfer_vit.blocks.attach import program_of
 from vllm_flashinfer_vit.blocks.linear import Gemm
 from vllm_flashinfer_vit.towers.tower import Tower
@@ -40,15 +43,6 @@ pytestmark = cpu_only
 
 TOLERANCE = 1e-6
 ROWS = sum(t * h * w for t, h, w in GRIDS)
-LAYERS = ("qkv", "proj", "first", "second")
-
-
-def kinds(of: Tower) -> set[tuple[str, ...]]:
-    """Return what runs `LAYERS`, once for all blocks that are alike."""
-    return {
-        tuple(type(getattr(one, f"_{name}")).__name__ for name in LAYERS)
-        for one in programs(of)
-    }
 
 
 @pytest.mark.usefixtures("direct")
@@ -158,7 +152,7 @@ class TestGemms:
             calls.append((*out.shape, values.shape[1]))
             out.copy_(FUNCTIONS[ACTIVATIONS[family]](values))
 
-        monkeypatch.setattr(program, "_compiled_act", lambda activation: act_into)
+        monkeypatch.setattr(mlp_module, "_compiled_act", lambda activation: act_into)
         served = build(family)
         found = outputs(served)
         width = programs(served)[0].widths[1]
@@ -184,8 +178,8 @@ class TestGemms:
                 block.set_submodule(name, other)
         for one in programs(served):
             one.build()
-        assert programs(served)[0]._act_into is None
-        assert not programs(served)[0]._first_acts
+        assert programs(served)[0]._mlp.act_into is None
+        assert not programs(served)[0]._mlp.acts
         if family != "qwen2_5_vl":
             assert relative_error(outputs(served), outputs(stock)) < TOLERANCE
 
@@ -310,4 +304,4 @@ class TestIsPlain:
         assert not steps_module.is_plain(row)
 
     def test_on_a_cpu(self, layer: Any) -> None:
-        assert not program.can_run(layer)
+        assert not layers.can_run(layer)

@@ -11,7 +11,7 @@ from _towers import cpu_only
 from vllm import envs
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-from vllm_flashinfer_vit.blocks import program
+from vllm_flashinfer_vit.blocks import layers as block_layers
 from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = cpu_only
@@ -61,9 +61,9 @@ def test_layers_with_another_method_run_it(tower: Tower, place: int) -> None:
 def test_another_gemm_that_was_chosen_is_not_passed_by(tower: Tower) -> None:
     layer = ends(tower)[0]
     layer.quant_method._gemm_impl = default_unquantized_gemm
-    assert program._has_default_gemm(layer)
+    assert block_layers._has_default_gemm(layer)
     layer.quant_method._gemm_impl = lambda *_: None
-    assert not program._has_default_gemm(layer)
+    assert not block_layers._has_default_gemm(layer)
 
 
 @pytest.mark.usefixtures("direct")

@@ -65,7 +65,7 @@ from vllm.distributed import parallel_state
 checkpoint, shared, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 sys.path.insert(0, sys.argv[4])
 from simulated_graphs import build_manager, capture, simulated_graphs
-from vllm_flashinfer_vit.blocks import attach, program
+from vllm_flashinfer_vit.blocks import attach, layers
 from vllm_flashinfer_vit.blocks.linear import is_plain
 from vllm_flashinfer_vit.towers.spec import resolve_spec
 from vllm_flashinfer_vit.towers.tower import build_tower
@@ -99,7 +99,7 @@ def build():
 
 _, own, _ = build()
 # Now layers whose outputs are not summed over ranks run as on a GPU.
-program.can_run = is_plain
+layers.can_run = is_plain
 torch._addmm_activation = addmm_gelu
 tower, out, steps = build()
 with simulated_graphs():

@@ -12,7 +12,7 @@ import torch
 
 from vllm_flashinfer_vit.blocks import cublaslt
 from vllm_flashinfer_vit.blocks.cublaslt import LayerWeights, Problems
-from vllm_flashinfer_vit.blocks.linear import BlockWeights, LtGemm
+from vllm_flashinfer_vit.blocks.linear import BlockWeights, LtGemm, Weights
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -158,7 +158,7 @@ def test_on_a_side_stream() -> None:
 def test_weights_that_are_loaded_anew_or_moved() -> None:
     module = torch.nn.Linear(1152, 1152, device="cuda", dtype=torch.bfloat16)
     weights = BlockWeights()
-    step = LtGemm(weights.add(module), Problems())
+    step = LtGemm(weights.add(Weights(module)), Problems())
     x = make_x(64, 1152, torch.bfloat16)
     out = x.new_empty(64, 1152)
     call = step.prepare(x, out)

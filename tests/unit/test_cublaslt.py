@@ -13,7 +13,7 @@ import torch
 
 from vllm_flashinfer_vit.blocks import cublaslt
 from vllm_flashinfer_vit.blocks.cublaslt import LayerWeights, Problems
-from vllm_flashinfer_vit.blocks.linear import BlockWeights, LtGemm
+from vllm_flashinfer_vit.blocks.linear import BlockWeights, LtGemm, Weights
 
 HANDLE, STREAM = 11, 77
 
@@ -344,7 +344,7 @@ def test_a_launch_that_is_refused(library: Library) -> None:
 def test_a_layer_is_described_anew_where_its_weights_move(library: Library) -> None:
     module = torch.nn.Linear(16, 8).half()
     weights = BlockWeights()
-    step = LtGemm(weights.add(module), Problems())
+    step = LtGemm(weights.add(Weights(module)), Problems())
     first = step.layer
     assert step.layer is first
     module.bias.data.fill_(1)

@@ -7,7 +7,7 @@ them, while an engine runs.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
@@ -28,6 +28,17 @@ class Step(Protocol):
     @property
     def layer(self) -> Any:
         """Weight and bias, where they are now, as the settled call takes them."""
+
+
+class Parameters(Protocol):
+    """A layer's parameters, as what runs the layer takes them."""
+
+    @property
+    def places(self) -> list[tuple[dict[str, Any], str]]:
+        """Where the layer has them."""
+
+    def renew(self) -> None:
+        """Take them as they are now."""
 
 
 class Weights:
@@ -61,18 +72,20 @@ class Weights:
         self.made: dict[object, Any] = {}
 
 
+_P = TypeVar("_P", bound=Parameters)
+
+
 class BlockWeights:
     """The weights of the layers of a block that are run here."""
 
     def __init__(self) -> None:
         """Begin without layers."""
-        self._layers: list[Weights] = []
+        self._layers: list[Parameters] = []
         self._places: list[tuple[dict[str, Any], str]] = []
         self._addresses: list[int] = []
 
-    def add(self, layer: torch.nn.Module) -> Weights:
-        """Take a layer."""
-        weights = Weights(layer)
+    def add(self, weights: _P) -> _P:
+        """Take a layer's parameters."""
         self._layers.append(weights)
         self._places += weights.places
         self._addresses = self._now()
@@ -230,3 +243,27 @@ def is_plain(layer: Any) -> bool:
     is_summed = isinstance(layer, RowParallelLinear) and layer.tp_size > 1
     is_gathered = getattr(layer, "gather_output", False) and layer.tp_size > 1
     return not (is_summed or is_gathered or layer.skip_bias_add)
+
+
+def run(
+    settled: dict[object, Any],
+    name: str,
+    step: Step | OwnLinear,
+    x: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Return a layer's output: `out`, unless the layer is vLLM's own."""
+    if isinstance(step, OwnLinear):
+        return step(x.flatten(1))
+    found = settled.get(name)
+    # Attention may return a tensor of its own each time.
+    if found is None or found[0] is not x:
+        flat = x.flatten(1)
+        found = settled[name] = x, step.prepare(flat, out)
+    found[1](step.layer)
+    return out
+
+
+def linear(weights: Weights, x: torch.Tensor) -> torch.Tensor:
+    """Return a layer's output for `[T, inputs]`, by PyTorch's call."""
+    return torch.nn.functional.linear(x, weights.weight, weights.bias)

@@ -6,8 +6,13 @@ from typing import Any, Literal
 
 import torch
 
-# Takes the stream, the norm, and what to write the sum to, or None.
-SumNorm = Callable[[torch.Tensor, "Norm", torch.Tensor | None], None]
+from vllm_flashinfer_vit.blocks.fp8_linear import quantize
+
+# Takes the stream, the norm, what to write the sum to, or None, and the scales that the
+# norm's rows are quantised by, where they are.
+SumNorm = Callable[
+    [torch.Tensor, "Norm", torch.Tensor | None, torch.Tensor | None], None
+]
 
 
 class Norm:
@@ -48,6 +53,7 @@ def prepare(
     branches: tuple[torch.Tensor, ...],
     norm: Norm,
     normed: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> SumNorm:
     """Settle a residual sum and its norm.
 
@@ -57,6 +63,8 @@ def prepare(
             calls read. The sum with one is not kept.
         norm: One of the norms that will be applied; all have its `eps`.
         normed: `[T, C]`, what calls write the norm to. It may be the last branch.
+        scales: For a norm in e4m3: scales like those to come, see
+            `kernels.add_norm.prepare`.
 
     Returns:
         A call.
@@ -65,17 +73,28 @@ def prepare(
         return _reference(branches, normed)
     from vllm_flashinfer_vit.kernels import add_norm
 
-    launch = add_norm.prepare(x, branches, norm.weight, norm.bias, norm.eps, normed)
+    launch = add_norm.prepare(
+        x, branches, norm.weight, norm.bias, norm.eps, normed, scales
+    )
 
-    def call(x: torch.Tensor, norm: Norm, total: torch.Tensor | None) -> None:
+    def call(
+        x: torch.Tensor,
+        norm: Norm,
+        total: torch.Tensor | None,
+        scales: torch.Tensor | None,
+    ) -> None:
         weight, bias = norm.weight, norm.bias
         # Of what is not there, nothing is read or written.
-        launch(
+        given = (
             x,
             weight,
             weight if bias is None else bias,
             normed if total is None else total,
         )
+        if scales is None:
+            launch(*given)
+        else:
+            launch(*given, scales)
 
     return call
 
@@ -83,10 +102,15 @@ def prepare(
 def _reference(branches: tuple[torch.Tensor, ...], normed: torch.Tensor) -> SumNorm:
     from vllm_flashinfer_vit.kernels.add_norm_ref import sum_norm_ref
 
-    def call(x: torch.Tensor, norm: Norm, total: torch.Tensor | None) -> None:
+    def call(
+        x: torch.Tensor,
+        norm: Norm,
+        total: torch.Tensor | None,
+        scales: torch.Tensor | None,
+    ) -> None:
         terms = [term.view(normed.shape) for term in (x, *branches)]
         kept, found = sum_norm_ref(
-            terms, norm.weight, norm.bias, norm.eps, total is not None
+            terms, norm.weight, norm.bias, norm.eps, total is not None, scales
         )
         normed.copy_(found)
         if total is not None and kept is not None:
@@ -100,15 +124,39 @@ def separate(
     branches: tuple[torch.Tensor, ...],
     norm: Norm,
     normed: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> SumNorm:
     """Return what `prepare` does as vLLM does it: sums are rounded, then normalised."""
 
-    def call(x: torch.Tensor, norm: Norm, total: torch.Tensor | None) -> None:
+    def call(
+        x: torch.Tensor,
+        norm: Norm,
+        total: torch.Tensor | None,
+        scales: torch.Tensor | None,
+    ) -> None:
         summed = x.view(normed.shape)
         for branch in branches:
             summed = summed + branch.view(normed.shape)
         if total is not None:
             total.copy_(summed.view(total.shape))
-        normed.copy_(norm.module(summed))
+        write_norm(norm, summed, normed, scales)
 
     return call
+
+
+def write_norm(
+    norm: Norm, x: torch.Tensor, normed: torch.Tensor, scales: torch.Tensor | None
+) -> None:
+    """Normalise rows by the norm's own module, and quantise them if scales are given.
+
+    Args:
+        norm: The norm.
+        x: `[T, C]`.
+        normed: `[T, C]` like x, or e4m3; written.
+        scales: As for `fp8_linear.quantize`, or None.
+    """
+    found = norm.module(x)
+    if scales is None:
+        normed.copy_(found)
+    else:
+        quantize(found, normed, scales)

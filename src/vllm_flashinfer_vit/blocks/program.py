@@ -10,45 +10,23 @@ Numerics: see `kernels.add_norm`, `kernels.rope` and the attention kernels; GEMM
 their fp32 sums once, after the bias and the activation that they apply.
 """
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from vllm.logger import init_logger
-from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-from vllm_flashinfer_vit.blocks import norms, quack
-from vllm_flashinfer_vit.blocks.aligned_linear import align, padded_inputs
-from vllm_flashinfer_vit.blocks.compiled import compiled_op
-from vllm_flashinfer_vit.blocks.linear import (
-    BlockWeights,
-    OwnLinear,
-    QuackGemm,
-    Step,
-    Weights,
-    gemm,
-    is_plain,
-    is_unquantized,
-)
+from vllm_flashinfer_vit.blocks import fp8_linear, norms
+from vllm_flashinfer_vit.blocks.aligned_linear import align
+from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
+from vllm_flashinfer_vit.blocks.layers import Layers, gets_adapters
+from vllm_flashinfer_vit.blocks.linear import BlockWeights, is_unquantized, run
+from vllm_flashinfer_vit.blocks.mlp import build_mlp, computes
 from vllm_flashinfer_vit.blocks.norms import Norm
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
-from vllm_flashinfer_vit.blocks.tower_pass import Pass, TowerProgram
+from vllm_flashinfer_vit.blocks.tower_pass import Pass, TowerProgram, Widths
 from vllm_flashinfer_vit.ops.batch import Batch
 
-logger = init_logger("vllm.plugins.flashinfer_vit")
-
-# From how many rows on QuACK is faster than cuBLAS and an activation on an H200, and
-# than cuBLAS alone, where there is less to save (docs/experiments.md).
-MIN_QUACK_ROWS = 1024
-MIN_QUACK_PLAIN_ROWS = 2048
-
-_QUACK_NAMES = {
-    "swiglu": quack.SWIGLU,
-    "quick_gelu": quack.QUICK_GELU,
-    "tanh_gelu": quack.TANH_GELU,
-}
 # Of tables that a pass has settled attention for: two with windows, for two batches.
 _MAX_TABLES = 4
 
@@ -75,8 +53,7 @@ class BlockProgram:
 
     Attributes:
         steps: What each step is, for people.
-        widths: Columns of the buffers for q, k and v, for the MLP's hidden values, and
-            for stacked gate and up, 0 without.
+        widths: Columns of the buffers that it needs.
     """
 
     def __init__(
@@ -96,7 +73,7 @@ class BlockProgram:
         """
         self.spec = spec
         self.steps: dict[str, str] = {}
-        self.widths = (0, 0, 0)
+        self.widths = Widths(0, 0, 0, 0)
         self._block = block
         self._tower, self._index = place
         self._off = off
@@ -105,12 +82,12 @@ class BlockProgram:
         self._attention: Attention = self._part(spec.attention)
         self._attention.gets_rotary = True
         # Adapters are added to what a layer itself returns, in the checkpoint's size.
-        self._gets_adapters = _gets_adapters()
+        self._gets_adapters = gets_adapters()
         first, second = self._part(spec.first), self._part(spec.second)
         if (
             "aligned" not in off
             and not self._gets_adapters
-            and _computes(self._part(spec.act), spec.activation)
+            and computes(self._part(spec.act), spec.activation)
             and is_unquantized(first)
             and is_unquantized(second)
         ):
@@ -127,7 +104,6 @@ class BlockProgram:
         self._norm1, self._norm2 = (
             Norm(self._part(path)) for path in (spec.norm1, spec.norm2)
         )
-        heads = attention.num_heads + 2 * attention.num_kv_heads
         self._heads = attention.num_heads, attention.num_kv_heads, attention.head_size
         self._split = None
         if spec.split is not None and getattr(self._part(spec.qkv), "tp_size", 1) > 1:
@@ -140,103 +116,31 @@ class BlockProgram:
             self._group = groups.setdefault(attention.prepares_for, len(groups))
         self._tower.forget()
         self._weights = BlockWeights()
-        self._qkv, self._quack_qkv = self._projection(spec.qkv, may_quack=True)
-        self._proj, _ = self._projection(spec.proj)
-        self._second, _ = self._projection(spec.second)
-        self._build_mlp()
-        hidden = self._width(spec.second)
-        is_gated = spec.activation == "swiglu"
-        self.widths = heads * attention.head_size, hidden, 2 * hidden * is_gated
+        layers = Layers(
+            self._block,
+            self._tower,
+            self._off,
+            self._gets_adapters,
+            self._weights,
+            self.steps,
+        )
+        self._qkv, self._large_qkv = layers.qkv(spec.qkv)
+        self._proj = layers.projection(spec.proj)
+        self._mlp = mlp = build_mlp(spec, layers)
+        read = [
+            at.inputs for at in (self._qkv, self._proj) if isinstance(at, Fp8Linear)
+        ]
+        self.widths = Widths(
+            qkv=(attention.num_heads + 2 * attention.num_kv_heads)
+            * attention.head_size,
+            hidden=mlp.hidden,
+            first=mlp.stacked,
+            quantized=max([mlp.quantized, *read]),
+        )
         is_fused = "add_norm" not in self._off
         self._prepare_sum = norms.prepare if is_fused else norms.separate
         self.steps["add_norm"] = "one kernel" if is_fused else "left out by a setting"
         self._is_ready = True
-
-    def _width(self, path: str) -> int:
-        """Return a layer's inputs on this rank, padding included."""
-        return padded_inputs(self._part(path))
-
-    def _projection(
-        self, path: str, may_quack: bool = False
-    ) -> tuple[Step | OwnLinear, QuackGemm | None]:
-        """Return a layer's step, and the one for large batches if there is another."""
-        layer = self._part(path)
-        if not self._is_direct(layer):
-            self.steps[path] = f"vLLM's own {type(layer).__name__}"
-            return OwnLinear(self._block, path), None
-        weights = self._weights.add(layer)
-        self.steps[path] = "cuBLAS"
-        fast = None
-        if may_quack and "quack_qkv" not in self._off:
-            expected = functools.partial(_linear, weights)
-            fast = self._quack(path, weights, None, MIN_QUACK_PLAIN_ROWS, expected)
-        return gemm(weights, self._tower.problems), fast
-
-    def _build_mlp(self) -> None:
-        spec = self.spec
-        layer, act = self._part(spec.first), self._part(spec.act)
-        self._act = act
-        self._quack_mlp = None
-        is_known = _computes(act, spec.activation)
-        self._act_into = _compiled_act(spec.activation) if is_known else None
-        self._first_acts = False
-        self._first: Step | OwnLinear = OwnLinear(self._block, spec.first)
-        if not self._is_direct(layer):
-            self.steps[spec.first] = f"vLLM's own {type(layer).__name__}"
-            return
-        weights = self._weights.add(layer)
-        self._first_acts = (
-            is_known
-            and spec.activation == "tanh_gelu"
-            and weights.bias is not None
-            and "fused_gelu" not in self._off
-        )
-        self._first = gemm(weights, self._tower.problems, self._first_acts)
-        with_act = "with the activation" if self._first_acts else "then the activation"
-        self.steps[spec.first] = f"cuBLAS, {with_act}"
-        if is_known and "quack_mlp" not in self._off:
-            name = _QUACK_NAMES[spec.activation]
-            expected = functools.partial(self._plain_hidden, weights)
-            self._quack_mlp = self._quack(
-                spec.first, weights, name, MIN_QUACK_ROWS, expected
-            )
-
-    def _plain_hidden(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
-        return self._act(_linear(weights, x))
-
-    def _is_direct(self, layer: torch.nn.Module) -> bool:
-        return can_run(layer) and not self._gets_adapters
-
-    def _quack(
-        self,
-        path: str,
-        weights: Weights,
-        activation: str | None,
-        min_rows: int,
-        expected: Callable[[torch.Tensor], torch.Tensor],
-    ) -> QuackGemm | None:
-        """Return a layer's step by QuACK, or None and say why."""
-        weight = weights.weight
-        if not quack.has_quack():
-            return None
-        if not quack.fits(len(weight), weight.shape[1], weight.dtype, activation):
-            return None
-        sizes = (*weight.shape, weight.dtype, activation, weights.bias is None)
-        if sizes not in self._tower.quack:
-            self._tower.quack[sizes] = quack.build(
-                weight, weights.bias, activation, expected
-            )
-        if reason := self._tower.quack[sizes]:
-            logger.warning_once(
-                "QuACK cannot run %s of the vision tower's blocks, so batches of every "
-                "size run as small ones do: %s",
-                path,
-                reason,
-            )
-            return None
-        gpu = torch.cuda.get_device_properties(weight.device)
-        self.steps[path] += f"; from {min_rows} rows on QuACK"
-        return QuackGemm(weights, activation, min_rows, gpu.multi_processor_count)
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether the program can run on a stream: `[T, 1, C]`, at least one token."""
@@ -277,22 +181,22 @@ class BlockProgram:
         tower = self._tower
         now = tower.take(self._index, x)
         if now is None:
-            now = tower.begin(self.widths, x)
-            now.normed.copy_(self._norm1.module(x).view(now.normed.shape))
+            now = tower.begin(x)
+            normed, scales = _read_by(now, self._qkv)
+            norms.write_norm(self._norm1, x.view(normed.shape), normed, scales)
         tables = cu_seqlens, rotary_pos_emb_cos, rotary_pos_emb_sin, max_seqlen
         qkv = self._project(now)
         context, settled = self._attend(now, qkv, tables, sequence_lengths)
-        attended = self._linear(settled, "proj", self._proj, context, now.attended)
-        self._sum(now, x, (attended,), self._norm2, None)
-        hidden = self._hidden(now)
-        out = self._linear(now.settled, "second", self._second, hidden, now.normed)
+        attended = self._projected(now, settled, context)
+        self._sum(now, x, (attended,), self._norm2, None, self._mlp.reader)
+        out = self._mlp(now)
         following = tower.blocks.get(self._index + 1)
         if following is None:
             tower.end(now)
             return x + attended.view(x.shape) + out.view(x.shape)
         norm = following._norm1
         total = torch.empty_like(x)
-        self._sum(now, x, (attended, out), norm, total)
+        self._sum(now, x, (attended, out), norm, total, following._qkv)
         tower.hand_on(now, self._index + 1, total)
         return total
 
@@ -303,56 +207,37 @@ class BlockProgram:
         branches: tuple[torch.Tensor, ...],
         norm: Norm,
         total: torch.Tensor | None,
+        reader: object,
     ) -> None:
-        """Add branches to the stream, into `total` if it is wanted, and normalise."""
-        key = len(branches), norm.eps
+        """Add branches to the stream, into `total` if it is wanted, and normalise.
+
+        `reader` is what gets the norm, in its own format.
+        """
+        normed, scales = _read_by(now, reader)
+        key = len(branches), norm.eps, None if scales is None else scales.dim()
         found = now.settled.get(key)
         # vLLM's own layers return a tensor of their own each time.
         if found is None or found[0] is not branches[0] or found[1] is not branches[-1]:
-            call = self._prepare_sum(x, branches, norm, now.normed)
+            call = self._prepare_sum(x, branches, norm, normed, scales)
             found = now.settled[key] = branches[0], branches[-1], call
-        found[2](x, norm, total)
+        found[2](x, norm, total, scales)
 
     def _project(self, now: Pass) -> torch.Tensor:
-        fast = self._quack_qkv
-        if fast is not None and len(now.qkv) >= fast.min_rows:
-            return self._linear(now.settled, "fast qkv", fast, now.normed, now.qkv)
-        return self._linear(now.settled, "qkv", self._qkv, now.normed, now.qkv)
+        if isinstance(self._qkv, Fp8Linear):
+            return self._qkv(*self._qkv.rows(now), now.qkv)
+        large = self._large_qkv
+        if large is not None and len(now.qkv) >= large.min_rows:
+            return run(now.settled, "fast qkv", large, now.normed, now.qkv)
+        return run(now.settled, "qkv", self._qkv, now.normed, now.qkv)
 
-    def _hidden(self, now: Pass) -> torch.Tensor:
-        fast = self._quack_mlp
-        if fast is not None and len(now.hidden) >= fast.min_rows:
-            return self._linear(now.settled, "fast first", fast, now.normed, now.hidden)
-        out = now.hidden
-        if now.stacked is not None and not self._first_acts:
-            out = now.stacked
-        values = self._linear(now.settled, "first", self._first, now.normed, out)
-        if self._first_acts:
-            return values
-        if self._act_into is None or values is not out:
-            return self._act(values)
-        # Where nothing is stacked it is in place, each value by its own thread.
-        self._act_into(now.hidden, values)
-        return now.hidden
-
-    @staticmethod
-    def _linear(
-        settled: dict[object, Any],
-        name: str,
-        step: Step | OwnLinear,
-        x: torch.Tensor,
-        out: torch.Tensor,
+    def _projected(
+        self, now: Pass, settled: dict[object, Any], context: torch.Tensor
     ) -> torch.Tensor:
-        """Return a layer's output: `out`, unless the layer is vLLM's own."""
-        if isinstance(step, OwnLinear):
-            return step(x.flatten(1))
-        found = settled.get(name)
-        # Attention may return a tensor of its own each time.
-        if found is None or found[0] is not x:
-            flat = x.flatten(1)
-            found = settled[name] = x, step.prepare(flat, out)
-        found[1](step.layer)
-        return out
+        if not isinstance(self._proj, Fp8Linear):
+            return run(settled, "proj", self._proj, context, now.attended)
+        rows, scales = self._proj.rows(now)
+        fp8_linear.quantize(context.flatten(1), rows, scales)
+        return self._proj(rows, scales, now.attended)
 
     def _attend(
         self,
@@ -391,40 +276,6 @@ class BlockProgram:
         return by_head.split([heads, kv_heads, kv_heads], dim=1)
 
 
-def _linear(weights: Weights, x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.linear(x, weights.weight, weights.bias)
-
-
-def can_run(layer: Any) -> bool:
-    """Whether a linear layer is run here, past its own method."""
-    # On a CPU vLLM packs weights for kernels of its own.
-    return is_plain(layer) and bool(layer.weight.is_cuda) and _has_default_gemm(layer)
-
-
-def _has_default_gemm(layer: Any) -> bool:
-    """Whether no other GEMM was chosen, as `--linear-backend` of vLLM 0.29 does."""
-    chosen = getattr(layer.quant_method, "_gemm_impl", default_unquantized_gemm)
-    return chosen is default_unquantized_gemm
-
-
-def _gets_adapters() -> bool:
-    from vllm.config import get_current_vllm_config
-
-    lora = get_current_vllm_config().lora_config
-    return lora is not None and lora.enable_tower_connector_lora
-
-
-def _computes(act: Any, activation: str) -> bool:
-    """Whether a module computes an activation: vLLM's, or a platform's in its place."""
-    from vllm.model_executor.layers.activation import QuickGELU, SiluAndMul
-
-    if activation == "tanh_gelu":
-        return type(act) is torch.nn.GELU and act.approximate == "tanh"
-    op = SiluAndMul if activation == "swiglu" else QuickGELU
-    return getattr(type(act), "forward_native", None) is op.forward_native
-
-
-def _compiled_act(activation: str) -> Callable[..., Any] | None:
-    """Return vLLM's compiled activation, `(out, values)`, if this process has it."""
-    name = {"swiglu": "silu_and_mul", "quick_gelu": "gelu_quick"}.get(activation)
-    return None if name is None else compiled_op(name)
+def _read_by(now: Pass, reader: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return where a layer reads its rows, and their scales if it is in FP8."""
+    return reader.rows(now) if isinstance(reader, Fp8Linear) else (now.normed, None)

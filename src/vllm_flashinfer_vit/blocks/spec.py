@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from vllm_flashinfer_vit.kernels.formats import Activation
+
 # What the program does beside vLLM's own steps, by the names that settings leave it
 # out by; the same for every tower.
 OPTIMISATIONS: Mapping[str, str] = MappingProxyType(
     {
         "add_norm": "residual sums and the norm after them are one kernel",
         "aligned": "an MLP's rows are padded to whole loads of 16 bytes",
+        "fp8_linear": "norms and activations quantise the rows of linear layers in FP8",
         "fused_gelu": "cuBLASLt applies the tanh GELU after an MLP's first GEMM",
         "quack_mlp": "QuACK runs an MLP's first GEMM with its activation",
         "quack_qkv": "QuACK runs the QKV projection",
@@ -42,7 +45,7 @@ class BlockSpec:
     """
 
     norm: Literal["layer", "rms"]
-    activation: Literal["swiglu", "quick_gelu", "tanh_gelu"]
+    activation: Activation
     first: str
     act: str
     second: str

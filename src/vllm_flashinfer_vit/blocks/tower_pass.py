@@ -7,7 +7,8 @@ settles nothing. What is captured in a CUDA graph belongs to the graph.
 
 import weakref
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +27,8 @@ class TowerProgram:
         blocks: The blocks' programs, by their place in the tower.
         problems: The algorithms of its GEMMs.
         groups: Numbers of layers that can use each other's settled attention.
-        quack: Why QuACK cannot run layers of some sizes, by the sizes; None if it can.
+        trials: Why a kernel cannot run layers of some sizes, None if it can, by the
+            kernel's name and the sizes.
         now: The pass that a block has handed on and none has taken yet.
     """
 
@@ -35,7 +37,7 @@ class TowerProgram:
         self.blocks: dict[int, Any] = {}
         self.problems = Problems()
         self.groups: dict[tuple[object, ...], int] = {}
-        self.quack: dict[tuple[object, ...], str | None] = {}
+        self.trials: dict[tuple[object, ...], str | None] = {}
         self.now: Pass | None = None
         self._kept: OrderedDict[object, Pass] = OrderedDict()
 
@@ -56,17 +58,12 @@ class TowerProgram:
         now.index = index
         now.total = weakref.ref(total, self._forget)
 
-    def begin(self, widths: tuple[int, int, int], x: torch.Tensor) -> "Pass":
-        """Return a pass for a stream `[T, 1, C]`: one that has ended, or a new one.
-
-        Args:
-            widths: As for `Pass`.
-            x: The stream.
-        """
+    def begin(self, x: torch.Tensor) -> "Pass":
+        """Return a pass for a stream `[T, 1, C]`: one that has ended, or a new one."""
         key = _pass_key(x)
         now = None if key is None else self._kept.pop(key, None)
         if now is None:
-            now = Pass(widths, x, key)
+            now = Pass([block.widths for block in self.blocks.values()], x, key)
         return now
 
     def end(self, now: "Pass") -> None:
@@ -87,6 +84,22 @@ class TowerProgram:
             self.now = None
 
 
+class Widths(NamedTuple):
+    """Columns of the buffers that a block needs, 0 for one that it does not need.
+
+    Attributes:
+        qkv: For q, k and v.
+        hidden: For what the MLP's second layer gets.
+        first: For what its first layer returns, where the activation moves it.
+        quantized: For rows in e4m3.
+    """
+
+    qkv: int
+    hidden: int
+    first: int
+    quantized: int
+
+
 class Pass:
     """What the blocks of one pass share: buffers, and launches that use them.
 
@@ -94,8 +107,7 @@ class Pass:
         normed: `[T, C]`, what a block's attention or MLP gets; then the MLP's output.
         qkv: `[T, (H + 2 H_kv) D]`.
         attended: `[T, C]`, what attention adds to the stream.
-        stacked: `[T, 2 I]`, gate and up, or None.
-        hidden: `[T, I]`, what the MLP's second layer gets.
+        scales: `[T, 1]` fp32, of rows in e4m3 that have scales of their own.
         index: The block whose first norm `normed` holds.
         total: The sum that the last block returned.
         settled: Launches, by what they are for.
@@ -104,34 +116,33 @@ class Pass:
         key: What it can be kept by, or None.
     """
 
-    def __init__(
-        self, widths: tuple[int, int, int], x: torch.Tensor, key: object
-    ) -> None:
+    def __init__(self, widths: Sequence[Widths], x: torch.Tensor, key: object) -> None:
         """Make the buffers.
 
         Args:
-            widths: See `BlockProgram.widths`; those of all blocks.
+            widths: What each block needs. Quantised layers may be in some blocks only.
             x: A stream `[T, 1, C]`.
             key: What the pass can be kept by, or None.
         """
         rows, width = x.shape[0], x.shape[-1]
-        qkv, hidden, stacked = widths
+        qkv, hidden, first, quantized = map(max, zip(*widths, strict=True))
         # Attention's projection, which outlives q, k and v, lies before the MLP's.
-        sizes = [width, hidden, stacked]
+        sizes = [width, hidden, first]
         tail = max(rows * qkv, sum(_aligned(rows * size) for size in sizes))
         memory = x.new_empty(_aligned(rows * width) + tail)
         starts = [0]
         for size in (width, width, hidden):
             starts.append(starts[-1] + _aligned(rows * size))
-
-        def buffer(start: int, columns: int) -> torch.Tensor:
-            return memory.narrow(0, start, rows * columns).view(rows, columns)
-
-        self.normed = buffer(0, width)
-        self.qkv = buffer(starts[1], qkv)
-        self.attended = buffer(starts[1], width)
-        self.hidden = buffer(starts[2], hidden)
-        self.stacked = buffer(starts[3], stacked) if stacked else None
+        self._memory = memory
+        self._rows = rows
+        self._starts = {"hidden": starts[2], "first": starts[3]}
+        self._views: dict[tuple[str, int], torch.Tensor] = {}
+        e4m3, scaled = torch.float8_e4m3fn, rows if quantized else 0
+        self._quantized = x.new_empty(rows * quantized, dtype=e4m3)
+        self.scales = x.new_empty(scaled, 1, dtype=torch.float32)
+        self.normed = _rows(memory, 0, rows, width)
+        self.qkv = _rows(memory, starts[1], rows, qkv)
+        self.attended = _rows(memory, starts[1], rows, width)
         self.index = 0
         self.total: weakref.ref[torch.Tensor] | None = None
         self.settled: dict[object, Any] = {}
@@ -139,13 +150,39 @@ class Pass:
             object, tuple[Any, tuple[Any, ...], dict[object, Any]]
         ] = {}
         self.key = key
-        self._memory = memory
+
+    def hidden(self, width: int) -> torch.Tensor:
+        """Return `[T, width]` for what the MLP's second layer gets."""
+        return self._view("hidden", width)
+
+    def first(self, width: int) -> torch.Tensor:
+        """Return `[T, width]` for what the MLP's first layer returns."""
+        return self._view("first", width)
+
+    def quantized(self, width: int) -> torch.Tensor:
+        """Return `[T, width]` e4m3 for the rows that the next layer gets."""
+        return self._view("quantized", width)
+
+    def _view(self, name: str, width: int) -> torch.Tensor:
+        # The same tensor each time: launches are settled for it.
+        found = self._views.get((name, width))
+        if found is None:
+            memory, start = self._memory, self._starts.get(name, 0)
+            if name == "quantized":
+                memory = self._quantized
+            found = self._views[name, width] = _rows(memory, start, self._rows, width)
+        return found
 
     @property
     def nbytes(self) -> int:
         """About the memory that it holds, in bytes."""
         # Attention turns q and k, and returns, in as much memory as the projection's.
-        return self._memory.nbytes + len(self.attention) * self.qkv.nbytes
+        attention = len(self.attention) * self.qkv.nbytes
+        return self._memory.nbytes + self._quantized.nbytes + attention
+
+
+def _rows(memory: torch.Tensor, start: int, rows: int, columns: int) -> torch.Tensor:
+    return memory.narrow(0, start, rows * columns).view(rows, columns)
 
 
 def _pass_key(x: torch.Tensor) -> object:

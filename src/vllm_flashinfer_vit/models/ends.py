@@ -99,7 +99,7 @@ def _merge(
     normalize: Callable[[Any, torch.Tensor], torch.Tensor],
     mlp: Callable[[Any], Sequence[Any]],
 ) -> Function:
-    from vllm_flashinfer_vit.blocks import program
+    from vllm_flashinfer_vit.blocks import layers
     from vllm_flashinfer_vit.blocks.attach import is_served_part
 
     @functools.wraps(original)
@@ -107,7 +107,7 @@ def _merge(
         if torch.compiler.is_compiling() or not is_served_part(self):
             return original(self, x)
         first, act, second = mlp(self)
-        if not (program.can_run(first) and program.can_run(second)):
+        if not (layers.can_run(first) and layers.can_run(second)):
             return original(self, x)
         # vLLM's parameters take every call through Python.
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers whose weights vLLM holds in FP8, their rows quantised by who made them.
+
+Weights and scales are the layer's own. What is in front of a layer writes its rows in
+e4m3: a norm, or an MLP's activation; attention's output takes one launch more. A scale
+is given for the layer, or each token gets its own from its largest value.
+
+Methods of vLLM that end in its CUTLASS kernel are known here, by name; of those that
+scale all tokens alike and dynamically it would need two passes over the rows, so each
+token gets a scale there, too, which is at least as exact.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.model_executor.kernels.linear.scaled_mm import CutlassFP8ScaledMMLinearKernel
+from vllm.model_executor.layers.linear import RowParallelLinear
+
+from vllm_flashinfer_vit.blocks.compiled import compiled_op
+from vllm_flashinfer_vit.blocks.tower_pass import Pass
+from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref, scaled_mm_ref
+
+# Methods whose `apply` is no more than their kernel's.
+_METHODS = {
+    "Fp8LinearMethod",
+    "Fp8PerTensorOnlineLinearMethod",
+    "Fp8PtpcOnlineLinearMethod",
+    "CompressedTensorsLinearMethod",
+    "ModelOptFp8LinearMethod",
+    "ModelOptFp8PcPtLinearMethod",
+    # From vLLM 0.32 on in place of both.
+    "ModelOptLinearMethod",
+}
+# What is called of vLLM's library.
+_OPS = (
+    "cutlass_scaled_mm",
+    "dynamic_per_token_scaled_fp8_quant",
+    "static_scaled_fp8_quant",
+)
+# CUTLASS wants rows of whole 16 bytes.
+_UNIT = 16
+_TRIAL_ROWS = 16
+# Two roundings to bf16 are off by less.
+_TOLERANCE = 0.02
+
+
+class Fp8Weights:
+    """A layer's parameters as its GEMM takes them, see `linear.Weights`.
+
+    Attributes:
+        weight: `[K, N]` e4m3, columns contiguous; K and N with vLLM's padding.
+        weight_scale: fp32, one or one for each of N.
+        bias: `[outputs]`, or None.
+        input_scale: fp32, one, or None for scales of each token's own.
+    """
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        """Take a layer that `runs_here`."""
+        self._parameters = layer._parameters
+        self.renew()
+
+    @property
+    def places(self) -> list[tuple[dict[str, Any], str]]:
+        """Where the layer has its parameters."""
+        names = ("weight", "weight_scale", "bias", "input_scale")
+        found = self._parameters
+        return [(found, name) for name in names if found.get(name) is not None]
+
+    def renew(self) -> None:
+        """Take the parameters as they are now."""
+        found = {
+            name: None if parameter is None else parameter.detach()
+            for name, parameter in self._parameters.items()
+        }
+        weight, weight_scale = found["weight"], found["weight_scale"]
+        assert weight is not None and weight_scale is not None
+        self.weight, self.weight_scale = weight, weight_scale
+        self.bias = found.get("bias")
+        self.input_scale = found.get("input_scale")
+
+
+class Fp8Linear:
+    """A layer's GEMM over rows that are quantised already.
+
+    Attributes:
+        weights: The layer's parameters.
+        is_static: Whether its rows are quantised by the layer's `input_scale`.
+    """
+
+    def __init__(self, layer: Any, weights: Fp8Weights) -> None:
+        """Take a layer that `runs_here`."""
+        self.weights = weights
+        self.is_static = weights.input_scale is not None
+        is_row_parallel = isinstance(layer, RowParallelLinear)
+        self._is_summed = is_row_parallel and layer.tp_size > 1
+        # The sum over ranks has it once.
+        self._adds_bias = not (self._is_summed and layer.tp_rank > 0)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """`[outputs]` without padding, or None."""
+        return self.weights.bias
+
+    @property
+    def inputs(self) -> int:
+        """Values in a row, padding included."""
+        return self.weights.weight.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        """Columns that the GEMM writes, padding included."""
+        return self.weights.weight.shape[1]
+
+    def rows(self, now: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where a pass has the layer's rows, `[T, inputs]`, and their scales."""
+        given = self.weights.input_scale
+        return now.quantized(self.inputs), now.scales if given is None else given
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor,
+        out: torch.Tensor,
+        with_bias: bool = True,
+    ) -> torch.Tensor:
+        """Multiply, and add over ranks where the layer is split along its inputs.
+
+        Args:
+            rows: `[T, inputs]` e4m3, contiguous.
+            scales: What they were quantised by.
+            out: `[T, outputs]` fp16 or bf16, rows of whole 16 bytes.
+            with_bias: Whether to add the bias.
+
+        Returns:
+            `out`, or a tensor like it with the ranks' sum.
+        """
+        self.multiply(rows, scales, out, with_bias and self._adds_bias)
+        if not self._is_summed:
+            return out
+        from vllm.distributed import tensor_model_parallel_all_reduce
+
+        return tensor_model_parallel_all_reduce(out)
+
+    def multiply(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor,
+        out: torch.Tensor,
+        with_bias: bool,
+    ) -> None:
+        """Write this rank's part to `out`; see `__call__`."""
+        weights = self.weights
+        bias = weights.bias if with_bias else None
+        launch = _scaled_mm(rows)
+        launch(out, rows, weights.weight, scales, weights.weight_scale, bias)
+
+
+def quantize(x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> None:
+    """Quantise rows that nothing in front of a layer has quantised, by vLLM's kernels.
+
+    Args:
+        x: `[T, K]` fp16 or bf16, contiguous.
+        rows: `[T, K]` e4m3, contiguous; written.
+        scales: fp32: one, which is read, or `[T, 1]`, which is written.
+    """
+    if not x.is_cuda:
+        quantize_rows_ref(x, rows, scales)
+    elif scales.dim() == 2:
+        torch.ops._C.dynamic_per_token_scaled_fp8_quant(rows, x, scales, None)
+    else:
+        torch.ops._C.static_scaled_fp8_quant(rows, x, scales, None)
+
+
+def _scaled_mm(rows: torch.Tensor) -> Callable[..., None]:
+    if not rows.is_cuda:
+        return scaled_mm_ref
+    launch = compiled_op("cutlass_scaled_mm")
+    assert launch is not None
+    return launch
+
+
+def runs_here(layer: Any) -> bool:
+    """Whether a loaded layer is an `Fp8Linear` of the program's."""
+    kernel = kernel_of(layer)
+    return kernel is not None and can_launch(layer, kernel) and _fits(layer, kernel)
+
+
+def kernel_of(layer: Any) -> Any:
+    """Return what vLLM multiplies a layer's FP8 weights by, None for other layers."""
+    method = getattr(layer, "quant_method", None)
+    if type(method).__name__ not in _METHODS:
+        return None
+    holders = method, getattr(layer, "scheme", None)
+    names = "fp8_linear", "kernel"
+    found = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((kernel for kernel in found if kernel is not None), None)
+
+
+def can_launch(layer: Any, kernel: Any) -> bool:
+    """Whether vLLM runs a layer by the GEMM that is launched here."""
+    is_cutlass = type(kernel) is CutlassFP8ScaledMMLinearKernel
+    has_ops = all(compiled_op(name) is not None for name in _OPS)
+    return is_cutlass and has_ops and bool(layer.weight.is_cuda)
+
+
+def trial(layer: Any) -> str | None:
+    """Run a layer that `runs_here` on a few rows, without its bias.
+
+    Returns:
+        None if all is right, else why it cannot run here.
+    """
+    weights = Fp8Weights(layer)
+    weight, given = weights.weight, weights.input_scale
+    inputs, outputs = weight.shape
+    x = torch.linspace(-1, 1, _TRIAL_ROWS * inputs, device=weight.device)
+    x = x.to(layer.params_dtype).view(_TRIAL_ROWS, inputs)
+    rows = torch.empty_like(x, dtype=weight.dtype)
+    scales = (
+        x.new_empty(_TRIAL_ROWS, 1, dtype=torch.float32) if given is None else given
+    )
+    out = x.new_empty(_TRIAL_ROWS, outputs)
+    try:
+        quantize(x, rows, scales)
+        Fp8Linear(layer, weights).multiply(rows, scales, out, with_bias=False)
+        right = (rows.float() * scales) @ (
+            weight.float() * weights.weight_scale.reshape(1, -1)
+        )
+        atol = _TOLERANCE * right.abs().max().item()
+        if not torch.allclose(out.float(), right, rtol=_TOLERANCE, atol=atol):
+            return "its results are wrong"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def has_plain_inputs(layer: Any) -> bool:
+    """Whether vLLM has not padded a layer's inputs."""
+    return bool(layer.weight.shape[0] == layer.input_size_per_partition)
+
+
+def has_plain_outputs(layer: Any) -> bool:
+    """Whether vLLM has not padded a layer's outputs."""
+    size = getattr(layer, "output_size_per_partition", layer.output_size)
+    return bool(layer.weight.shape[1] == size)
+
+
+def has_plain_sizes(layer: Any) -> bool:
+    """Whether vLLM has not padded a layer."""
+    return has_plain_inputs(layer) and has_plain_outputs(layer)
+
+
+def has_dynamic_tensor_scale(layer: Any) -> bool:
+    """Whether vLLM quantises a layer's rows by one scale of each batch's own."""
+    scale = kernel_of(layer).config.activation_quant_key.scale
+    return not scale.static and scale.group_shape.is_per_tensor()
+
+
+def _fits(layer: Any, kernel: Any) -> bool:
+    weight, scale = layer.weight, getattr(layer, "weight_scale", None)
+    given = getattr(layer, "input_scale", None)
+    if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or scale is None:
+        return False
+    is_static = kernel.config.activation_quant_key.scale.static
+    is_split = getattr(layer, "tp_size", 1) > 1
+    if isinstance(layer, RowParallelLinear):
+        is_plain = layer.input_is_parallel and (layer.reduce_results or not is_split)
+    else:
+        is_plain = not (getattr(layer, "gather_output", False) and is_split)
+    return (
+        is_plain
+        and not layer.skip_bias_add
+        and weight.stride(0) == 1
+        and weight.shape[0] % _UNIT == 0
+        and weight.shape[1] % _UNIT == 0
+        and scale.dtype == torch.float32
+        and scale.numel() in (1, weight.shape[1])
+        and (given is not None) == is_static
+        and (given is None or given.numel() == 1)
+        # A bound on the scales of tokens.
+        and getattr(layer, "input_scale_ub", None) is None
+    )

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs each linear layer of a block, resolved once its weights are loaded."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.utils import default_unquantized_gemm
+
+from vllm_flashinfer_vit.blocks import fp8_linear, quack
+from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Fp8Weights
+from vllm_flashinfer_vit.blocks.linear import (
+    BlockWeights,
+    OwnLinear,
+    QuackGemm,
+    Step,
+    Weights,
+    gemm,
+    is_plain,
+    is_unquantized,
+    linear,
+)
+from vllm_flashinfer_vit.blocks.tower_pass import TowerProgram
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
+
+# From how many rows on QuACK is faster than cuBLAS and an activation on an H200, and
+# than cuBLAS alone, where there is less to save (docs/experiments.md).
+MIN_QUACK_ROWS = 1024
+MIN_QUACK_PLAIN_ROWS = 2048
+
+
+class Layers(NamedTuple):
+    """The layers of a block, as they are resolved.
+
+    Attributes:
+        block: The block.
+        tower: Its tower's program.
+        off: Names of `OPTIMISATIONS` that are left out.
+        gets_adapters: Whether adapters are added to what a layer itself returns.
+        weights: Of the layers that run past their own methods.
+        steps: What runs each layer, for people.
+    """
+
+    block: torch.nn.Module
+    tower: TowerProgram
+    off: frozenset[str]
+    gets_adapters: bool
+    weights: BlockWeights
+    steps: dict[str, str]
+
+    def part(self, path: str) -> Any:
+        """Return a part of the block."""
+        return self.block.get_submodule(path)
+
+    def is_direct(self, path: str) -> bool:
+        """Whether a layer runs past its own method, in 16 bits."""
+        return can_run(self.part(path)) and not self.gets_adapters
+
+    def is_fp8(self, path: str) -> bool:
+        """Whether a layer runs past its own method, in FP8."""
+        layer = self.part(path)
+        is_wanted = "fp8_linear" not in self.off and not self.gets_adapters
+        if not (is_wanted and fp8_linear.runs_here(layer)):
+            return False
+        weight, scale = layer.weight, layer.weight_scale
+        sizes = "fp8", *weight.shape, scale.numel(), layer.params_dtype
+        trials = self.tower.trials
+        if sizes not in trials:
+            trials[sizes] = fp8_linear.trial(layer)
+        if reason := trials[sizes]:
+            logger.warning_once(
+                "FP8 linear layer %s of the vision tower's blocks runs as vLLM's own: "
+                "%s",
+                path,
+                reason,
+            )
+        return reason is None
+
+    def own(self, path: str) -> OwnLinear:
+        """Return a layer as vLLM runs it, and say so if it is quantised."""
+        layer = self.part(path)
+        self.steps[path] = f"vLLM's own {type(layer).__name__}"
+        if not is_unquantized(layer):
+            method = type(layer.quant_method).__name__
+            self.steps[path] += f" with {method}"
+            logger.info_once(
+                "%s of the vision tower's blocks runs as vLLM's own: %s.", path, method
+            )
+        return OwnLinear(self.block, path)
+
+    def gemm(self, path: str, gelu: bool = False) -> tuple[Step, Weights]:
+        """Return the step of a layer that `is_direct`, and its parameters."""
+        weights = self.weights.add(Weights(self.part(path)))
+        self.steps[path] = "cuBLAS"
+        return gemm(weights, self.tower.problems, gelu), weights
+
+    def fp8(self, path: str) -> Fp8Linear:
+        """Return a layer that `is_fp8`."""
+        layer = self.part(path)
+        step = Fp8Linear(layer, self.weights.add(Fp8Weights(layer)))
+        scales = "the layer's scale" if step.is_static else "a scale for each token"
+        self.steps[path] = f"FP8 by CUTLASS, {scales}"
+        if fp8_linear.has_dynamic_tensor_scale(layer):
+            logger.info_once(
+                "FP8 linear layers of the vision tower's blocks get a scale for each "
+                "token, where vLLM has one for all tokens of a batch."
+            )
+        return step
+
+    def projection(self, path: str) -> Step | OwnLinear | Fp8Linear:
+        """Return what runs a layer between buffers as wide as its weight."""
+        if self.is_fp8(path) and fp8_linear.has_plain_sizes(self.part(path)):
+            return self.fp8(path)
+        return self.gemm(path)[0] if self.is_direct(path) else self.own(path)
+
+    def qkv(self, path: str) -> tuple[Step | OwnLinear | Fp8Linear, QuackGemm | None]:
+        """Return what runs the QKV projection, and what does for large batches."""
+        if self.is_fp8(path) or not self.is_direct(path):
+            return self.projection(path), None
+        step, weights = self.gemm(path)
+        if "quack_qkv" in self.off:
+            return step, None
+        expected = functools.partial(linear, weights)
+        return step, self.quack(path, weights, None, MIN_QUACK_PLAIN_ROWS, expected)
+
+    def quack(
+        self,
+        path: str,
+        weights: Weights,
+        activation: str | None,
+        min_rows: int,
+        expected: Callable[[torch.Tensor], torch.Tensor],
+    ) -> QuackGemm | None:
+        """Return a layer's step by QuACK, or None and say why."""
+        weight = weights.weight
+        if not quack.has_quack():
+            return None
+        if not quack.fits(len(weight), weight.shape[1], weight.dtype, activation):
+            return None
+        has_bias = weights.bias is not None
+        sizes = "quack", *weight.shape, weight.dtype, activation, has_bias
+        trials = self.tower.trials
+        if sizes not in trials:
+            trials[sizes] = quack.build(weight, weights.bias, activation, expected)
+        if reason := trials[sizes]:
+            logger.warning_once(
+                "QuACK cannot run %s of the vision tower's blocks, so batches of every "
+                "size run as small ones do: %s",
+                path,
+                reason,
+            )
+            return None
+        gpu = torch.cuda.get_device_properties(weight.device)
+        self.steps[path] += f"; from {min_rows} rows on QuACK"
+        return QuackGemm(weights, activation, min_rows, gpu.multi_processor_count)
+
+
+def can_run(layer: Any) -> bool:
+    """Whether a linear layer is run here, past its own method."""
+    # On a CPU vLLM packs weights for kernels of its own.
+    return is_plain(layer) and bool(layer.weight.is_cuda) and _has_default_gemm(layer)
+
+
+def _has_default_gemm(layer: Any) -> bool:
+    """Whether no other GEMM was chosen, as `--linear-backend` of vLLM 0.29 does."""
+    chosen = getattr(layer.quant_method, "_gemm_impl", default_unquantized_gemm)
+    return chosen is default_unquantized_gemm
+
+
+def gets_adapters() -> bool:
+    """Whether an engine adds LoRA adapters to layers of its vision tower."""
+    from vllm.config import get_current_vllm_config
+
+    lora = get_current_vllm_config().lora_config
+    return lora is not None and lora.enable_tower_connector_lora

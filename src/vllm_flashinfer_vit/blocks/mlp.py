@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MLP of a block: two linear layers and the activation between them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_flashinfer_vit.blocks import fp8_linear, quack
+from vllm_flashinfer_vit.blocks.aligned_linear import padded_inputs
+from vllm_flashinfer_vit.blocks.compiled import compiled_op
+from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
+from vllm_flashinfer_vit.blocks.layers import MIN_QUACK_ROWS, Layers
+from vllm_flashinfer_vit.blocks.linear import OwnLinear, Step, Weights, linear, run
+from vllm_flashinfer_vit.blocks.spec import BlockSpec
+from vllm_flashinfer_vit.blocks.tower_pass import Pass
+from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
+from vllm_flashinfer_vit.kernels.formats import Activation
+from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref
+
+_QUACK_NAMES = {
+    "swiglu": quack.SWIGLU,
+    "quick_gelu": quack.QUICK_GELU,
+    "tanh_gelu": quack.TANH_GELU,
+}
+
+
+class Mlp:
+    """An MLP of which at least one layer is not in FP8.
+
+    Attributes:
+        first: What runs its first layer.
+        second: What runs its second layer.
+        large: What runs the first layer with the activation for large batches, or None.
+        acts: Whether `first` computes the activation, too.
+        hidden: Columns of what the second layer gets.
+        stacked: Columns of what the first returns, if the activation moves it, else 0.
+        quantized: Columns of rows in e4m3, 0 for none.
+    """
+
+    quantized = 0
+
+    def __init__(self, spec: BlockSpec, layers: Layers) -> None:
+        """Resolve the layers."""
+        path, act = spec.first, layers.part(spec.act)
+        self._act = act
+        is_known = computes(act, spec.activation)
+        self.act_into = _compiled_act(spec.activation) if is_known else None
+        self.hidden = padded_inputs(layers.part(spec.second))
+        self.stacked = 2 * self.hidden if spec.activation == "swiglu" else 0
+        self.acts, self.large = False, None
+        self.first: Step | OwnLinear
+        self.second: Step | OwnLinear
+        if layers.is_direct(spec.second):
+            self.second, _ = layers.gemm(spec.second)
+        else:
+            self.second = layers.own(spec.second)
+        if not layers.is_direct(path):
+            self.first = layers.own(path)
+            return
+        self.acts = (
+            is_known
+            and spec.activation == "tanh_gelu"
+            and layers.part(path).bias is not None
+            and "fused_gelu" not in layers.off
+        )
+        self.first, weights = layers.gemm(path, self.acts)
+        with_act = "with the activation" if self.acts else "then the activation"
+        layers.steps[path] += f", {with_act}"
+        if is_known and "quack_mlp" not in layers.off:
+            name = _QUACK_NAMES[spec.activation]
+            expected = functools.partial(self._plain_hidden, weights)
+            self.large = layers.quack(path, weights, name, MIN_QUACK_ROWS, expected)
+
+    def _plain_hidden(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
+        return self._act(linear(weights, x))
+
+    @property
+    def reader(self) -> Fp8Linear | None:
+        """The first layer if it is in FP8."""
+        return None
+
+    def __call__(self, now: Pass) -> torch.Tensor:
+        """Return the MLP's output, `[T, C]`, of `now.normed`."""
+        hidden = self.hidden_of(now)
+        return run(now.settled, "second", self.second, hidden, now.normed)
+
+    def hidden_of(self, now: Pass) -> torch.Tensor:
+        """Return what the second layer gets."""
+        large, hidden = self.large, now.hidden(self.hidden)
+        if large is not None and len(hidden) >= large.min_rows:
+            return run(now.settled, "fast first", large, now.normed, hidden)
+        out = hidden
+        if self.stacked and not self.acts:
+            out = now.first(self.stacked)
+        values = run(now.settled, "first", self.first, now.normed, out)
+        if self.acts:
+            return values
+        if self.act_into is None or values is not out:
+            return self._act(values)
+        # Where nothing is stacked it is in place, each value by its own thread.
+        self.act_into(hidden, values)
+        return hidden
+
+
+class Fp8Mlp:
+    """An MLP with both layers in FP8.
+
+    The activation adds the first layer's bias and quantises: vLLM pads the outputs of
+    that layer, and not its bias.
+
+    Attributes:
+        first: Its first layer.
+        second: Its second layer.
+        hidden: See `Mlp`.
+        stacked: See `Mlp`.
+        quantized: See `Mlp`.
+    """
+
+    hidden = 0
+
+    def __init__(self, spec: BlockSpec, layers: Layers) -> None:
+        """Resolve the layers."""
+        self.first, self.second = layers.fp8(spec.first), layers.fp8(spec.second)
+        self.stacked = self.first.outputs
+        self.quantized = max(self.first.inputs, self.second.inputs)
+        self._width = layers.part(spec.second).input_size_per_partition
+        self._activation = spec.activation
+
+    @property
+    def reader(self) -> Fp8Linear | None:
+        """See `Mlp`."""
+        return self.first
+
+    def __call__(self, now: Pass) -> torch.Tensor:
+        """Return the MLP's output, `[T, C]`, of the rows that the first layer reads."""
+        first, second = self.first, self.second
+        values = now.first(first.outputs)
+        first(*first.rows(now), values, with_bias=False)
+        rows, scales = second.rows(now)
+        key = "quantising act", scales.dim()
+        act = now.settled.get(key)
+        if act is None:
+            act = now.settled[key] = _prepare_act(
+                values, self._width, first.bias, self._activation, rows, scales
+            )
+        act(first.bias, scales)
+        return second(rows, scales, now.normed)
+
+
+def _prepare_act(
+    values: torch.Tensor,
+    width: int,
+    bias: torch.Tensor | None,
+    activation: Activation,
+    rows: torch.Tensor,
+    scales: torch.Tensor,
+) -> Callable[[torch.Tensor | None, torch.Tensor], None]:
+    if values.is_cuda:
+        from vllm_flashinfer_vit.kernels.act_quantize import prepare
+
+        return prepare(values, width, bias, activation, rows, scales)
+
+    def call(bias: torch.Tensor | None, scales: torch.Tensor) -> None:
+        quantize_rows_ref(act_ref(values, width, bias, activation), rows, scales)
+
+    return call
+
+
+def build_mlp(spec: BlockSpec, layers: Layers) -> Mlp | Fp8Mlp:
+    """Return what runs the MLP of a block."""
+    if (
+        computes(layers.part(spec.act), spec.activation)
+        and layers.is_fp8(spec.first)
+        and layers.is_fp8(spec.second)
+        and fp8_linear.has_plain_inputs(layers.part(spec.first))
+        and fp8_linear.has_plain_outputs(layers.part(spec.second))
+    ):
+        return Fp8Mlp(spec, layers)
+    return Mlp(spec, layers)
+
+
+def computes(act: Any, activation: str) -> bool:
+    """Whether a module computes an activation: vLLM's, or a platform's in its place."""
+    from vllm.model_executor.layers.activation import QuickGELU, SiluAndMul
+
+    if activation == "tanh_gelu":
+        return type(act) is torch.nn.GELU and act.approximate == "tanh"
+    op = SiluAndMul if activation == "swiglu" else QuickGELU
+    return getattr(type(act), "forward_native", None) is op.forward_native
+
+
+def _compiled_act(activation: str) -> Callable[..., Any] | None:
+    """Return vLLM's compiled activation, `(out, values)`, if this process has it."""
+    name = {"swiglu": "silu_and_mul", "quick_gelu": "gelu_quick"}.get(activation)
+    return None if name is None else compiled_op(name)

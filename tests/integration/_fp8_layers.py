@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Towers whose linear layers get vLLM's own FP8 methods, as on a Hopper GPU.
+
+vLLM's CUTLASS kernel is for GPUs. Its padding is applied here all the same, and what it
+multiplies is computed by the references.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from _blocks import blocks
+from torch import nn
+from vllm.model_executor.kernels.linear.scaled_mm import (
+    CutlassFP8ScaledMMLinearKernel,
+    cutlass,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (  # noqa: E501
+    CompressedTensorsLinearMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW8A8Fp8,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+)
+
+from vllm_flashinfer_vit.towers.tower import Tower
+
+SCHEMES = ("tensor", "channel", "static")
+GAIN = 4.0
+E4M3 = torch.finfo(torch.float8_e4m3fn)
+
+
+class Kernel(CutlassFP8ScaledMMLinearKernel):
+    """vLLM's, without its constructor, which asks for a GPU."""
+
+    def __init__(self, is_static: bool) -> None:
+        key = kFp8StaticTensorSym if is_static else kFp8DynamicTokenSym
+        self.config = SimpleNamespace(activation_quant_key=key)
+        self.layer_param_names = "weight", "weight_scale", "input_scale", ""
+
+
+def layers_of(tower: Tower) -> Iterator[tuple[str, Any]]:
+    """Return the linear layers of a tower's blocks, by their names in it."""
+    for place, block in enumerate(blocks(tower)):
+        for name, layer in block.named_modules():
+            if hasattr(layer, "output_size"):
+                yield f"blocks.{place}.{name}", layer
+
+
+def quantize_layers(tower: Tower, scheme: str, without: str = "no layer") -> None:
+    """Give a tower's linear layers FP8 weights; those named `without` keep 16 bits.
+
+    All are larger than random ones are: a tower's output shows what its blocks do.
+    """
+    for name, layer in layers_of(tower):
+        layer.weight.data.mul_(GAIN)
+        if without not in name:
+            quantize_layer(layer, scheme)
+    for block in blocks(tower):
+        block.attn.attn.program.build()
+
+
+def quantize_layer(layer: Any, scheme: str) -> None:
+    """Give a layer FP8 weights of its own weights, as a method of vLLM leaves them."""
+    weight = layer.weight.data
+    dims = (1,) if scheme == "channel" else (0, 1)
+    scale = weight.abs().amax(dims, keepdim=True).float() / E4M3.max
+    rows = (weight.float() / scale).clamp(E4M3.min, E4M3.max).to(torch.float8_e4m3fn)
+    kernel = Kernel(scheme == "static")
+    layer.weight = nn.Parameter(rows.t(), requires_grad=False)
+    scale = scale.view(-1, 1) if scheme == "channel" else scale.view(1)
+    layer.weight_scale = nn.Parameter(scale, requires_grad=False)
+    layer.input_scale = None
+    if scheme == "static":
+        layer.input_scale = nn.Parameter(torch.tensor(0.02), requires_grad=False)
+    # vLLM 0.25.1 refuses its own second call, where weight and scale are padded.
+    with mock.patch.object(cutlass, "set_weight_attrs", create=True):
+        kernel.process_weights_after_loading(layer)
+    if scheme == "channel":
+        layer.scheme = CompressedTensorsW8A8Fp8.__new__(CompressedTensorsW8A8Fp8)
+        layer.scheme.fp8_linear = kernel
+        method: Any = CompressedTensorsLinearMethod
+        layer.quant_method = method.__new__(method)
+    else:
+        layer.quant_method = Fp8LinearMethod.__new__(Fp8LinearMethod)
+        layer.quant_method.fp8_linear = kernel
+
+
+def weights_of(layer: Any) -> torch.Tensor:
+    """Return `[outputs, inputs]` fp32, or what a layer's FP8 weights stand for."""
+    if layer.weight.dtype != torch.float8_e4m3fn:
+        return layer.weight
+    found = layer.weight.float() * layer.weight_scale.reshape(1, -1)
+    return found[
+        : layer.input_size_per_partition, : layer.output_size_per_partition
+    ].t()

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks whose linear layers vLLM holds in FP8 run them in the block program.
+
+The GEMM and the quantising of attention's output are vLLM's on a GPU, and references
+here; how weights are padded is vLLM's here, too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _blocks import (
+    SPECS,
+    allow_lora,
+    blocks,
+    build,
+    call,
+    image,
+    kinds,
+    log_of,
+    outputs,
+    programs,
+    stream,
+    tables,
+    without,
+)
+from _fp8_layers import SCHEMES, layers_of, quantize_layer, quantize_layers, weights_of
+from _towers import cpu_only
+from torch import nn
+
+from cases import relative_error
+from vllm_flashinfer_vit.blocks import fp8_linear, layers
+from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
+from vllm_flashinfer_vit.blocks.linear import OwnLinear
+from vllm_flashinfer_vit.towers.tower import Tower
+
+pytestmark = [cpu_only, pytest.mark.usefixtures("fp8")]
+
+# Rows of e4m3 are off by 2 to 3 percent, of a scale for all by more.
+TOLERANCE = {"tensor": 0.05, "channel": 0.05, "static": 0.08}
+
+
+@pytest.fixture
+def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
+    """Have FP8 layers run as on a GPU, by the references."""
+    monkeypatch.setattr(fp8_linear, "can_launch", lambda layer, kernel: True)
+
+
+def served(
+    family: str, scheme: str, left_out: str = "no layer", off: tuple[str, ...] = ()
+) -> Tower:
+    # Layers that vLLM builds for FP8 are not padded in 16 bits.
+    with without("aligned", *off):
+        tower = build(family)
+    quantize_layers(tower, scheme, left_out)
+    return tower
+
+
+def in_16_bits(family: str, tower: Tower) -> Tower:
+    """Return stock's tower with the weights that a quantised tower's stand for."""
+    stock = build(family, "TORCH_SDPA")
+    given = dict(layers_of(tower))
+    for name, layer in layers_of(stock):
+        layer.weight.data.copy_(weights_of(given[name]))
+        if layer.bias is not None:
+            layer.bias.data.copy_(given[name].bias)
+    return stock
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", SPECS)
+def test_towers_are_as_exact_as_their_rows(family: str, scheme: str) -> None:
+    tower = served(family, scheme)
+    assert kinds(tower) == {("Fp8Linear",) * 4}
+    found, expected = outputs(tower), outputs(in_16_bits(family, tower))
+    assert relative_error(found, expected) < TOLERANCE[scheme]
+    assert relative_error(outputs(build(family)), expected) > 0.3
+    assert torch.equal(outputs(tower), found)
+    image(tower, 40)
+    assert torch.equal(outputs(tower), found)
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_every_value_is_written(family: str, nan_empty: None) -> None:
+    assert not outputs(served(family, "channel")).isnan().any()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_block_step_by_step(scheme: str) -> None:
+    """What is quantised, by which scale, and where the bias is added."""
+    tower = served("qwen2_5_vl", scheme)
+    block, x, with_ = blocks(tower)[0], stream(tower), tables(tower)
+    contexts: list[torch.Tensor] = []
+    attend = block.attn.attn.prepare
+
+    def prepare(*args: Any) -> Callable[[], torch.Tensor]:
+        launch = attend(*args)
+
+        def call() -> torch.Tensor:
+            contexts.append(launch().clone())
+            return contexts[-1]
+
+        return call
+
+    block.attn.attn.prepare = prepare
+    # Its last block's: both branches are added, nothing is normalised.
+    programs(tower)[0]._tower.blocks.pop(1)
+    found = call(tower, 0, x, with_).view(24, -1)
+
+    def linear(layer: Any, rows: torch.Tensor) -> torch.Tensor:
+        if layer.input_scale is None:
+            scale = rows.abs().amax(-1, keepdim=True) / 448
+        else:
+            scale = layer.input_scale
+        rows = (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+        return nn.functional.linear(rows, weights_of(layer), layer.bias)
+
+    x = x.view(24, -1)
+    attended = linear(block.attn.proj, contexts[0].flatten(1))
+    normed = block.norm2.forward_native(x + attended)
+    gate, up = linear(block.mlp.gate_up_proj, normed).chunk(2, -1)
+    hidden = nn.functional.silu(gate) * up
+    expected = x + attended + linear(block.mlp.down_proj, hidden)
+    # A value between two of e4m3 may fall to either.
+    assert relative_error(found, expected) < 2e-3
+
+
+@pytest.mark.parametrize(
+    "left_out", ["blocks.0.", "blocks.1.", "attn.qkv", "attn.proj", "mlp."]
+)
+@pytest.mark.parametrize("family", SPECS)
+def test_layers_in_both_formats(family: str, left_out: str) -> None:
+    tower = served(family, "channel", left_out)
+    assert len(kinds(tower) | {("Fp8Linear",) * 4}) > 1
+    found = outputs(tower)
+    assert relative_error(found, outputs(in_16_bits(family, tower))) < 0.05
+    assert torch.equal(outputs(tower), found)
+
+
+def test_padded_weights_stay_the_layers_own() -> None:
+    tower = served("qwen2_5_vl", "channel")
+    layer = blocks(tower)[0].mlp.down_proj
+    assert (layer.input_size_per_partition, layer.weight.shape[0]) == (44, 48)
+    assert programs(tower)[0]._mlp.second.weights.weight.data_ptr() == (
+        layer.weight.data_ptr()
+    )
+
+
+def test_weights_loaded_anew_are_used() -> None:
+    tower = served("qwen2_5_vl", "tensor")
+    before = outputs(tower)
+    for _, layer in layers_of(tower):
+        layer.weight = nn.Parameter(-weights_of(layer), requires_grad=False)
+        layer.bias = nn.Parameter(layer.bias + 1, requires_grad=False)
+        quantize_layer(layer, "tensor")
+    found = outputs(tower)
+    assert relative_error(found, before) > 0.5
+    expected = outputs(in_16_bits("qwen2_5_vl", tower))
+    assert relative_error(found, expected) < TOLERANCE["tensor"]
+
+
+def test_a_scale_loaded_anew_in_place_is_used() -> None:
+    tower = served("qwen3_vl", "static")
+    found = outputs(tower)
+    for _, layer in layers_of(tower):
+        layer.input_scale.data.mul_(1e-3)
+    assert relative_error(outputs(tower), found) > 0.3
+
+
+def test_the_sum_and_its_norm_by_kernels_of_their_own() -> None:
+    tower = served("qwen3_vl", "channel", off=("add_norm",))
+    assert kinds(tower) == {("Fp8Linear",) * 4}
+    expected = in_16_bits("qwen3_vl", tower)
+    assert relative_error(outputs(tower), outputs(expected)) < TOLERANCE["channel"]
+
+
+def test_it_can_be_switched_off() -> None:
+    tower = served("qwen2_vl", "tensor", off=("fp8_linear",))
+    assert kinds(tower) == {("OwnLinear",) * 4}
+
+
+def test_adapters_get_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow_lora(True, monkeypatch)
+    assert kinds(served("qwen2_vl", "tensor")) == {("OwnLinear",) * 4}
+
+
+def other_method(layer: Any) -> None:
+    class SomeLinearMethod:
+        fp8_linear = layer.quant_method.fp8_linear
+
+    layer.quant_method = SomeLinearMethod()
+
+
+def other_kernel(layer: Any) -> None:
+    layer.quant_method.fp8_linear = None
+
+
+def bounded(layer: Any) -> None:
+    layer.input_scale_ub = torch.tensor(1.0)
+
+
+def row_major(layer: Any) -> None:
+    layer.weight = nn.Parameter(layer.weight.data.contiguous(), requires_grad=False)
+
+
+def block_scales(layer: Any) -> None:
+    scales = torch.ones(2, 2)
+    layer.weight_scale = nn.Parameter(scales, requires_grad=False)
+
+
+def returned_bias(layer: Any) -> None:
+    layer.skip_bias_add = True
+
+
+@pytest.mark.parametrize(
+    "change",
+    [other_method, other_kernel, bounded, row_major, block_scales, returned_bias],
+)
+def test_what_is_not_known_is_left_alone(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tower = served("qwen2_vl", "tensor")
+    lines = log_of(layers, monkeypatch)
+    for block in blocks(tower):
+        change(block.attn.qkv)
+        block.attn.attn.program.build()
+    assert kinds(tower) == {("OwnLinear", *("Fp8Linear",) * 3)}
+    assert any("attn.qkv" in line for line in lines)
+    assert "vLLM's own" in programs(tower)[0].steps["attn.qkv"]
+
+
+def fails(*args: Any) -> None:
+    raise RuntimeError("no kernel for this GPU")
+
+
+def computes_nothing(*args: Any) -> None:
+    args[0].zero_()
+
+
+@pytest.mark.parametrize(
+    "kernel, reason", [(fails, "no kernel for this GPU"), (computes_nothing, "wrong")]
+)
+def test_a_gemm_that_cannot_run(
+    kernel: Callable[..., None], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a request needs it, it is tried once for each size."""
+    lines = log_of(layers, monkeypatch)
+    monkeypatch.setattr(fp8_linear, "_scaled_mm", lambda rows: kernel)
+    assert kinds(served("qwen3_vl", "tensor")) == {("OwnLinear",) * 4}
+    assert any("attn.qkv" in line and reason in line for line in lines)
+
+
+def test_a_gpu_kernel_is_not_launched_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    tower = served("qwen2_vl", "tensor")
+    assert kinds(tower) == {("OwnLinear",) * 4}
+    assert isinstance(programs(tower)[0]._qkv, OwnLinear)
+
+
+def test_steps_say_which_scales() -> None:
+    steps = programs(served("qwen2_vl", "static"))[0].steps
+    assert steps["attn.qkv"] == "FP8 by CUTLASS, the layer's scale"
+    steps = programs(served("qwen2_vl", "tensor"))[0].steps
+    assert steps["mlp.fc2"] == "FP8 by CUTLASS, a scale for each token"
+    assert isinstance(programs(served("qwen2_vl", "tensor"))[0]._qkv, Fp8Linear)
