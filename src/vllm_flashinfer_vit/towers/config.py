@@ -3,7 +3,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,6 +62,8 @@ def tower_config(
     fp8_scale_path: Path | None = None,
     image_processor: Any | None = None,
     flash_attn_version: int | None = None,
+    quantization: str | None = None,
+    unquantized: Sequence[str] = (),
 ) -> TowerConfig:
     """Return what an engine would have for a tower; call `check_backend` first.
 
@@ -76,10 +78,12 @@ def tower_config(
         fp8_scale_path: See `backend`.
         image_processor: See `backend`.
         flash_attn_version: See `backend`.
+        quantization: See `backend`.
+        unquantized: See `backend`.
 
     Raises:
         TowerError: The image processor's mean and std are no lists of finite numbers,
-            or std is 0.
+            or std is 0; or vLLM refuses the quantisation.
     """
     from vllm.config import (
         AttentionConfig,
@@ -93,6 +97,8 @@ def tower_config(
         "mm_encoder_attn_backend": backend,
         "mm_encoder_attn_dtype": attn_dtype,
     }
+    if quantization is not None:
+        multimodal |= _quantized(quantization, unquantized)
     if fp8_scale_path is not None:
         multimodal["mm_encoder_fp8_scale_path"] = str(fp8_scale_path)
     with tempfile.TemporaryDirectory() as name:
@@ -105,17 +111,21 @@ def tower_config(
             image_processor.save_pretrained(folder)
         elif _DEVICE_NORMALIZE in MultiModalConfig.__dataclass_fields__:
             multimodal[_DEVICE_NORMALIZE] = False
-        with _inspected_here(spec.family):
-            model_config = ModelConfig(
-                model=name, dtype=dtype, skip_tokenizer_init=True, **multimodal
-            )
+        with _inspected_here(spec.family), _explained(quantization):
             config = VllmConfig(
-                model_config=model_config,
+                model_config=ModelConfig(
+                    model=name, dtype=dtype, skip_tokenizer_init=True, **multimodal
+                ),
                 compilation_config=_compilation(device, compile, fused_ops),
                 attention_config=AttentionConfig(flash_attn_version=flash_attn_version),
                 device_config=DeviceConfig(device=device.type),
             )
         norm = _input_norm(config, device)
+    if config.quant_config is not None:
+        from vllm.model_executor.model_loader.utils import configure_quant_config
+
+        model = getattr(model_module(spec.family), FAMILIES[spec.family].model)
+        configure_quant_config(config.quant_config, model)
     # A part of vLLM's compile cache key, and what scale files are compared with.
     config.model_config.model = spec.name
     settings = config.model_config.multimodal_config
@@ -126,6 +136,34 @@ def normalizes_on_device(config: Any) -> bool:
     """Return whether a `VllmConfig` has the tower normalise bytes itself."""
     multimodal = config.model_config.multimodal_config
     return bool(getattr(multimodal, _DEVICE_NORMALIZE, False))
+
+
+def _quantized(quantization: str, unquantized: Sequence[str]) -> dict[str, Any]:
+    from vllm.config.quantization import (
+        ONLINE_QUANT_SHORTHAND_NAMES,
+        resolve_quantization_config,
+    )
+
+    given = {"ignore": list(unquantized)} if unquantized else None
+    # Others would be looked up in a checkpoint, and the list left unread.
+    if given is not None and quantization not in ONLINE_QUANT_SHORTHAND_NAMES:
+        raise TowerError(
+            f"quantization {quantization!r} takes no list of layers to leave out; use "
+            + ", ".join(ONLINE_QUANT_SHORTHAND_NAMES)
+        )
+    with _explained(quantization):
+        resolved = resolve_quantization_config(quantization, given)
+    return {"quantization": quantization, "quantization_config": resolved}
+
+
+@contextmanager
+def _explained(quantization: str | None) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if quantization is None:
+            raise
+        raise TowerError(f"quantization {quantization!r}: {error}") from error
 
 
 def _compilation(device: torch.device, compile: bool, fused_ops: bool) -> Any:

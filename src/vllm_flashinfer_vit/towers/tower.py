@@ -28,7 +28,11 @@ from vllm_flashinfer_vit.towers.spec import (
     TowerSpec,
     model_module,
 )
-from vllm_flashinfer_vit.towers.weights import fill_with_random_weights, load_weights
+from vllm_flashinfer_vit.towers.weights import (
+    fill_with_random_weights,
+    load_weights,
+    make_room,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +182,8 @@ def build_tower(
     fp8_scale_path: Path | None = None,
     image_processor: Any | None = None,
     flash_attn_version: int | None = None,
+    quantization: str | None = None,
+    unquantized: Sequence[str] = (),
 ) -> Tower:
     """Build a tower with vLLM's own classes and fill in its weights.
 
@@ -202,10 +208,15 @@ def build_tower(
             which may be bytes; see `Tower.pixel_dtype`. None: normalised pixels.
         flash_attn_version: As `attention_config.flash_attn_version`; None for vLLM's
             choice.
+        quantization: As `--quantization`, None or one that quantises 16-bit weights
+            when they are loaded, such as `fp8_per_channel`.
+        unquantized: Layers that keep their 16 bits, as `ignore` names them in
+            `--quantization-config`: `visual.blocks.0.mlp.down_proj`, or a pattern
+            `re:.*proj` of names from their beginning on.
 
     Raises:
-        TowerError: The backend is unknown or not available on this device; or the
-            image processor's mean and std cannot be used.
+        TowerError: The backend is unknown or not available on this device; the image
+            processor's mean and std cannot be used; or vLLM refuses the quantisation.
         CheckpointError: The weights cannot be read or do not fit.
     """
     device = torch.device(device)
@@ -213,6 +224,8 @@ def build_tower(
         raise TowerError("compiling the tower needs a GPU; leave compile out")
     if fused_ops and (compile or device.type == "cpu"):
         raise TowerError("vLLM's fused ops need a GPU and uncompiled blocks")
+    if quantization is not None and device.type == "cpu":
+        raise TowerError("quantising a tower's layers needs a GPU; leave it out")
     check_backend(backend, device, dtype, plugin=plugin)
     config, processor_kwargs, norm = tower_config(
         spec,
@@ -225,10 +238,13 @@ def build_tower(
         fp8_scale_path=fp8_scale_path,
         image_processor=image_processor,
         flash_attn_version=flash_attn_version,
+        quantization=quantization,
+        unquantized=unquantized,
     )
     with current_config(config):
         _init_distributed()
         visual = _build_module(spec, config, dtype, device, norm)
+        make_room(visual)
         if spec.checkpoint is None:
             fill_with_random_weights(visual, seed)
         else:
@@ -323,11 +339,12 @@ def _build_module(
     cls = getattr(model_module(spec.family), FAMILIES[spec.family].tower)
     hf_config = config.model_config.hf_config
     # Towers that cannot normalise have no such argument.
-    optional = {} if norm is None else {"input_norm": norm}
+    optional: dict[str, Any] = {} if norm is None else {"input_norm": norm}
     with set_default_torch_dtype(dtype), device:
         return cls(
             hf_config.vision_config,
             norm_eps=getattr(hf_config, "rms_norm_eps", 1e-6),
+            quant_config=config.quant_config,
             prefix="visual",
             **optional,
         )

@@ -25,6 +25,27 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.")
 _DEEPSTACK = re.compile(r"deepstack_merger_list\.(\d+)\.")
 
 
+def make_room(visual: nn.Module) -> None:
+    """Give a tower's parameters memory, those that are quantised once they are loaded.
+
+    vLLM has them on the meta device, and quantises a layer as its last weight arrives.
+    Here all are loaded in 16 bits first, and quantised together.
+
+    Args:
+        visual: vLLM's module.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in visual.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if not info.can_load():
+            continue
+        layerwise.materialize_layer(layer, info)
+        for parameter in layerwise.get_layer_tensors(layer).values():
+            parameter.weight_loader = layerwise._get_original_loader(parameter)
+        info.reset()
+
+
 def fill_with_random_weights(visual: nn.Module, seed: int) -> None:
     """Fill a tower's parameters with seeded random values, of bf16's precision.
 

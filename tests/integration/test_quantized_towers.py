@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Towers whose layers vLLM itself quantises as it loads them."""
+
+from importlib.metadata import version
+
+import pytest
+import torch
+from _blocks import SPECS, kinds
+from _models import noise
+from _towers import cpu_only, small_spec
+from packaging.version import Version
+
+from cases import relative_error
+from vllm_flashinfer_vit.choices.clock import capture
+from vllm_flashinfer_vit.towers.config import current_config, tower_config
+from vllm_flashinfer_vit.towers.spec import TowerError, resolve_spec
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower, check_backend
+
+METHODS = ("fp8", "fp8_per_tensor", "fp8_per_channel")
+MODELS = {
+    "qwen2_vl": "Qwen/Qwen2-VL-7B-Instruct",
+    "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "qwen3_vl": "Qwen/Qwen3-VL-8B-Instruct",
+}
+# A wide image, one of a single token, and a square one.
+GRIDS = [[1, 24, 60], [1, 2, 2], [1, 32, 32]]
+
+
+def true_tower(
+    family: str,
+    backend: str = "FLASHINFER",
+    dtype: torch.dtype = torch.bfloat16,
+    **settings: object,
+) -> Tower:
+    """Build the first two blocks of a known model's tower on a GPU."""
+    spec = resolve_spec(MODELS[family], random_weights=True, depth=2)
+    return build_tower(
+        spec,
+        backend=backend,
+        dtype=dtype,
+        device="cuda",
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def encode(tower: Tower) -> torch.Tensor:
+    rows = sum(t * h * w for t, h, w in GRIDS)
+    return tower.encode(noise(rows, tower.spec.patch_dim), GRIDS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", SPECS)
+class TestOnAGpu:
+    @pytest.fixture(autouse=True)
+    def loads(self, family: str, method: str) -> None:
+        is_padded = family == "qwen2_5_vl" and method == "fp8_per_channel"
+        if is_padded and Version(version("vllm")) < Version("0.26"):
+            pytest.skip("vLLM 0.25.1 cannot pad channels that have scales of their own")
+
+    def test_no_less_exact_than_stock(self, family: str, method: str) -> None:
+        exact = encode(true_tower(family, "TORCH_SDPA", torch.float32))
+        stock = encode(true_tower(family, "FLASH_ATTN", quantization=method))
+        served = true_tower(family, quantization=method)
+        assert kinds(served) == {("Fp8Linear",) * 4}
+        found = encode(served)
+        assert relative_error(found, exact) <= 1.02 * relative_error(stock, exact)
+        assert torch.equal(encode(served), found)
+
+    def test_graphs_have_the_same_bits(self, family: str, method: str) -> None:
+        tower = true_tower(family, quantization=method)
+        pixels = noise(sum(t * h * w for t, h, w in GRIDS), tower.spec.patch_dim)
+        pixels = pixels.cuda().bfloat16()
+        with tower.running():
+            metadata = tower.visual.prepare_encoder_metadata(GRIDS)
+
+            def run() -> torch.Tensor:
+                return tower.visual(pixels, None, encoder_metadata=dict(metadata))
+
+            found = run().clone()
+            assert torch.equal(capture(run)(), found)
+
+    def test_attention_in_fp8_too(self, family: str, method: str) -> None:
+        exact = encode(true_tower(family, "TORCH_SDPA", torch.float32))
+        stock = encode(true_tower(family, "FLASH_ATTN", quantization=method))
+        served = true_tower(family, quantization=method, attn_dtype="fp8")
+        assert relative_error(encode(served), exact) <= (
+            2 * relative_error(stock, exact)
+        )
+
+    def test_layers_that_are_left_out(self, family: str, method: str) -> None:
+        if method == "fp8":
+            pytest.skip("vLLM takes no list of layers with this name")
+        served = true_tower(family, quantization=method, unquantized=["re:.*attn.*"])
+        assert kinds(served) == {("LtGemm", "LtGemm", "Fp8Linear", "Fp8Linear")}
+        assert encode(served).isfinite().all()
+
+
+@cpu_only
+@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize("method", METHODS)
+def test_vllm_takes_the_settings(family: str, method: str) -> None:
+    check_backend("FLASHINFER", torch.device("cpu"), torch.bfloat16)
+    config, _, _ = tower_config(
+        small_spec(family),
+        backend="FLASHINFER",
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        quantization=method,
+    )
+    with current_config(config):
+        assert config.quant_config.get_name() in ("fp8", "online")
+
+
+@cpu_only
+class TestRefusals:
+    def test_on_a_cpu(self) -> None:
+        with pytest.raises(TowerError, match="needs a GPU"):
+            build_tower(
+                small_spec("qwen3_vl"),
+                backend="FLASHINFER",
+                dtype=torch.bfloat16,
+                device="cpu",
+                quantization="fp8",
+            )
+
+    @pytest.mark.parametrize(
+        "method, unquantized, reason",
+        [
+            ("fp9", [], "fp9"),
+            ("fp8", ["visual.blocks.0.mlp.down_proj"], "takes no list"),
+            ("fp8_per_tensor", ["visual.blocks.0.attn.qkv", 3], "string"),
+        ],
+    )
+    def test_what_vllm_does_not_take(
+        self, method: str, unquantized: list[str], reason: str
+    ) -> None:
+        check_backend("FLASHINFER", torch.device("cpu"), torch.bfloat16)
+        with pytest.raises(TowerError, match=reason):
+            tower_config(
+                small_spec("qwen3_vl"),
+                backend="FLASHINFER",
+                dtype=torch.bfloat16,
+                device=torch.device("cpu"),
+                quantization=method,
+                unquantized=unquantized,
+            )
