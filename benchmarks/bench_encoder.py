@@ -2,7 +2,8 @@
 """Times whole vision towers: stock vLLM by its backends, and the plugin.
 
 `stock-flash_attn` is FLASH_ATTN with the FlashAttention that vLLM picks, on Hopper 3,
-and `stock-flash_attn4` with `attention_config.flash_attn_version=4`.
+and `stock-flash_attn4` with `attention_config.flash_attn_version=4`. With `-q8` at its
+end a provider's linear layers are quantised as by `--quantization fp8`.
 
 Every provider has a process of its own, since the plugin would change stock. All hold
 the same tower, and take turns on one GPU, one at a time. Outputs are compared with the
@@ -49,6 +50,7 @@ from common import (
     rounds_within,
 )
 from host_load import load_text, watched_load
+from table import QUANTIZED
 from vllm_flashinfer_vit.choices.clock import capture, order_of_turn
 
 Grids = tuple[tuple[int, int, int], ...]
@@ -97,6 +99,8 @@ TURNS = 6
 ANSWER_WITHIN_S = 300.0
 # A backend, and a version of FlashAttention where it is not vLLM's choice.
 STOCK = re.compile(r"stock-(\w*[a-z])((?<=-flash_attn)\d)?")
+# What `QUANTIZED` at a provider's end stands for, as `--quantization`.
+QUANTIZATION = "fp8"
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class Contender:
         blocks: One of `BLOCKS`.
         attn_dtype: The engine's encoder attention dtype, None or `fp8`.
         flash_attn_version: FlashAttention's version, None for vLLM's choice.
+        quantization: As `--quantization`, None or `QUANTIZATION`.
         environment: Variables of the process.
     """
 
@@ -121,6 +126,7 @@ class Contender:
     blocks: str = "eager"
     attn_dtype: str | None = None
     flash_attn_version: int | None = None
+    quantization: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -130,8 +136,10 @@ class Contender:
         Raises:
             ValueError: There is no such provider.
         """
-        origin, _, kernel = provider.partition("-")
-        if stock := STOCK.fullmatch(provider):
+        tower = provider.removesuffix(QUANTIZED)
+        quantization = None if tower == provider else QUANTIZATION
+        origin, _, kernel = tower.partition("-")
+        if stock := STOCK.fullmatch(tower):
             backend, version = stock.groups()
             return cls(
                 provider,
@@ -140,6 +148,7 @@ class Contender:
                 dtype,
                 blocks,
                 flash_attn_version=int(version) if version else None,
+                quantization=quantization,
                 # vLLM then loads no plugin by itself.
                 environment={"VLLM_PLUGINS": ""},
             )
@@ -154,11 +163,13 @@ class Contender:
                 dtype,
                 blocks,
                 attn_dtype=attn_dtype,
+                quantization=quantization,
                 environment=env,
             )
         raise ValueError(
             f"provider {provider!r}: use stock-<backend>, stock-flash_attn4, plugin, "
-            "plugin-fp8 or plugin-<kernel>"
+            f"plugin-fp8 or plugin-<kernel>, and {QUANTIZED} after each for linear "
+            "layers in FP8"
         )
 
 
@@ -186,6 +197,12 @@ def check_promises(
             f"vLLM runs these layers on FlashAttention {layer._fa_version} here, "
             f"not {version}"
         )
+    blocks = list(blocks)
+    if contender.quantization is not None:
+        modules = [layer for block in blocks for layer in block.modules()]
+        linear = [layer for layer in modules if hasattr(layer, "output_size")]
+        if {layer.weight.dtype for layer in linear} != {torch.float8_e4m3fn}:
+            raise RuntimeError("some linear layers of these blocks are not quantised")
     if contender.blocks == "compiled" and any(
         getattr(block, "do_not_compile", True) for block in blocks
     ):
@@ -212,6 +229,7 @@ class Worker:
             plugin=not contender.is_stock,
             attn_dtype=contender.attn_dtype,
             flash_attn_version=contender.flash_attn_version,
+            quantization=contender.quantization,
         )
         layers = self.tower.attention_layers()
         self._layer = next(iter(layers.values()))

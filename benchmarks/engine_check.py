@@ -63,6 +63,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tensor_parallel_size": 2,
         "mm_encoder_attn_dtype": "fp8",
     },
+    "fp8_linear": {"enforce_eager": True, "quantization": "fp8"},
+    "fp8_linear_tp2": {
+        "enforce_eager": True,
+        "tensor_parallel_size": 2,
+        "quantization": "fp8",
+    },
 }
 # The configuration whose stock tower has the same weights, runs without a compiler, and
 # exists: stock has no FP8 attention on Hopper.

@@ -5,10 +5,12 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -116,6 +118,20 @@ def fill_tower(model: torch.nn.Module) -> None:
                     if hasattr(parameter, "stock_weight_loader"):
                         stack.enter_context(method.in_stock_size(parameter))
         fill_with_random_weights(model.visual, seed=0)
+    for name, module in model.visual.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.dtype == torch.float8_e4m3fn:
+            _fill_quantized(name, module)
+
+
+def _fill_quantized(name: str, layer: Any) -> None:
+    """Give an FP8 layer the weights of `fill_with_random_weights`, with one scale."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    std = 0.04 if name.endswith("qkv") else 0.02
+    values = torch.empty(layer.weight.shape).normal_(std=std, generator=generator)
+    scale = values.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+    layer.weight.data.copy_(values / scale)
+    layer.weight_scale.data.fill_(scale)
 
 
 def random_pixels(

@@ -67,6 +67,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "automatic": {},
     "fp8": {"mm_encoder_attn_dtype": "fp8"},
+    "fp8_linear": {"quantization": "fp8"},
 }
 if Version(version("vllm")) >= Version("0.29"):
     # The first with a runner for it.

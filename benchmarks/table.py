@@ -26,6 +26,8 @@ Row = Mapping[str, str]
 BASELINE = "stock-flash_attn"
 PLUGIN = "plugin"
 PLUGIN_FP8 = "plugin-fp8"
+# Ends the name of a provider whose linear layers are quantised, too.
+QUANTIZED = "-q8"
 # Shown as they are, and given a speed-up of their own.
 CHALLENGERS = (PLUGIN, PLUGIN_FP8, "plugin-hopper_fp8", "plugin-triton_fp8")
 # Contenders get through other numbers of them; a time is that of all N together.
@@ -115,23 +117,31 @@ class Best:
 
     The modes are those that replay a graph, or those that do not, as this package's own
     mode does or does not: its program in a graph, or without one. Of each model only
-    the rows of the commit count that measured this package in that mode last.
+    the rows of the commit count that measured this package in that mode last. Towers
+    with quantised linear layers are compared with each other alone.
     """
 
-    def __init__(self, rows: Iterable[Row], own_mode: str = "graph") -> None:
+    def __init__(
+        self, rows: Iterable[Row], own_mode: str = "graph", quantized: bool = False
+    ) -> None:
+        end = QUANTIZED if quantized else ""
         rows = [
             row
             for row in rows
             if _timed(row["mode"]) == _timed(own_mode)
+            and row["provider"].endswith(QUANTIZED) == quantized
             and (row["provider"].startswith("stock-") or row["mode"] == own_mode)
         ]
         last = {
-            row["model"]: row["commit"] for row in rows if row["provider"] == PLUGIN
+            row["model"]: row["commit"]
+            for row in rows
+            if row["provider"] == PLUGIN + end
         }
         rows = [row for row in rows if row["commit"] == last.get(row["model"])]
         self.rows = newest(rows, lambda row: tuple(row[name] for name in _KEYS))
         present = {row["provider"] for row in self.rows}
-        self.challengers = [p for p in (PLUGIN, PLUGIN_FP8) if p in present]
+        challengers = PLUGIN + end, PLUGIN_FP8 + end
+        self.challengers = [p for p in challengers if p in present]
         self.models = list(dict.fromkeys(row["model"] for row in self.rows))
 
     def cases(self, model: str) -> list[str]:
@@ -208,13 +218,15 @@ def modes_table(rows: Iterable[Row]) -> str:
     return _written(lines)
 
 
-def best_table(rows: Iterable[Row], own_mode: str = "graph") -> str:
+def best_table(
+    rows: Iterable[Row], own_mode: str = "graph", quantized: bool = False
+) -> str:
     """Write a line a case of `Best`.
 
     Raises:
         NoRowsError: There is no case that stock and this package ran in such modes.
     """
-    best = Best(rows, own_mode)
+    best = Best(rows, own_mode, quantized)
     heads = ["model", "case", "stock", "which"]
     for provider in best.challengers:
         heads += [provider, "speed-up"]
@@ -469,6 +481,8 @@ KINDS: Mapping[str, Callable[[list[Row]], str]] = {
     "encoder": lambda rows: table(rows, "model"),
     "best": best_table,
     "best_eager": lambda rows: best_table(rows, "eager"),
+    "best_quantized": lambda rows: best_table(rows, quantized=True),
+    "best_quantized_eager": lambda rows: best_table(rows, "eager", quantized=True),
     "modes": modes_table,
     "attention": lambda rows: table(rows, "head_dim"),
     "errors": error_table,

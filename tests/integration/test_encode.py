@@ -445,6 +445,8 @@ class TestBadInput:
             ({"max_pixels": 100}, r"one token of this model takes 784 pixels"),
             ({"attn_dtype": "nonsense"}, r"attn_dtype 'nonsense' is unknown; use fp8"),
             ({"fp8_scale_path": Path("a")}, r"fp8_scale_path needs attn_dtype fp8"),
+            ({"quantization": "fp9"}, r"'fp9' quantises no 16-bit weights; use fp8,"),
+            ({"unquantized": ["a"]}, r"unquantized needs quantization"),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )
@@ -491,6 +493,34 @@ class TestBadInput:
         path = save_image(tmp_path / "a.png", 60, 60)
         self.refused(r"'NONE_SUCH' is unknown", path, backends=["NONE_SUCH"])
         self.refused(r"FLASH_ATTN does not run", path, backends=["FLASH_ATTN"])
+
+
+@cpu_only
+def test_quantising_needs_a_gpu(tmp_path: Path) -> None:
+    path = save_image(tmp_path / "a.png", 60, 60)
+    with pytest.raises(TowerError, match="needs a GPU"):
+        run(options(path, quantization="fp8"))
+
+
+@pytest.mark.gpu
+def test_quantised_layers_on_a_gpu() -> None:
+    plain, quantized = (
+        run(
+            Options(
+                images=[EXAMPLES],
+                model=MODEL,
+                random_weights=True,
+                depth=4,
+                backends=["FLASHINFER", "FLASH_ATTN"],
+                quantization=method,
+            )
+        )
+        for method in (None, "fp8")
+    )
+    for exact, image in zip(plain.images, quantized.images, strict=True):
+        ours, stock = (image.results[name] for name in quantized.backends)
+        assert ours.relative_error <= 1.05 * stock.relative_error
+        assert ours.relative_error > 2 * exact.results["FLASHINFER"].relative_error
 
 
 @pytest.mark.gpu

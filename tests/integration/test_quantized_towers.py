@@ -113,35 +113,26 @@ def test_vllm_takes_the_settings(family: str, method: str) -> None:
 
 
 @cpu_only
-class TestRefusals:
-    def test_on_a_cpu(self) -> None:
-        with pytest.raises(TowerError, match="needs a GPU"):
-            build_tower(
-                small_spec("qwen3_vl"),
-                backend="FLASHINFER",
-                dtype=torch.bfloat16,
-                device="cpu",
-                quantization="fp8",
-            )
-
-    @pytest.mark.parametrize(
-        "method, unquantized, reason",
-        [
-            ("fp9", [], "fp9"),
-            ("fp8", ["visual.blocks.0.mlp.down_proj"], "takes no list"),
-            ("fp8_per_tensor", ["visual.blocks.0.attn.qkv", 3], "string"),
-        ],
-    )
-    def test_what_vllm_does_not_take(
-        self, method: str, unquantized: list[str], reason: str
-    ) -> None:
-        check_backend("FLASHINFER", torch.device("cpu"), torch.bfloat16)
-        with pytest.raises(TowerError, match=reason):
-            tower_config(
-                small_spec("qwen3_vl"),
-                backend="FLASHINFER",
-                dtype=torch.bfloat16,
-                device=torch.device("cpu"),
-                quantization=method,
-                unquantized=unquantized,
-            )
+@pytest.mark.parametrize(
+    "method, unquantized, reason",
+    [
+        ("fp9", [], "'fp9' quantises no 16-bit weights; use fp8, fp8_per_tensor"),
+        ("awq", [], "'awq' quantises no 16-bit weights"),
+        ("online", [], "'online' quantises no 16-bit weights"),
+        ("fp8", ["visual.blocks.0.mlp.down_proj"], "takes no list"),
+        (None, ["visual.blocks.0.mlp.down_proj"], "needs quantization"),
+        ("fp8_per_tensor", ["re:.*attn.*"], "needs a GPU"),
+    ],
+)
+def test_what_is_refused(
+    method: str | None, unquantized: list[str], reason: str
+) -> None:
+    with pytest.raises(TowerError, match=reason):
+        build_tower(
+            small_spec("qwen3_vl"),
+            backend="FLASHINFER",
+            dtype=torch.bfloat16,
+            device="cpu",
+            quantization=method,
+            unquantized=unquantized,
+        )

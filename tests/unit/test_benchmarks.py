@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -285,7 +286,19 @@ def test_stock_runs_without_plugins_and_forced_kernels_by_setting():
     forced = of("plugin-triton_fp8", "bf16")
     assert forced.attn_dtype == "fp8"
     assert forced.environment == {"VLLM_FLASHINFER_VIT_KERNEL": "triton_fp8"}
-    odds = ("stock", "stock-", "stock-4", "stock-flashinfer4", "stock-my_flash_attn4")
+    for name in ("stock-flash_attn4", "plugin", "plugin-fp8", "plugin-cudnn"):
+        contender, plain = of(f"{name}-q8", "bf16"), of(name, "bf16")
+        assert (contender.quantization, plain.quantization) == ("fp8", None)
+        same = replace(plain, provider=f"{name}-q8", quantization="fp8")
+        assert contender == same
+    odds = (
+        "stock",
+        "stock-",
+        "stock-q8",
+        "stock-4",
+        "stock-flashinfer4",
+        "stock-my_flash_attn4",
+    )
     for odd in (*odds, "odd"):
         with pytest.raises(ValueError, match="stock"):
             of(odd, "bf16")
@@ -332,6 +345,24 @@ def test_pixels_are_the_same_values_in_every_dtype():
         assert torch.equal(drawn(dtype), pixels.to(dtype))
 
 
+def test_engines_fill_quantised_layers_alike():
+    def filled():
+        layer = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(
+            torch.zeros(64, 192).to(torch.float8_e4m3fn), requires_grad=False
+        )
+        layer.weight_scale = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+        visual = torch.nn.ModuleDict({"qkv": layer})
+        engines.fill_tower(SimpleNamespace(visual=visual))
+        return layer
+
+    first, second = filled(), filled()
+    values = first.weight.float() * first.weight_scale
+    assert values.std() == pytest.approx(0.04, rel=0.05)
+    assert first.weight.float().abs().max() == 448
+    assert torch.equal(values, second.weight.float() * second.weight_scale)
+
+
 def test_a_contender_is_what_its_name_says():
     of, check = bench_encoder.Contender.of, bench_encoder.check_promises
     compiled, eager = (SimpleNamespace(do_not_compile=flag) for flag in (False, True))
@@ -340,6 +371,15 @@ def test_a_contender_is_what_its_name_says():
     check(of("stock-flash_attn", "bf16", "compiled"), layer, [compiled] * 2)
     with pytest.raises(RuntimeError, match="got attention layers"):
         check(of("plugin", "bf16"), layer, [eager])
+    quantized = torch.nn.Module()
+    quantized.output_size = 8
+    quantized.weight = torch.zeros(8, 8, dtype=torch.float8_e4m3fn)
+    plain = torch.nn.Module()
+    plain.output_size = 8
+    plain.weight = torch.zeros(8, 8)
+    check(of("stock-flash_attn-q8", "bf16"), layer, [quantized])
+    with pytest.raises(RuntimeError, match="not quantised"):
+        check(of("stock-flash_attn-q8", "bf16"), layer, [quantized, plain])
     # Where vLLM cannot run a version, it takes another one.
     with pytest.raises(RuntimeError, match="FlashAttention None here, not 4"):
         check(of("stock-flash_attn4", "bf16"), SimpleNamespace(_fa_version=None), [])

@@ -77,6 +77,8 @@ def test_encode_hands_over_every_option(encode: types.SimpleNamespace) -> None:
             *("--depth", "2", "--backend", "FLASHINFER", "--backend", "TORCH_SDPA"),
             *("--dtype", "fp32", "--device", "cpu", "--max-pixels", "200704"),
             *("--attn-dtype", "fp8", "--fp8-scale-path", "scales.json"),
+            *("--quantization", "fp8_per_channel"),
+            *("--unquantized", "re:.*attn.*", "--unquantized", "a.b"),
             *("--output", "out.safetensors", "--json"),
         ],
     )
@@ -89,6 +91,8 @@ def test_encode_hands_over_every_option(encode: types.SimpleNamespace) -> None:
         "backends": ["FLASHINFER", "TORCH_SDPA"],
         "attn_dtype": "fp8",
         "fp8_scale_path": Path("scales.json"),
+        "quantization": "fp8_per_channel",
+        "unquantized": ["re:.*attn.*", "a.b"],
         "dtype": "fp32",
         "device": "cpu",
         "max_pixels": 200704,

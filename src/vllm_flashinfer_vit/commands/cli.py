@@ -112,6 +112,16 @@ def encode(
     fp8_scale_path: Annotated[
         Path | None, typer.Option(help="File of FP8 scales, as calibrate writes it.")
     ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="As vLLM's: the tower's linear layers quantised at load, such as fp8."
+        ),
+    ] = None,
+    unquantized: Annotated[
+        list[str],
+        typer.Option(help="A layer, or re:PATTERN, that keeps 16 bits; repeatable."),
+    ] = [],  # noqa: B006
     dtype: _Dtype = "auto",
     device: _Device = "auto",
     max_pixels: _MaxPixels = None,
@@ -139,6 +149,8 @@ def encode(
             backends=backend,
             attn_dtype=attn_dtype,
             fp8_scale_path=fp8_scale_path,
+            quantization=quantization,
+            unquantized=unquantized,
             dtype=dtype,
             device=device,
             max_pixels=max_pixels,

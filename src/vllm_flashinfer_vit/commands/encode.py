@@ -8,8 +8,9 @@ in an engine; every result is compared with the same tower in fp32.
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -36,7 +37,7 @@ from vllm_flashinfer_vit.commands.job import (
 )
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.machine import files
-from vllm_flashinfer_vit.towers.config import tower_config
+from vllm_flashinfer_vit.towers.config import check_quantization, tower_config
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower, check_backend
 
@@ -58,12 +59,16 @@ class Options(Inputs):
         backends: Names for `--mm-encoder-attn-backend`, compared side by side.
         attn_dtype: As `--mm-encoder-attn-dtype`, None or `fp8`, for FLASHINFER.
         fp8_scale_path: As `--mm-encoder-fp8-scale-path`.
+        quantization: As `--quantization`; see `build_tower`.
+        unquantized: Layers that it leaves out; see `build_tower`.
         output: File for the embeddings, or None.
     """
 
     backends: Sequence[str] = ("FLASHINFER",)
     attn_dtype: str | None = None
     fp8_scale_path: Path | None = None
+    quantization: str | None = None
+    unquantized: Sequence[str] = field(default_factory=list)
     output: Path | None = None
 
 
@@ -113,12 +118,14 @@ class Report(JobReport):
     Attributes:
         backends: What was compared.
         attn_dtype: As `--mm-encoder-attn-dtype`, for FLASHINFER.
+        quantization: As `--quantization`, for all backends.
         images: What came out, without images that were left out.
         output: The file of embeddings, or None.
     """
 
     backends: Sequence[str]
     attn_dtype: str | None
+    quantization: str | None
     images: Sequence[ImageReport]
     output: str | None
 
@@ -155,6 +162,7 @@ def run(options: Options, console: Console | None = None) -> Report:
         with quiet_vllm():
             for backend in backends:
                 check_backend(backend, job.device, job.dtype)
+            check_quantization(options.quantization, options.unquantized, job.device)
             # What the processor leaves to one tower, it leaves to all of them.
             kwargs = tower_config(
                 job.spec,
@@ -171,7 +179,9 @@ def run(options: Options, console: Console | None = None) -> Report:
                     patches.append(image)
             check_any(patches, failures)
 
-            def encode_all(backend: str, dtype: torch.dtype) -> list[_Encoded]:
+            def encode_all(
+                backend: str, dtype: torch.dtype, **quantized: Any
+            ) -> list[_Encoded]:
                 step(f"build the tower for {backend}")
                 fp8 = backend == _FP8_BACKEND
                 tower = build_tower(
@@ -183,11 +193,20 @@ def run(options: Options, console: Console | None = None) -> Report:
                     attn_dtype=options.attn_dtype if fp8 else None,
                     fp8_scale_path=options.fp8_scale_path if fp8 else None,
                     image_processor=processor,
+                    **quantized,
                 )
                 return _encode_all(tower, patches, step)
 
             references = encode_all(REFERENCE_BACKEND, torch.float32)
-            encoded = {backend: encode_all(backend, job.dtype) for backend in backends}
+            encoded = {
+                backend: encode_all(
+                    backend,
+                    job.dtype,
+                    quantization=options.quantization,
+                    unquantized=options.unquantized,
+                )
+                for backend in backends
+            }
     images = [
         _image_report(
             image,
@@ -204,6 +223,7 @@ def run(options: Options, console: Console | None = None) -> Report:
         **report_header(job, options, notes, failures),
         backends=backends,
         attn_dtype=options.attn_dtype,
+        quantization=options.quantization,
         images=images,
         output=None if options.output is None else str(options.output),
     )
@@ -407,6 +427,7 @@ def _save(
         "backends": " ".join(report.backends),
         "dtype": report.dtype,
         "attn_dtype": report.attn_dtype or report.dtype,
+        "quantization": report.quantization or "none",
         "max_pixels": str(report.max_pixels or "the image processor's own"),
         "device": report.device,
         "versions": " ".join(f"{name}=={v}" for name, v in report.versions.items()),

@@ -21,6 +21,8 @@ from vllm_flashinfer_vit.towers.spec import (
 )
 
 _DEVICE_NORMALIZE = "mm_device_do_normalize"
+# The name that other vLLMs and checkpoints know.
+_OLD_FP8 = "fp8"
 _INPUT_NORM = "vllm.model_executor.layers.fusion.mm_input_norm"
 
 
@@ -65,7 +67,9 @@ def tower_config(
     quantization: str | None = None,
     unquantized: Sequence[str] = (),
 ) -> TowerConfig:
-    """Return what an engine would have for a tower; call `check_backend` first.
+    """Return what an engine would have for a tower.
+
+    Call `check_backend` and `check_quantization` first.
 
     Args:
         spec: What to build.
@@ -83,7 +87,7 @@ def tower_config(
 
     Raises:
         TowerError: The image processor's mean and std are no lists of finite numbers,
-            or std is 0; or vLLM refuses the quantisation.
+            or std is 0.
     """
     from vllm.config import (
         AttentionConfig,
@@ -111,7 +115,7 @@ def tower_config(
             image_processor.save_pretrained(folder)
         elif _DEVICE_NORMALIZE in MultiModalConfig.__dataclass_fields__:
             multimodal[_DEVICE_NORMALIZE] = False
-        with _inspected_here(spec.family), _explained(quantization):
+        with _inspected_here(spec.family):
             config = VllmConfig(
                 model_config=ModelConfig(
                     model=name, dtype=dtype, skip_tokenizer_init=True, **multimodal
@@ -138,32 +142,49 @@ def normalizes_on_device(config: Any) -> bool:
     return bool(getattr(multimodal, _DEVICE_NORMALIZE, False))
 
 
-def _quantized(quantization: str, unquantized: Sequence[str]) -> dict[str, Any]:
-    from vllm.config.quantization import (
-        ONLINE_QUANT_SHORTHAND_NAMES,
-        resolve_quantization_config,
-    )
+def check_quantization(
+    quantization: str | None, unquantized: Sequence[str], device: torch.device
+) -> None:
+    """Check how a tower's linear layers are to be quantised as they are loaded.
 
-    given = {"ignore": list(unquantized)} if unquantized else None
-    # Others would be looked up in a checkpoint, and the list left unread.
-    if given is not None and quantization not in ONLINE_QUANT_SHORTHAND_NAMES:
+    Args:
+        quantization: As for `build_tower`.
+        unquantized: As for `build_tower`.
+        device: The tower's.
+
+    Raises:
+        TowerError: vLLM has no such method, or it cannot be had here.
+    """
+    if quantization is None:
+        if unquantized:
+            raise TowerError("unquantized needs quantization; leave both out")
+        return
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
+    lists = [name for name in ONLINE_QUANT_SHORTHAND_NAMES if name != "online"]
+    # Others are for weights that a checkpoint has quantised.
+    if quantization not in (_OLD_FP8, *lists):
         raise TowerError(
-            f"quantization {quantization!r} takes no list of layers to leave out; use "
-            + ", ".join(ONLINE_QUANT_SHORTHAND_NAMES)
+            f"quantization {quantization!r} quantises no 16-bit weights; use "
+            + ", ".join([_OLD_FP8, *lists])
         )
-    with _explained(quantization):
-        resolved = resolve_quantization_config(quantization, given)
-    return {"quantization": quantization, "quantization_config": resolved}
+    if unquantized and quantization == _OLD_FP8:
+        raise TowerError(
+            f"quantization {_OLD_FP8} takes no list of layers to leave out; use "
+            + ", ".join(lists)
+        )
+    if device.type == "cpu":
+        raise TowerError("quantising a tower's layers needs a GPU; leave it out")
 
 
-@contextmanager
-def _explained(quantization: str | None) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        if quantization is None:
-            raise
-        raise TowerError(f"quantization {quantization!r}: {error}") from error
+def _quantized(quantization: str, unquantized: Sequence[str]) -> dict[str, Any]:
+    from vllm.config.quantization import resolve_quantization_config
+
+    ignored = {"ignore": list(unquantized)} if unquantized else None
+    return {
+        "quantization": quantization,
+        "quantization_config": resolve_quantization_config(quantization, ignored),
+    }
 
 
 def _compilation(device: torch.device, compile: bool, fused_ops: bool) -> Any:

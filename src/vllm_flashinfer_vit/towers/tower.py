@@ -17,6 +17,7 @@ from torch import nn
 
 import vllm_flashinfer_vit
 from vllm_flashinfer_vit.towers.config import (
+    check_quantization,
     current_config,
     normalizes_on_device,
     tower_config,
@@ -216,7 +217,7 @@ def build_tower(
 
     Raises:
         TowerError: The backend is unknown or not available on this device; the image
-            processor's mean and std cannot be used; or vLLM refuses the quantisation.
+            processor's mean and std cannot be used; or the quantisation cannot be had.
         CheckpointError: The weights cannot be read or do not fit.
     """
     device = torch.device(device)
@@ -224,9 +225,8 @@ def build_tower(
         raise TowerError("compiling the tower needs a GPU; leave compile out")
     if fused_ops and (compile or device.type == "cpu"):
         raise TowerError("vLLM's fused ops need a GPU and uncompiled blocks")
-    if quantization is not None and device.type == "cpu":
-        raise TowerError("quantising a tower's layers needs a GPU; leave it out")
     check_backend(backend, device, dtype, plugin=plugin)
+    check_quantization(quantization, unquantized, device)
     config, processor_kwargs, norm = tower_config(
         spec,
         backend=backend,
