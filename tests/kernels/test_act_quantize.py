@@ -10,7 +10,7 @@ from vllm_flashinfer_vit.kernels.act_quantize import MAX_WIDTH, act_quantize, pr
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
 from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref
 
-ACTIVATIONS = ("swiglu", "quick_gelu", "tanh_gelu")
+ACTIVATIONS = ("swiglu", "quick_gelu", "tanh_gelu", "gelu")
 # Triton's interpreter truncates when it converts to bf16.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 # Of Qwen2.5-VL, whose rows vLLM pads to 3424, of Qwen3-VL, and what fills no block.
@@ -48,7 +48,7 @@ def exactly(values, width, bias, activation):
         return silu(gate) * up
     if activation == "quick_gelu":
         return x * torch.sigmoid(1.702 * x)
-    return gelu(x, approximate="tanh")
+    return gelu(x, approximate="tanh" if activation == "tanh_gelu" else "none")
 
 
 @SCALES

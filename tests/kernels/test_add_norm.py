@@ -102,6 +102,63 @@ def test_in_e4m3(width, num_terms, has_bias, keep_sum, given):
     assert (off <= expected.float().abs() / 8 + LEAST).all()
 
 
+def draw_layer_scales(num_terms, width, dtype=torch.float16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(num_terms - 1, width, generator=generator)
+    return tuple(drawn.to(DEVICE, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1024, 100])
+def test_branches_with_layer_scales(width, dtype, num_terms, has_bias, keep_sum):
+    kinds = {"num_terms": num_terms, "has_bias": has_bias, "dtype": dtype}
+    inputs = make_inputs(7, 1, width, **kinds)
+    scaled = draw_layer_scales(num_terms, width, dtype)
+    found = sum_norm(*inputs, EPS, keep_sum, layer_scales=scaled)
+    expected = sum_norm_ref(*inputs, EPS, keep_sum, layer_scales=scaled)
+    x, *branches = (term.double() for term in inputs[0])
+    exact = x + sum(b * s.double() for b, s in zip(branches, scaled, strict=True))
+    if keep_sum:
+        eps = torch.finfo(torch.float32).eps
+        assert_rounded(found[0], exact, 4 * eps * exact.abs().max())
+    unit = torch.finfo(dtype).eps
+    for one, right in zip(found, expected, strict=True):
+        if right is not None:
+            atol = 16 * torch.finfo(torch.float32).eps * right.abs().max().item()
+            torch.testing.assert_close(one, right, rtol=unit, atol=atol)
+
+
+def test_settled_calls_take_other_layer_scales(num_terms, has_bias):
+    kinds = {"num_terms": num_terms, "has_bias": has_bias}
+    terms, weight, bias = make_inputs(7, 64, **kinds)
+    x, *branches = terms
+    for given in (None, 0.5):
+        rows = torch.float8_e4m3fn if given else x.dtype
+        normed, total = torch.empty_like(x, dtype=rows), torch.empty_like(x)
+        scales = row_scales(7, given) if given else None
+        first = draw_layer_scales(num_terms, 64)
+        arguments = x, tuple(branches), weight, bias, EPS, normed, scales, first
+        call = prepare(*arguments)
+        for seed in (1, 2):
+            scaled = draw_layer_scales(num_terms, 64, seed=seed)
+            last = [scales] if given else []
+            call(x, weight, weight if bias is None else bias, total, *last, *scaled)
+            expected = sum_norm(
+                terms, weight, bias, EPS, num_terms == 3, scales, scaled
+            )
+            assert torch.equal(normed.float(), expected[1].float())
+            if num_terms == 3:
+                assert torch.equal(total, expected[0])
+
+
+@pytest.mark.parametrize("function", [sum_norm, sum_norm_ref])
+def test_layer_scales_that_do_not_fit(function):
+    terms, weight, bias = make_inputs(7, 64)
+    for scaled in ([weight], [weight, weight[:8]], [weight] * 3):
+        with pytest.raises(ValueError, match="layer scales must be"):
+            function(terms, weight, bias, EPS, True, None, scaled)
+
+
 def test_settled_calls_take_other_scales(num_terms, has_bias):
     kinds = {"num_terms": num_terms, "has_bias": has_bias}
     terms, weight, bias = make_inputs(7, 64, **kinds)

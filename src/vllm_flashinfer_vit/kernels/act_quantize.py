@@ -24,6 +24,7 @@ _VALUES_PER_WARP = 32 * 16
 _MAX_WARPS = 16
 # GELU by tanh, as a sigmoid of twice the argument: sqrt(8 / pi) (x + 0.044715 x^3).
 _TANH_SCALE = tl.constexpr(1.5957691216057308)
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
 
 
 @triton.jit
@@ -55,6 +56,8 @@ def _act_quantize_kernel(
         y = x * tl.sigmoid(x) * up
     elif ACTIVATION == "quick_gelu":
         y = x * tl.sigmoid(1.702 * x)
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     else:
         y = x * tl.sigmoid(_TANH_SCALE * (x + 0.044715 * x * x * x))
     quantized = quantize_row(y, scales_ptr, SCALES)

@@ -33,4 +33,4 @@ def act_ref(
         return silu(total[:, :width]) * total[:, width:]
     if activation == "quick_gelu":
         return total * torch.sigmoid(1.702 * total)
-    return gelu(total, approximate="tanh")
+    return gelu(total, approximate="tanh" if activation == "tanh_gelu" else "none")

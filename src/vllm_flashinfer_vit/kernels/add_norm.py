@@ -11,6 +11,7 @@ have them.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -41,6 +42,8 @@ def _sum_norm_kernel(
     sum_ptr,
     norm_ptr,
     scales_ptr,
+    scale1_ptr,
+    scale2_ptr,
     eps,
     C: tl.constexpr,
     C_PAD: tl.constexpr,
@@ -48,16 +51,24 @@ def _sum_norm_kernel(
     HAS_BIAS: tl.constexpr,
     KEEP_SUM: tl.constexpr,
     SCALES: tl.constexpr,
+    HAS_LAYER_SCALES: tl.constexpr,
 ):
     """Add and normalize one row of C values. Grid: (rows,)"""
     row = tl.program_id(0).to(tl.int64) * C
     offs_c = tl.arange(0, C_PAD)
     mask_c = offs_c < C
     total = tl.load(x_ptr + row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    total += tl.load(first_ptr + row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    first = tl.load(first_ptr + row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    if HAS_LAYER_SCALES:
+        first *= tl.load(scale1_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    total += first
     if HAS_SECOND:
         second = tl.load(second_ptr + row + offs_c, mask=mask_c, other=0.0)
-        total += second.to(tl.float32)
+        second = second.to(tl.float32)
+        if HAS_LAYER_SCALES:
+            scale2 = tl.load(scale2_ptr + offs_c, mask=mask_c, other=0.0)
+            second *= scale2.to(tl.float32)
+        total += second
     weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     if KEEP_SUM:
         tl.store(sum_ptr + row + offs_c, total.to(x_ptr.dtype.element_ty), mask=mask_c)
@@ -82,6 +93,7 @@ def sum_norm(
     eps: float,
     keep_sum: bool,
     scales: torch.Tensor | None = None,
+    layer_scales: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Add branches to the residual stream, and normalize the sum.
 
@@ -94,6 +106,8 @@ def sum_norm(
         keep_sum: Whether the sum is wanted.
         scales: For a norm in e4m3, `x ~ rows * scales`: fp32, one for all rows, which
             is read, or `[T, 1]`, which is written.
+        layer_scales: `[C]` for each branch, which is multiplied by it, any floating
+            dtype, contiguous; or none.
 
     Returns:
         The sum or None, and its norm, like the terms or in e4m3; every row is written.
@@ -105,8 +119,19 @@ def sum_norm(
     x, first, second = (*terms, terms[1])[:3]
     dtype = x.dtype if scales is None else torch.float8_e4m3fn
     normed = torch.empty_like(x, dtype=dtype)
+    count = len(terms)
     launch = _launch(
-        x, first, second, len(terms), weight, bias, eps, keep_sum, normed, scales
+        x,
+        first,
+        second,
+        count,
+        weight,
+        bias,
+        eps,
+        keep_sum,
+        normed,
+        scales,
+        *layer_scales,
     )
     total = torch.empty_like(x) if keep_sum else None
     if x.numel() > 0:
@@ -120,6 +145,7 @@ def sum_norm(
             unused if total is None else total,
             normed,
             unused if scales is None else scales,
+            *_both(layer_scales, unused),
         )
     return total, normed
 
@@ -132,6 +158,7 @@ def prepare(
     eps: float,
     normed: torch.Tensor,
     scales: torch.Tensor | None = None,
+    layer_scales: Sequence[torch.Tensor] = (),
 ) -> Callable[..., None]:
     """Settle `sum_norm` for streams that look like this one.
 
@@ -145,11 +172,12 @@ def prepare(
         normed: `[T, C]`, what each call writes the norm to. It may be the last branch;
             with `scales` it is in e4m3.
         scales: As for `sum_norm`, like those to come.
+        layer_scales: As for `sum_norm`, like those to come.
 
     Returns:
         A call, for the current stream, of the stream, weight, bias, what to write the
-        sum to, and scales, if they were given here. Without a bias or a sum any tensor
-        may stand for it. All start at a multiple of 16 bytes.
+        sum to, and scales and layer scales, if they were given here. Without a bias or
+        a sum any tensor may stand for it. All start at a multiple of 16 bytes.
 
     Raises:
         ValueError: As `sum_norm`.
@@ -157,10 +185,18 @@ def prepare(
     count = 1 + len(branches)
     terms = (x, *branches, branches[-1])[:3]
     like = [term.view(normed.shape) for term in terms]
-    launch = _launch(*like, count, weight, bias, eps, count == 3, normed, scales)
+    launch = _launch(
+        *like, count, weight, bias, eps, count == 3, normed, scales, *layer_scales
+    )
     given = weight, weight if bias is None else bias, x
     last = normed if scales is None else Slot(scales)
-    return launch.settle(Slot(x), *terms[1:], *map(Slot, given), normed, last)
+    scaled = _both([Slot(scale) for scale in layer_scales], normed)
+    return launch.settle(Slot(x), *terms[1:], *map(Slot, given), normed, last, *scaled)
+
+
+def _both(layer_scales: Sequence[Any], unused: torch.Tensor) -> tuple[Any, Any]:
+    """Return what the kernel gets for two layer scales, of which it may read fewer."""
+    return (*layer_scales, unused, unused)[:2]
 
 
 @cached_by_layout
@@ -175,12 +211,13 @@ def _launch(
     keep_sum: bool,
     normed: torch.Tensor,
     scales: torch.Tensor | None,
+    *layer_scales: torch.Tensor,
 ) -> Launch:
     terms = (x, first, second)[:num_terms]
-    check_sum_norm_inputs(terms, weight, bias)
-    given = (*terms, weight) if bias is None else (*terms, weight, bias)
+    check_sum_norm_inputs(terms, weight, bias, layer_scales)
+    given = *terms, weight, weight if bias is None else bias, *layer_scales
     if not all(tensor.is_contiguous() for tensor in given):
-        raise ValueError("terms, weight and bias must be contiguous")
+        raise ValueError("terms, weight, bias and layer scales must be contiguous")
     width = x.shape[-1]
     if not 0 < width <= MAX_WIDTH:
         raise ValueError(f"rows must have 1 to {MAX_WIDTH} values, got {width}")
@@ -200,5 +237,6 @@ def _launch(
         HAS_BIAS=bias is not None,
         KEEP_SUM=keep_sum,
         SCALES=form,
+        HAS_LAYER_SCALES=bool(layer_scales),
         num_warps=max(1, min(_MAX_WARPS, width_pad // _VALUES_PER_WARP)),
     )

@@ -19,6 +19,7 @@ def sum_norm_ref(
     eps: float,
     keep_sum: bool,
     scales: torch.Tensor | None = None,
+    layer_scales: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Add branches to the residual stream, and normalize the sum.
 
@@ -33,6 +34,7 @@ def sum_norm_ref(
         eps: Added to the variance, or to the mean square.
         keep_sum: Whether the sum is wanted.
         scales: As for `quantize_rows_ref`, for a norm in e4m3.
+        layer_scales: `[C]` for each branch, which is multiplied by it, or none.
 
     Returns:
         The sum or None, and its norm, like the terms or in e4m3.
@@ -41,9 +43,12 @@ def sum_norm_ref(
         ValueError: The shapes or dtypes do not fit together.
     """
     check_number_of_terms(terms)
-    check_sum_norm_inputs(terms, weight, bias)
-    x, *branches = terms
-    total = sum((branch.float() for branch in branches), x.float())
+    check_sum_norm_inputs(terms, weight, bias, layer_scales)
+    x, *branches = (term.float() for term in terms)
+    if layer_scales:
+        pairs = zip(branches, layer_scales, strict=True)
+        branches = [branch * scale.float() for branch, scale in pairs]
+    total = sum(branches, x)
     if bias is None:
         mean_square = total.pow(2).mean(-1, keepdim=True)
         normed = total * torch.rsqrt(mean_square + eps) * weight.float()
@@ -51,9 +56,10 @@ def sum_norm_ref(
         normed = torch.nn.functional.layer_norm(
             total, weight.shape, weight.float(), bias.float(), eps
         )
-    kept = total.to(x.dtype) if keep_sum else None
+    dtype = terms[0].dtype
+    kept = total.to(dtype) if keep_sum else None
     if scales is None:
-        return kept, normed.to(x.dtype)
+        return kept, normed.to(dtype)
     rows = torch.empty_like(normed, dtype=torch.float8_e4m3fn)
     width = x.shape[-1]
     quantize_rows_ref(normed.reshape(-1, width), rows.view(-1, width), scales)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 # Of an MLP; `swiglu` takes stacked [gate; up].
-Activation = Literal["swiglu", "quick_gelu", "tanh_gelu"]
+Activation = Literal["swiglu", "quick_gelu", "tanh_gelu", "gelu"]
 # Tokens of a sequence that share a scale in `QuantizedQKV`.
 BLOCK = 128
 # Tokens of the longest sequence that the window kernel takes.
@@ -171,13 +171,16 @@ def check_number_of_terms(terms: Sequence[torch.Tensor]) -> None:
 
 
 def check_sum_norm_inputs(
-    terms: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
+    terms: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    layer_scales: Sequence[torch.Tensor],
 ) -> None:
     """Check that terms can be added and their sum normalised.
 
     Raises:
-        ValueError: The terms are not `[..., C]` of one shape and dtype, or weight or
-            bias is not `[C]`.
+        ValueError: The terms are not `[..., C]` of one shape and dtype; weight, bias or
+            a layer scale is not `[C]`; or there is not one of these for each branch.
     """
     x = terms[0]
     found = [(tuple(term.shape), term.dtype) for term in terms]
@@ -189,6 +192,14 @@ def check_sum_norm_inputs(
         raise ValueError(
             f"weight and bias must be [{x.shape[-1]}], got {tuple(weight.shape)} and "
             f"{None if bias is None else tuple(bias.shape)}"
+        )
+    if layer_scales and (
+        len(layer_scales) != len(terms) - 1
+        or any(scale.shape != weight.shape for scale in layer_scales)
+    ):
+        raise ValueError(
+            f"layer scales must be none, or {len(terms) - 1} of [{x.shape[-1]}], got "
+            f"{[tuple(scale.shape) for scale in layer_scales]}"
         )
 
 

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""q and k normalised and turned where they lie, for what attention kernels do not turn.
+
+That is rotary by interleaved pairs, and an RMSNorm of each head in front of rotary. A
+program does both for all heads of a token's q and k in one read and one write.
+
+Numerics: fp32 throughout, rounded once.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_flashinfer_vit.kernels._launch import (
+    Launch,
+    Slot,
+    cached_by_layout,
+)
+from vllm_flashinfer_vit.kernels.turn_ref import check_turn_inputs
+
+_VALUES_PER_WARP = 32 * 8
+_MAX_WARPS = 8
+
+
+@triton.jit
+def _turn_kernel(
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_ct,
+    stride_st,
+    eps,
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    H_PAD: tl.constexpr,
+    H_KV_PAD: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Turn all heads of one token's q and k. Grid: (tokens,)"""
+    token = tl.program_id(0).to(tl.int64)
+    offs_p = tl.arange(0, HALF_PAD)
+    mask_p = offs_p < HALF
+    cos = tl.load(cos_ptr + token * stride_ct + offs_p, mask=mask_p, other=1.0)
+    sin = tl.load(sin_ptr + token * stride_st + offs_p, mask=mask_p, other=0.0)
+    cos = cos.to(tl.float32)[None]
+    sin = sin.to(tl.float32)[None]
+    _turn_heads(
+        q_ptr + token * stride_qt,
+        stride_qh,
+        q_weight_ptr,
+        cos,
+        sin,
+        eps,
+        H,
+        H_PAD,
+        HALF,
+        HALF_PAD,
+        HAS_NORM,
+        INTERLEAVED,
+    )
+    _turn_heads(
+        k_ptr + token * stride_kt,
+        stride_kh,
+        k_weight_ptr,
+        cos,
+        sin,
+        eps,
+        H_KV,
+        H_KV_PAD,
+        HALF,
+        HALF_PAD,
+        HAS_NORM,
+        INTERLEAVED,
+    )
+
+
+@triton.jit
+def _turn_heads(
+    row_ptr,
+    stride_h,
+    weight_ptr,
+    cos,
+    sin,
+    eps,
+    H: tl.constexpr,
+    H_PAD: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    offs_h = tl.arange(0, H_PAD)
+    heads = row_ptr + (offs_h * stride_h)[:, None]
+    is_head = (offs_h < H)[:, None]
+    offs_p = tl.arange(0, HALF_PAD)
+    offs_d = tl.arange(0, 2 * HALF_PAD)
+    is_pair = (offs_p < HALF)[None]
+    is_value = (offs_d < 2 * HALF)[None]
+    if INTERLEAVED:
+        # One wide load: pairs lie side by side.
+        both = tl.load(heads + offs_d[None], mask=is_head & is_value, other=0.0)
+        x1, x2 = tl.split(both.to(tl.float32).reshape(H_PAD, HALF_PAD, 2))
+    else:
+        mask = is_head & is_pair
+        x1 = tl.load(heads + offs_p[None], mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(heads + HALF + offs_p[None], mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        mean_square = tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF)
+        root = tl.rsqrt(mean_square + eps)[:, None]
+        if INTERLEAVED:
+            weight = tl.load(weight_ptr + offs_d, mask=offs_d < 2 * HALF, other=0.0)
+            w1, w2 = tl.split(weight.to(tl.float32).reshape(HALF_PAD, 2))
+        else:
+            w1 = tl.load(weight_ptr + offs_p, mask=offs_p < HALF, other=0.0)
+            w2 = tl.load(weight_ptr + HALF + offs_p, mask=offs_p < HALF, other=0.0)
+        x1 = x1 * root * w1.to(tl.float32)[None]
+        x2 = x2 * root * w2.to(tl.float32)[None]
+    y1 = (x1 * cos - x2 * sin).to(row_ptr.dtype.element_ty)
+    y2 = (x2 * cos + x1 * sin).to(row_ptr.dtype.element_ty)
+    if INTERLEAVED:
+        both = tl.join(y1, y2).reshape(H_PAD, 2 * HALF_PAD)
+        tl.store(heads + offs_d[None], both, mask=is_head & is_value)
+    else:
+        mask = is_head & is_pair
+        tl.store(heads + offs_p[None], y1, mask=mask)
+        tl.store(heads + HALF + offs_p[None], y2, mask=mask)
+
+
+def turn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    weights: Sequence[torch.Tensor] = (),
+    eps: float = 0.0,
+    interleaved: bool = False,
+) -> None:
+    """Normalise each head of q and k, if weights are given, and turn it, in place.
+
+    Args:
+        q: `[T, H, D]` fp32, fp16 or bf16, D-stride 1, any other strides; overwritten.
+        k: `[T, H_kv, D]` like q; overwritten.
+        cos: `[T, D / 2]`, any floating dtype, last stride 1.
+        sin: Like cos.
+        weights: Of the RMSNorms of q and of k, `[D]` each, any floating dtype,
+            contiguous; or none for no norm.
+        eps: Added to the mean square.
+        interleaved: Whether elements 2 i and 2 i + 1 are a pair; else elements i and
+            i + D / 2.
+
+    Raises:
+        ValueError: A tensor breaks a demand above.
+    """
+    launch = _launch(q, k, cos, sin, eps, interleaved, *weights)
+    if len(q):
+        launch(q, k, cos, sin, *(weights or (q, k)))
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    weights: Sequence[torch.Tensor] = (),
+    eps: float = 0.0,
+    interleaved: bool = False,
+) -> Callable[..., None]:
+    """Settle `turn` for q, k, cos and sin that stay where they are.
+
+    Args:
+        q: As for `turn`, T above 0; calls turn what it holds by then.
+        k: See `q`.
+        cos: See `q`.
+        sin: See `q`.
+        weights: As for `turn`, like those to come.
+        eps: As for `turn`.
+        interleaved: As for `turn`.
+
+    Returns:
+        A call, for the current stream, of the two weights, if they were given here.
+
+    Raises:
+        ValueError: As `turn`.
+    """
+    launch = _launch(q, k, cos, sin, eps, interleaved, *weights)
+    last: list[Any] = [Slot(weight) for weight in weights] or [q, k]
+    return launch.settle(q, k, cos, sin, *last)
+
+
+@cached_by_layout
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+    interleaved: bool,
+    *weights: torch.Tensor,
+) -> Launch:
+    check_turn_inputs(q, k, cos, sin, weights)
+    rows = q, k, cos, sin, *weights
+    if q.dtype != k.dtype or any(tensor.stride(-1) != 1 for tensor in rows):
+        raise ValueError(
+            "q and k must share one dtype, and every last stride must be 1, got "
+            f"{q.dtype}, {k.dtype} and {[tensor.stride() for tensor in rows]}"
+        )
+    (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
+    half = head_dim // 2
+    heads_pad, half_pad = map(triton.next_power_of_2, (heads, half))
+    return Launch(
+        _turn_kernel,
+        tokens,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        cos.stride(0),
+        sin.stride(0),
+        eps,
+        H=heads,
+        H_KV=kv_heads,
+        H_PAD=heads_pad,
+        H_KV_PAD=triton.next_power_of_2(kv_heads),
+        HALF=half,
+        HALF_PAD=half_pad,
+        HAS_NORM=bool(weights),
+        INTERLEAVED=interleaved,
+        num_warps=max(1, min(_MAX_WARPS, 2 * heads_pad * half_pad // _VALUES_PER_WARP)),
+    )

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One kernel normalises each head of q and k and turns it, where it lies."""
+
+import pytest
+import torch
+
+from cases import Case, make_cos_sin, make_qkv, relative_error, values
+from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
+from vllm_flashinfer_vit.kernels.turn import prepare, turn
+from vllm_flashinfer_vit.kernels.turn_ref import turn_ref
+
+pytestmark = pytest.mark.usefixtures("nan_empty")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter truncates when it converts to bf16.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+EPS = 1e-5
+
+
+@pytest.fixture(params=[False, True], ids=["NeoX", "interleaved"])
+def interleaved(request):
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "normed"])
+def has_norms(request):
+    return request.param
+
+
+def make_inputs(
+    tokens, head_dim, has_norms, heads=3, kv_heads=3, dtype=torch.float16, seed=0
+):
+    """q and k of a projection, whose v is NaN, cos and sin, and the norms' weights."""
+    case = Case("tokens", (tokens,))
+    kinds = {"kv_heads": kv_heads, "device": DEVICE, "seed": seed}
+    q, k, v = make_qkv(case, heads, head_dim, dtype, **kinds)
+    v.fill_(float("nan"))
+    cos, sin = make_cos_sin(case, head_dim, device=DEVICE, seed=seed + 1)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = 1 + 0.3 * torch.randn(2, head_dim, generator=generator)
+    weights = tuple(drawn.to(DEVICE, dtype)) if has_norms else ()
+    return q, k, cos, sin, weights
+
+
+def expected_of(q, k, cos, sin, weights, interleaved):
+    q, k = q.clone(), k.clone()
+    turn_ref(q, k, cos, sin, weights, EPS, interleaved)
+    return q, k
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 88, 112, 128, 2])
+@pytest.mark.parametrize(("heads", "kv_heads"), values([(3, 1)], [(16, 16), (12, 12)]))
+def test_turn(head_dim, heads, kv_heads, dtype, interleaved, has_norms):
+    q, k, *rest = make_inputs(21, head_dim, has_norms, heads, kv_heads, dtype)
+    expected = expected_of(q, k, *rest, interleaved)
+    turn(q, k, *rest, EPS, interleaved)
+    unit = torch.finfo(dtype).eps
+    for found, right in zip((q, k), expected, strict=True):
+        bound = unit * right.float().abs() + 8 * torch.finfo(torch.float32).eps
+        assert ((found.float() - right.float()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens(tokens, interleaved, has_norms):
+    q, k, *rest = make_inputs(tokens, 64, has_norms)
+    expected = expected_of(q, k, *rest, interleaved)
+    turn(q, k, *rest, EPS, interleaved)
+    for found, right in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=2e-3, atol=1e-3)
+
+
+def test_settled_calls_take_other_weights(interleaved):
+    q, k, cos, sin, weights = make_inputs(9, 64, True)
+    call = prepare(q, k, cos, sin, weights, EPS, interleaved)
+    for seed in (1, 2):
+        new_q, new_k, *_, new = make_inputs(9, 64, True, seed=seed)
+        expected = expected_of(new_q, new_k, cos, sin, new, interleaved)
+        q.copy_(new_q)
+        k.copy_(new_k)
+        call(*new)
+        for found, right in zip((q, k), expected, strict=True):
+            torch.testing.assert_close(found, right, rtol=2e-3, atol=1e-3)
+
+
+def test_the_reference_is_a_complex_product():
+    q, k, cos, sin, _ = make_inputs(9, 80, False, dtype=torch.float32)
+    by = torch.complex(cos, sin)[:, None]
+    expected = [
+        torch.view_as_real(
+            torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2))) * by
+        ).flatten(-2)
+        for x in (q, k)
+    ]
+    turn_ref(q, k, cos, sin, interleaved=True)
+    for found, right in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
+
+
+def test_the_reference_turns_as_rope_does():
+    q, k, cos, sin, _ = make_inputs(9, 80, False, dtype=torch.float32)
+    expected = rope_ref(q, k, cos, sin)
+    turn_ref(q, k, cos, sin)
+    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
+
+
+def test_the_reference_normalises_each_head():
+    q, k, cos, sin, weights = make_inputs(9, 64, True, dtype=torch.float32)
+    still = torch.ones_like(cos), torch.zeros_like(sin)
+    expected = [
+        torch.nn.functional.rms_norm(x, (64,), weight, EPS)
+        for x, weight in zip((q, k), weights, strict=True)
+    ]
+    turn_ref(q, k, *still, weights, EPS)
+    for found, right in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("call", [turn, turn_ref])
+def test_what_does_not_fit(call):
+    q, k, cos, sin, weights = make_inputs(8, 64, True)
+    for arguments, message in [
+        ((q, k[:7], cos, sin), "must be"),
+        ((q, k, cos[:, :16], sin[:, :16]), "for all of a head"),
+        ((q, k, cos, sin, weights[:1]), "two of"),
+        ((q, k, cos, sin, (weights[0], weights[1][:8])), "two of"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call(*arguments)
+
+
+def test_what_the_kernel_cannot_read():
+    q, k, cos, sin, _ = make_inputs(8, 64, False)
+    for arguments in [
+        (q, k.float(), cos, sin),
+        (q.mT.contiguous().mT, k, cos, sin),
+        (q, k, cos.T.contiguous().T, sin),
+    ]:
+        with pytest.raises(ValueError, match="every last stride"):
+            turn(*arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_in_a_graph(head_dim, interleaved, has_norms):
+    kinds = {"heads": 16, "kv_heads": 16, "dtype": torch.bfloat16}
+    q, k, *rest = make_inputs(300, head_dim, has_norms, **kinds)
+    turn(q, k, *rest, EPS, interleaved)  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        turn(q, k, *rest, EPS, interleaved)
+    for seed in (1, 1, 2):
+        new_q, new_k, *_ = make_inputs(300, head_dim, has_norms, **kinds, seed=seed)
+        q.copy_(new_q)
+        k.copy_(new_k)
+        graph.replay()
+        turn(new_q, new_k, *rest, EPS, interleaved)
+        assert torch.equal(q, new_q) and torch.equal(k, new_k)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_than_int32_elements(interleaved):
+    tokens = 2**31 // (3 * 16 * 128) + 64
+    q, k, cos, sin, _ = make_inputs(64, 128, False, 16, 16, torch.bfloat16)
+    qkv = torch.zeros(tokens, 48, 128, dtype=torch.bfloat16, device="cuda")
+    assert qkv.numel() > 2**31
+    large_q, large_k, _ = qkv.split(16, dim=1)
+    large_q[-64:], large_k[-64:] = q, k
+    padding = torch.zeros(tokens - 64, 64, device="cuda")
+    tables = [torch.cat([padding, table]) for table in (cos, sin)]
+    turn(large_q, large_k, *tables, interleaved=interleaved)
+    expected = expected_of(q, k, cos, sin, (), interleaved)
+    assert relative_error(large_q[-64:], expected[0]) < 4e-3
+    assert relative_error(large_k[-64:], expected[1]) < 4e-3
+    assert not large_q[:-64].any()
