@@ -249,10 +249,10 @@ def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
     seen: dict[str, Any] = {}
     run = program.run
 
-    def watched(x: torch.Tensor, **tables: Any) -> torch.Tensor:
-        out = run(x, **tables)
+    def watched(x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+        out = run(x, given)
         # Held, so that the pass and its buffers outlive the blocks after this one.
-        seen.update(x=x, tables=tables, out=out, now=program._tower.now)
+        seen.update(x=x, given=given, out=out, now=program._tower.now)
         return out
 
     vars(program)["run"] = watched
@@ -260,21 +260,19 @@ def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
         encode()
     finally:
         del vars(program)["run"]
-    x, now, tables = seen["x"], seen["now"], seen["tables"]
-    names = "cu_seqlens", "rotary_pos_emb_cos", "rotary_pos_emb_sin", "max_seqlen"
-    values = tuple(tables[name] for name in names)
+    x, now, given = seen["x"], seen["now"], seen["given"]
     total = torch.empty_like(x)
     following = program._tower.blocks[1]
-    context, settled = program._attend(now, now.qkv, values, None)
+    context, settled = program._attend(now, x, now.qkv, given)
     attended, normed = now.attended, now.normed
     mlp = program._mlp
     hidden = mlp.hidden_of(now)
     return {
         "QKV projection": lambda: program._project(now),
-        "rotary, attention": lambda: program._attend(now, now.qkv, values, None),
+        "rotary, attention": lambda: program._attend(now, x, now.qkv, given),
         "projection": lambda: program._projected(now, settled, context),
         "sum, norm": lambda: program._sum(
-            now, x, (attended,), program._norm2, None, mlp.reader
+            now, x, (attended,), program._norm2, None, mlp.reader, ()
         ),
         "MLP, first": lambda: mlp.hidden_of(now),
         "MLP, second": lambda: linear.run(
@@ -282,7 +280,7 @@ def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
         ),
         "memory for the sum": lambda: torch.empty_like(x),
         "last sum, norm": lambda: program._sum(
-            now, x, (attended, normed), following._norm1, total, following._qkv
+            now, x, (attended, normed), following._norm1, total, following._qkv, ()
         ),
     }
 

@@ -9,7 +9,15 @@ from importlib.metadata import version
 
 from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
 from vllm_flashinfer_vit.machine.versions import check_vllm, newer_note
-from vllm_flashinfer_vit.models import qwen2_5_vl, qwen2_vl, qwen3_vl
+from vllm_flashinfer_vit.models import (
+    documents,
+    glm,
+    interleaved,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+    siglip,
+)
 from vllm_flashinfer_vit.patches import encoder_graphs, fp8_scales, platform
 from vllm_flashinfer_vit.patches.patch import (
     Patch,
@@ -25,6 +33,10 @@ _MODEL_PATCHES = (
     *qwen2_vl.PATCHES,
     *qwen2_5_vl.PATCHES,
     *qwen3_vl.PATCHES,
+    *glm.PATCHES,
+    *documents.PATCHES,
+    *siglip.PATCHES,
+    *interleaved.PATCHES,
     *encoder_graphs.PATCHES,
 )
 # Inherited by the processes that an engine starts: the first one speaks for all.

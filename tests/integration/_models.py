@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from inspect import signature
+from inspect import getsource, signature
 from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 from unittest.mock import patch
@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from vllm_flashinfer_vit.blocks.program import BlockProgram
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
@@ -89,10 +90,24 @@ def encode(encoder: "Encoder", tower: Tower) -> "Result":
     ):
         encoder_module, call = encoder.build(module)
         _finish(encoder_module, tower)
-        with OpCount() as count:
+        with OpCount() as count, _counted_programs() as programs:
             out = call()
     layers = {type(m).__name__ for m in encoder_module.modules()} & LAYERS
-    return Result(_flat(out), layers, count.calls)
+    return Result(_flat(out), layers, count.calls, len(programs))
+
+
+@contextmanager
+def _counted_programs() -> Iterator[list[int]]:
+    """Collect the places of the blocks that run as programs."""
+    places: list[int] = []
+    run = BlockProgram.run
+
+    def noting(self: Any, *args: Any) -> torch.Tensor:
+        places.append(self._index)
+        return run(self, *args)
+
+    with patch.object(BlockProgram, "run", noting):
+        yield places
 
 
 @contextmanager
@@ -109,7 +124,8 @@ def _finish(module: nn.Module, tower: Tower) -> None:
     generator = torch.Generator()
     for index, (name, parameter) in enumerate(module.named_parameters()):
         if parameter.dim() < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            mean = 0.0 if name.endswith("bias") else 1.0
+            parameter.copy_(mean + 0.1 * noise(*parameter.shape))
             continue
         generator.manual_seed(index)
         values = torch.empty(parameter.shape, device="cpu", dtype=torch.float32)
@@ -532,6 +548,13 @@ def blip(m: Any) -> tuple[nn.Module, Call]:
 
 
 def intern_vit(m: Any) -> tuple[nn.Module, Call]:
+    config = _intern_config()
+    config.qk_normalization = False
+    tower = m.InternVisionModel(config)
+    return tower, lambda: tower(noise(3, 3, 28, 28))
+
+
+def intern_vit_normed(m: Any) -> tuple[nn.Module, Call]:
     tower = m.InternVisionModel(_intern_config())
     return tower, lambda: tower(noise(3, 3, 28, 28))
 
@@ -672,32 +695,52 @@ def llava_onevision2(m: Any) -> tuple[nn.Module, Call]:
 
 
 def pixtral(m: Any) -> tuple[nn.Module, Call]:
-    if not hasattr(m, "_make_packed_sequence_metadata"):
-        raise NotImplementedError("attends by a dense mask, not by MMEncoderAttention")
     config = _config(
-        hidden_size=128, num_attention_heads=2, head_dim=64, intermediate_size=96
+        hidden_size=128,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        head_dim=64,
+        intermediate_size=96,
     )
-    attention = m.PixtralHFAttention(config)
+    tower = m.Transformer(config)
+    angles = noise(76, 32)
+    turns = torch.polar(torch.ones_like(angles, dtype=torch.float32), angles.float())
+    # The sources say which of the two forms a release takes.
+    real = "freqs_cis.dtype == torch.float32" in getsource(m)
 
     def call() -> torch.Tensor:
-        cu_seqlens, max_seqlen, sequence_lengths = m._make_packed_sequence_metadata(
-            LENGTHS,
-            attention.attn.attn_backend,
-            128,
-            1,
-            torch.get_default_device(),
-        )
-        angles = noise(76, 64)
-        out, _ = attention(
-            noise(1, 76, 128),
-            (angles.cos(), angles.sin()),
-            cu_seqlens,
-            max_seqlen,
-            sequence_lengths,
-        )
-        return out
+        freqs = torch.view_as_real(turns) if real else turns
+        return tower(noise(1, 76, 128), freqs, *_pixtral_lengths(m, tower, 128))
 
-    return attention, call
+    return tower, call
+
+
+def pixtral_hf(m: Any) -> tuple[nn.Module, Call]:
+    config = _config(
+        hidden_size=128,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        head_dim=64,
+        intermediate_size=96,
+        hidden_act="silu",
+    )
+    tower = m.PixtralHFTransformer(config)
+    angles = noise(76, 32).repeat(1, 2)
+
+    def call() -> torch.Tensor:
+        tables = angles.cos(), angles.sin()
+        lengths = _pixtral_lengths(m, tower, 128)
+        return tower(noise(1, 76, 128), tables, *lengths, return_all_hidden_states=True)
+
+    return tower, call
+
+
+def _pixtral_lengths(m: Any, tower: Any, width: int) -> tuple[Any, ...]:
+    if not hasattr(m, "_make_packed_sequence_metadata"):
+        raise NotImplementedError("attends by a dense mask, not by MMEncoderAttention")
+    backend = tower.layers[0].attention.attn.attn_backend
+    device = torch.get_default_device()
+    return m._make_packed_sequence_metadata(LENGTHS, backend, width, 1, device)
 
 
 def muse_glimmer(m: Any) -> tuple[nn.Module, Call]:
@@ -787,11 +830,13 @@ class Result:
         out: All of its output, `[-1] float32` on the CPU.
         layers: Names of the classes of its attention layers.
         ops: Calls of this package's custom op.
+        programs: Blocks that ran as programs.
     """
 
     out: torch.Tensor
     layers: set[str]
     ops: int
+    programs: int
 
 
 @dataclass(frozen=True)
@@ -802,43 +847,51 @@ class Encoder:
         module: Where it is, below `vllm`.
         build: Builds it from that module.
         ops: Calls of the custom op in one forward pass.
+        programs: Blocks that run as programs in it.
     """
 
     module: str
     build: Builder
     ops: int = 2
+    programs: int = 0
 
     def load(self) -> ModuleType:
         """Import the module; ImportError if this vLLM lacks it."""
         return import_module(f"vllm.{self.module}")
 
 
-def _model(name: str, build: Builder, ops: int = 2) -> Encoder:
-    return Encoder(f"model_executor.models.{name}", build, ops)
+def _model(name: str, build: Builder, ops: int = 2, programs: int = 0) -> Encoder:
+    return Encoder(f"model_executor.models.{name}", build, ops, programs)
+
+
+def _program(name: str, build: Builder) -> Encoder:
+    """Return an encoder of two blocks, both of which run as programs."""
+    return _model(name, build, 2, 2)
 
 
 # Packed sequences: cu_seqlens, and a longest length in whatever form.
 PACKED = {
-    "glm4_1v": _model("glm4_1v", glm4_1v),
-    "glm_ocr": _model("glm_ocr", glm_ocr),
-    "exaone4_5": _model("exaone4_5", exaone4_5),
+    "glm4_1v": _program("glm4_1v", glm4_1v),
+    "glm_ocr": _program("glm_ocr", glm_ocr),
+    "exaone4_5": _program("exaone4_5", exaone4_5),
     "mimo_v2_omni": _model("mimo_v2_omni", mimo_v2_omni),
-    "qwen3_omni-vision": _model("qwen3_omni_moe_thinker", qwen3_omni_vision),
+    "qwen3_omni-vision": _program("qwen3_omni_moe_thinker", qwen3_omni_vision),
     "qwen3_omni-audio": _model("qwen3_omni_moe_thinker", qwen3_omni_audio),
     "keye": _model("keye", keye),
-    "paddleocr_vl": _model("paddleocr_vl", paddleocr_vl),
+    "paddleocr_vl": _program("paddleocr_vl", paddleocr_vl),
     "siglip2navit": _model("siglip2navit", siglip2navit),
-    "ernie45_vl": _model("ernie45_vl", ernie45_vl),
-    "dots_ocr": _model("dots_ocr", dots_ocr),
+    "ernie45_vl": _program("ernie45_vl", ernie45_vl),
+    "dots_ocr": _program("dots_ocr", dots_ocr),
     "moonvit": _model("moonvit", moonvit),
-    "kimi_k25": _model("kimi_k25_vit", kimi_k25),
+    "kimi_k25": _program("kimi_k25_vit", kimi_k25),
     "openpangu_vl": _model("openpangu_vl", openpangu, 1),
     "isaac": _model("isaac", isaac),
     "lfm2_siglip2": _model("lfm2_siglip2", lfm2_siglip2),
     "radio": _model("radio", radio, 4),
     "funaudiochat": _model("funaudiochat", funaudiochat, 1),
     "llava_onevision2": _model("llava_onevision2", llava_onevision2, 1),
-    "pixtral": _model("pixtral", pixtral, 1),
+    "pixtral": _program("pixtral", pixtral),
+    "pixtral_hf": _program("pixtral", pixtral_hf),
     "muse_glimmer": _model("muse_glimmer", muse_glimmer, 1),
     "cohere_compass": _model("cohere_compass", cohere_compass, 1),
     "muse_spark": Encoder("models.muse_spark.common.vision", muse_spark, 1),
@@ -846,13 +899,14 @@ PACKED = {
 }
 # Dense batches, without cu_seqlens.
 DENSE = {
-    "siglip": _model("siglip", siglip),
+    "siglip": _program("siglip", siglip),
     "clip": _model("clip", clip),
     "blip": _model("blip", blip),
-    "intern_vit": _model("intern_vit", intern_vit),
+    "intern_vit": _program("intern_vit", intern_vit),
+    "intern_vit-normed": _model("intern_vit", intern_vit_normed),
     "interns1_vit": _model("interns1_vit", interns1_vit, 1),
     "aimv2": _model("aimv2", aimv2, 1),
-    "idefics2": _model("idefics2_vision_model", idefics2),
+    "idefics2": _program("idefics2_vision_model", idefics2),
     "glm4v": _model("glm4v", glm4v, 1),
     "glmasr": _model("glmasr", glmasr, 1),
     "mllama4": _model("mllama4", mllama4, 1),

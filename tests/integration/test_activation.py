@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from _models import PACKED, engine
+from _models import DENSE, PACKED, engine
 from _towers import FAMILIES, cpu_only, small_tower
 from torch import nn
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.choices.lookup import Choice
@@ -88,28 +89,52 @@ class TestRotary:
         from vllm_flashinfer_vit.engine import warmup
 
         qwen = layers_of(small_tower(family).visual)
-        encoder = PACKED["glm4_1v"]
-        with flashinfer.running():
-            module, _ = encoder.build(encoder.load())
-        others = layers_of(module)
+        others = self.layers(flashinfer, "moonvit")
         assert qwen and others
-        ran: list[tuple[bool, bool]] = []
+        ran: list[tuple[bool, torch.dtype | None]] = []
 
-        def attend(is_qwen: bool, batch: Any) -> None:
+        def attend(is_programmed: bool, batch: Any) -> None:
             assert (batch.cos is None) is (batch.sin is None)
-            ran.append((is_qwen, batch.cos is not None))
+            turned = None if batch.cos is None else batch.cos.dtype
+            ran.append((is_programmed, turned))
 
         # What a warm-up makes on a GPU.
         for name in ("zeros", "ones", "full"):
             monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        for is_qwen, layers in ((True, qwen), (False, others)):
+        for is_programmed, layers in ((True, qwen), (False, others)):
             with flashinfer.running():
                 warm_up = warmup.WarmUp(flashinfer.vllm_config)
                 for layer in layers:
-                    monkeypatch.setattr(layer, "attend", partial(attend, is_qwen))
+                    monkeypatch.setattr(layer, "attend", partial(attend, is_programmed))
                     warm_up.run(layer)
-        assert set(ran) == {(True, True), (False, False)}
+        assert set(ran) == {(True, torch.float32), (False, None)}
+
+    def layers(self, tower: Tower, name: str) -> list[Any]:
+        """Return the attention layers of an encoder, built within a tower's engine."""
+        encoder = {**PACKED, **DENSE}[name]
+        with tower.running():
+            module, _ = encoder.build(encoder.load())
+        return layers_of(module)
+
+    @pytest.mark.parametrize(
+        "name, expected",
+        [
+            ("glm4_1v", torch.bfloat16),
+            ("ernie45_vl", torch.float32),
+            # Turned in front of attention, or never.
+            ("glm_ocr", None),
+            ("kimi_k25", None),
+            ("siglip", None),
+        ],
+    )
+    def test_what_programs_hand_to_attention(
+        self, name: str, expected: torch.dtype | None
+    ) -> None:
+        tower = small_tower("qwen3_vl", dtype=torch.bfloat16)
+        with set_default_torch_dtype(torch.bfloat16):
+            layers = self.layers(tower, name)
+        assert {layer.rotary_dtype for layer in layers} == {expected}
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_not_where_the_patch_is_left_out(
@@ -119,7 +144,7 @@ class TestRotary:
         monkeypatch.setenv(ENV_DISABLE_PATCHES, ",".join(names))
         layers = layers_of(small_tower(family).visual)
         assert layers
-        assert not any(layer.gets_rotary for layer in layers)
+        assert not any(layer.rotary_dtype for layer in layers)
 
 
 def on_cpu(make: Any) -> Any:

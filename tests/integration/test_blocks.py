@@ -189,7 +189,7 @@ class TestSettings:
             plain = build(family)
         assert not any(program_of(block) for block in blocks(plain))
         layers = plain.attention_layers().values()
-        assert not any(layer.gets_rotary for layer in layers)
+        assert not any(layer.rotary_dtype for layer in layers)
         if family != "qwen2_vl":
             shapes = [p.shape for p in mlp(plain).parameters()]
             assert any(SIZE in shape for shape in shapes)
@@ -197,7 +197,7 @@ class TestSettings:
         assert not ran
         served = build(family)
         layers = served.attention_layers().values()
-        assert all(layer.gets_rotary for layer in layers)
+        assert all(layer.rotary_dtype for layer in layers)
         assert relative_error(found, outputs(served)) < TOLERANCE
 
     @pytest.mark.parametrize("name", OTHERS)
@@ -279,7 +279,7 @@ class TestOwnForward:
         # The log drops what was said before.
         assert len(lines) == 3 and len(set(lines)) == 1
         assert not any(
-            layer.gets_rotary for layer in served.attention_layers().values()
+            layer.rotary_dtype for layer in served.attention_layers().values()
         )
         found = outputs(served)
         assert not ran

@@ -166,9 +166,20 @@ def test_encoder(name: str) -> None:
     result = run(ENCODERS[name], engine_of("FLASHINFER"))
     assert result.layers == {"FlashInferViTAttention"}
     assert result.ops == ENCODERS[name].ops
+    assert result.programs == ENCODERS[name].programs
     stock = run(ENCODERS[name], engine_of("TORCH_SDPA"))
     assert stock.layers == {"MMEncoderAttention"}
-    assert stock.ops == 0
+    assert stock.ops == stock.programs == 0
+    assert relative_error(result.out, stock.out) < TOLERANCE
+
+
+@cpu_only
+@pytest.mark.usefixtures("direct", "nan_empty")
+@pytest.mark.parametrize("name", [name for name in ENCODERS if ENCODERS[name].programs])
+def test_encoder_whose_linear_layers_run_as_on_a_gpu(name: str) -> None:
+    result = run(ENCODERS[name], engine_of("FLASHINFER"))
+    assert result.programs == ENCODERS[name].programs
+    stock = run(ENCODERS[name], engine_of("TORCH_SDPA"))
     assert relative_error(result.out, stock.out) < TOLERANCE
 
 

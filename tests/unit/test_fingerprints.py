@@ -14,7 +14,12 @@ import pytest
 
 from vllm_flashinfer_vit.machine.versions import TESTED_VLLM
 from vllm_flashinfer_vit.patches import fingerprints, source
-from vllm_flashinfer_vit.patches.fingerprints import Fingerprints, difference, known
+from vllm_flashinfer_vit.patches.fingerprints import (
+    Fingerprints,
+    difference,
+    known,
+    left_out,
+)
 from vllm_flashinfer_vit.patches.source import fingerprint
 from vllm_flashinfer_vit.plugin import all_patches
 
@@ -130,4 +135,5 @@ def test_the_file_is_as_it_is_written() -> None:
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_every_patch_fits_this_vllm() -> None:
     for patch in all_patches():
-        patch.check()
+        if patch.name not in left_out():
+            patch.check()

@@ -7,6 +7,7 @@ import types
 import pytest
 
 from vllm_flashinfer_vit import plugin
+from vllm_flashinfer_vit.patches import fingerprints
 from vllm_flashinfer_vit.patches import patch as patch_module
 from vllm_flashinfer_vit.patches.patch import (
     Patch,
@@ -162,9 +163,28 @@ def test_one_that_does_not_fit_is_left_out_alone(target: type, bad: int) -> None
 
 def test_names_that_are_left_out(target: type) -> None:
     group = [make_patch(), make_patch("make", ("cls", "y"), name="bad")]
-    assert apply_fitting(group, left_out=("bad",)) == ()
+    assert apply_fitting(group, disabled=("bad",)) == ()
     assert [patch.applied for patch in group] == [True, False]
     revert_group(group)
+
+
+def test_what_is_known_not_to_be_for_this_vllm(
+    target: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patch_module, "left_out", lambda: frozenset({"bad"}))
+    group = [make_patch(), make_patch("make", ("cls", "y"), name="bad")]
+    assert apply_fitting(group) == ()
+    assert [patch.applied for patch in group] == [True, False]
+    assert [patch.state() for patch in group] == ["applied", "not for this vLLM"]
+    revert_group(group)
+
+
+@pytest.mark.parametrize("release, expected", [("0.28.0", True), ("99.0", False)])
+def test_releases_say_what_is_not_for_them(
+    release: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprints, "version", lambda package: release)
+    assert ("pixtral-blocks" in fingerprints.left_out()) is expected
 
 
 def test_a_target_that_is_no_function(target: type) -> None:

@@ -81,7 +81,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
     """What warm-ups run instead: counts of sequences, lengths, and whether q turns."""
     seen: list[tuple[int, int, bool]] = []
     monkeypatch.setattr(
-        warmup, "_run", lambda layer, *shape: seen.append((*shape, layer.gets_rotary))
+        warmup, "_run", lambda layer, *shape: seen.append((*shape, layer.rotary_dtype))
     )
     monkeypatch.setattr(warmup, "_max_patches", lambda: 8192)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -92,23 +92,25 @@ def an_engine() -> Any:
     return SimpleNamespace(compilation_config=SimpleNamespace())
 
 
-def a_layer(plan: str, *, gets_rotary: bool = False) -> Any:
+def a_layer(plan: str, *, rotary_dtype: torch.dtype | None = None) -> Any:
     decoded = Plan.decode(plan)
     return SimpleNamespace(
         signature=(plan,),
         bounds=decoded.bounds,
         kernel_for=decoded.kernel_for,
-        gets_rotary=gets_rotary,
+        rotary_dtype=rotary_dtype,
     )
 
 
 WINDOWS = "128:triton_window,*:flash_attn"
 
 
-def test_equal_layers_warm_up_once(runs: list[tuple[int, int, bool]]) -> None:
+def test_equal_layers_warm_up_once(
+    runs: list[tuple[int, int, torch.dtype | None]],
+) -> None:
     engine = WarmUp(an_engine())
     engine.run(a_layer(WINDOWS))
-    assert runs == [(1, length, False) for length in warmup.lengths((128,))]
+    assert runs == [(1, length, None) for length in warmup.lengths((128,))]
     engine.run(a_layer(WINDOWS))
     assert len(runs) == len(warmup.lengths((128,)))
     engine.run(a_layer("*:cudnn"))
@@ -116,17 +118,21 @@ def test_equal_layers_warm_up_once(runs: list[tuple[int, int, bool]]) -> None:
 
 
 def test_layers_that_turn_q_are_not_equal_to_those_that_do_not(
-    runs: list[tuple[int, int, bool]],
+    runs: list[tuple[int, int, torch.dtype | None]],
 ) -> None:
     engine = WarmUp(an_engine())
-    for turns in (True, False):
-        engine.run(a_layer(WINDOWS, gets_rotary=turns))
-    turned = [(n, length) for n, length, turns in runs if turns]
-    others = [(n, length) for n, length, turns in runs if not turns]
-    assert turned == others == [(1, length) for length in warmup.lengths((128,))]
+    dtypes = (torch.float32, torch.bfloat16, None)
+    for dtype in dtypes:
+        engine.run(a_layer(WINDOWS, rotary_dtype=dtype))
+    for dtype in dtypes:
+        assert [(n, length) for n, length, turned in runs if turned is dtype] == [
+            (1, length) for length in warmup.lengths((128,))
+        ]
 
 
-def test_an_engine_warms_up_by_itself(runs: list[tuple[int, int, bool]]) -> None:
+def test_an_engine_warms_up_by_itself(
+    runs: list[tuple[int, int, torch.dtype | None]],
+) -> None:
     first, second = an_engine(), an_engine()
     one, other = WarmUp.of(first), WarmUp.of(second)
     # vLLM derives configurations for parts of a model.
@@ -172,7 +178,7 @@ def test_no_call_compiles_after_it(
         signature=(plan.text, rotate),
         bounds=plan.bounds,
         kernel_for=plan.kernel_for,
-        gets_rotary=rotate,
+        rotary_dtype=torch.bfloat16 if rotate else None,
         num_heads=16,
         num_kv_heads=16,
         head_size=head_dim,

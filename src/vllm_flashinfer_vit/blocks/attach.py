@@ -83,16 +83,18 @@ def runs(
     """
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+        stream = parameters[1]
+
         @functools.wraps(original)
-        def forward(
-            self: Any, x: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> torch.Tensor:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             program = program_of(self)
-            if program is None or not program.takes(x):
-                return original(self, x, *args, **kwargs)
+            given = kwargs
             if args:
-                kwargs.update(zip(parameters[2:], args, strict=False))
-            return program.run(x, **kwargs)
+                given = {**kwargs, **dict(zip(parameters[1:], args, strict=False))}
+            if program is None or not program.takes(given[stream], given):
+                return original(self, *args, **kwargs)
+            out = program.run(given[stream], given)
+            return (out, None) if spec.returns_pair else out
 
         vars(forward)[_SPEC] = spec
         return forward
@@ -117,8 +119,17 @@ def _unfit(spec: BlockSpec, block: torch.nn.Module) -> str | None:
         return "VLLM_BATCH_INVARIANT is set"
     if not getattr(block, "do_not_compile", True):
         return "they are compiled (compile_mm_encoder)"
+    layers = (spec.qkv, spec.proj, spec.first, spec.act, spec.second)
+    try:
+        attention = block.get_submodule(spec.attention.rpartition(".")[0])
+        for path in (spec.norm1, spec.norm2, *layers):
+            block.get_submodule(path)
+    except AttributeError as error:
+        return str(error)
+    if spec.qk_norms is None and getattr(attention, "q_norm", None) is not None:
+        return "they normalise q and k"
     for path in (spec.norm1, spec.norm2):
         module = block.get_submodule(path)
-        if not norms.is_known(module, spec.norm):
+        if not norms.is_known(module):
             return f"{path} is a {type(module).__name__} that is unknown here"
     return None

@@ -45,10 +45,10 @@ class Mlp:
         """Resolve the layers."""
         path, act = spec.first, layers.part(spec.act)
         self._act = act
-        is_known = computes(act, spec.activation)
-        self.act_into = _compiled_act(spec.activation) if is_known else None
+        activation = activation_of(act)
+        self.act_into = None if activation is None else _act_into(activation)
         self.hidden = padded_inputs(layers.part(spec.second))
-        self.stacked = 2 * self.hidden if spec.activation == "swiglu" else 0
+        self.stacked = 2 * self.hidden if activation == "swiglu" else 0
         self.acts, self.large = False, None
         self.first: Step | OwnLinear
         self.second: Step | OwnLinear
@@ -60,16 +60,15 @@ class Mlp:
             self.first = layers.own(path)
             return
         self.acts = (
-            is_known
-            and spec.activation == "tanh_gelu"
+            activation == "tanh_gelu"
             and layers.part(path).bias is not None
             and "fused_gelu" not in layers.off
         )
         self.first, weights = layers.gemm(path, self.acts)
         with_act = "with the activation" if self.acts else "then the activation"
         layers.steps[path] += f", {with_act}"
-        if is_known and "quack_mlp" not in layers.off:
-            name = _QUACK_NAMES[spec.activation]
+        name = None if activation is None else _QUACK_NAMES.get(activation)
+        if name is not None and "quack_mlp" not in layers.off:
             expected = functools.partial(self._plain_hidden, weights)
             self.large = layers.quack(path, weights, name, MIN_QUACK_ROWS, expected)
 
@@ -120,13 +119,13 @@ class Fp8Mlp:
 
     hidden = 0
 
-    def __init__(self, spec: BlockSpec, layers: Layers) -> None:
+    def __init__(self, spec: BlockSpec, layers: Layers, activation: Activation) -> None:
         """Resolve the layers."""
         self.first, self.second = layers.fp8(spec.first), layers.fp8(spec.second)
         self.stacked = self.first.outputs
         self.quantized = max(self.first.inputs, self.second.inputs)
         self._width = layers.part(spec.second).input_size_per_partition
-        self._activation = spec.activation
+        self._activation = activation
 
     @property
     def reader(self) -> Fp8Linear | None:
@@ -170,28 +169,42 @@ def _prepare_act(
 
 def build_mlp(spec: BlockSpec, layers: Layers) -> Mlp | Fp8Mlp:
     """Return what runs the MLP of a block."""
+    activation = activation_of(layers.part(spec.act))
     if (
-        computes(layers.part(spec.act), spec.activation)
+        activation is not None
         and layers.is_fp8(spec.first)
         and layers.is_fp8(spec.second)
         and fp8_linear.has_plain_inputs(layers.part(spec.first))
         and fp8_linear.has_plain_outputs(layers.part(spec.second))
     ):
-        return Fp8Mlp(spec, layers)
+        return Fp8Mlp(spec, layers, activation)
     return Mlp(spec, layers)
 
 
-def computes(act: Any, activation: str) -> bool:
-    """Whether a module computes an activation: vLLM's, or a platform's in its place."""
-    from vllm.model_executor.layers.activation import QuickGELU, SiluAndMul
+def activation_of(act: Any) -> Activation | None:
+    """Return what a module computes: vLLM's, or a platform's in its place."""
+    from vllm.model_executor.layers.activation import GELU, QuickGELU, SiluAndMul
 
-    if activation == "tanh_gelu":
-        return type(act) is torch.nn.GELU and act.approximate == "tanh"
-    op = SiluAndMul if activation == "swiglu" else QuickGELU
-    return getattr(type(act), "forward_native", None) is op.forward_native
+    if type(act) is torch.nn.GELU:
+        return "tanh_gelu" if act.approximate == "tanh" else "gelu"
+    native = getattr(type(act), "forward_native", None)
+    ops: dict[Any, Activation] = {
+        SiluAndMul.forward_native: "swiglu",
+        QuickGELU.forward_native: "quick_gelu",
+        GELU.forward_native: "gelu",
+    }
+    return ops.get(native)
 
 
-def _compiled_act(activation: str) -> Callable[..., Any] | None:
-    """Return vLLM's compiled activation, `(out, values)`, if this process has it."""
-    name = {"swiglu": "silu_and_mul", "quick_gelu": "gelu_quick"}.get(activation)
-    return None if name is None else compiled_op(name)
+def _act_into(activation: Activation) -> Callable[..., Any] | None:
+    """Return an activation, `(out, values)`, if this process has it compiled."""
+    if activation == "swiglu":
+        return compiled_op("silu_and_mul")
+    if activation == "quick_gelu":
+        return compiled_op("gelu_quick")
+    approximate = "tanh" if activation == "tanh_gelu" else "none"
+
+    def gelu_into(out: torch.Tensor, values: torch.Tensor) -> None:
+        torch.ops.aten.gelu.out(values, approximate=approximate, out=out)
+
+    return gelu_into

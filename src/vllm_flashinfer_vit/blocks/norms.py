@@ -1,18 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norms of a block, and the residual sums in front of them."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import torch
 
 from vllm_flashinfer_vit.blocks.fp8_linear import quantize
 
-# Takes the stream, the norm, what to write the sum to, or None, and the scales that the
-# norm's rows are quantised by, where they are.
-SumNorm = Callable[
-    [torch.Tensor, "Norm", torch.Tensor | None, torch.Tensor | None], None
-]
+
+class SumNorm(Protocol):
+    """A residual sum and its norm, settled."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        norm: "Norm",
+        total: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        layer_scales: "LayerScales",
+    ) -> None:
+        """Add and normalise.
+
+        Args:
+            x: The stream.
+            norm: The norm.
+            total: What to write the sum to, or None.
+            scales: What the norm's rows are quantised by, or None.
+            layer_scales: As many as branches, or none.
+        """
+
+
+# `[C]` each: what branches are multiplied by before they are added.
+LayerScales = tuple[torch.Tensor, ...]
 
 
 class Norm:
@@ -22,7 +41,7 @@ class Norm:
         """Take a module that `is_known`."""
         self.module = module
         self._parameters = module._parameters
-        self.is_layer_norm = isinstance(module, torch.nn.LayerNorm)
+        self.is_layer_norm = _is_layer_norm(module)
         self.eps: float = module.eps if self.is_layer_norm else module.variance_epsilon
 
     @property
@@ -36,10 +55,10 @@ class Norm:
         return self._parameters["bias"] if self.is_layer_norm else None
 
 
-def is_known(module: Any, kind: Literal["layer", "rms"]) -> bool:
-    """Whether a module is the norm that a spec says, with all its parameters."""
-    if kind == "layer":
-        return type(module) is torch.nn.LayerNorm and module.bias is not None
+def is_known(module: Any) -> bool:
+    """Whether a module is a LayerNorm or an RMSNorm with all its parameters."""
+    if _is_layer_norm(module):
+        return module.weight is not None and module.bias is not None
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     # A platform may have a class of its own in its place.
@@ -48,12 +67,25 @@ def is_known(module: Any, kind: Literal["layer", "rms"]) -> bool:
     return module.has_weight and module.variance_size_override is None
 
 
+def _is_layer_norm(module: Any) -> bool:
+    if type(module) is torch.nn.LayerNorm:
+        return True
+    from vllm.model_executor.layers import layernorm
+
+    # Towers have it from vLLM 0.32 on.
+    own = getattr(layernorm, "LayerNorm", None)
+    native = getattr(type(module), "forward_native", None)
+    # Older ones have another class of this name.
+    return native is not None and native is getattr(own, "forward_native", None)
+
+
 def prepare(
     x: torch.Tensor,
     branches: tuple[torch.Tensor, ...],
     norm: Norm,
     normed: torch.Tensor,
     scales: torch.Tensor | None = None,
+    layer_scales: LayerScales = (),
 ) -> SumNorm:
     """Settle a residual sum and its norm.
 
@@ -65,6 +97,7 @@ def prepare(
         normed: `[T, C]`, what calls write the norm to. It may be the last branch.
         scales: For a norm in e4m3: scales like those to come, see
             `kernels.add_norm.prepare`.
+        layer_scales: Those like which the calls' are.
 
     Returns:
         A call.
@@ -74,7 +107,7 @@ def prepare(
     from vllm_flashinfer_vit.kernels import add_norm
 
     launch = add_norm.prepare(
-        x, branches, norm.weight, norm.bias, norm.eps, normed, scales
+        x, branches, norm.weight, norm.bias, norm.eps, normed, scales, layer_scales
     )
 
     def call(
@@ -82,6 +115,7 @@ def prepare(
         norm: Norm,
         total: torch.Tensor | None,
         scales: torch.Tensor | None,
+        layer_scales: LayerScales,
     ) -> None:
         weight, bias = norm.weight, norm.bias
         # Of what is not there, nothing is read or written.
@@ -92,9 +126,9 @@ def prepare(
             normed if total is None else total,
         )
         if scales is None:
-            launch(*given)
+            launch(*given, *layer_scales)
         else:
-            launch(*given, scales)
+            launch(*given, scales, *layer_scales)
 
     return call
 
@@ -107,10 +141,12 @@ def _reference(branches: tuple[torch.Tensor, ...], normed: torch.Tensor) -> SumN
         norm: Norm,
         total: torch.Tensor | None,
         scales: torch.Tensor | None,
+        layer_scales: LayerScales,
     ) -> None:
         terms = [term.view(normed.shape) for term in (x, *branches)]
+        keep = total is not None
         kept, found = sum_norm_ref(
-            terms, norm.weight, norm.bias, norm.eps, total is not None, scales
+            terms, norm.weight, norm.bias, norm.eps, keep, scales, layer_scales
         )
         normed.copy_(found)
         if total is not None and kept is not None:
@@ -125,6 +161,7 @@ def separate(
     norm: Norm,
     normed: torch.Tensor,
     scales: torch.Tensor | None = None,
+    layer_scales: LayerScales = (),
 ) -> SumNorm:
     """Return what `prepare` does as vLLM does it: sums are rounded, then normalised."""
 
@@ -133,15 +170,31 @@ def separate(
         norm: Norm,
         total: torch.Tensor | None,
         scales: torch.Tensor | None,
+        layer_scales: LayerScales,
     ) -> None:
-        summed = x.view(normed.shape)
-        for branch in branches:
-            summed = summed + branch.view(normed.shape)
+        summed = add(x.view(normed.shape), branches, layer_scales)
         if total is not None:
             total.copy_(summed.view(total.shape))
         write_norm(norm, summed, normed, scales)
 
     return call
+
+
+def add(
+    x: torch.Tensor, branches: tuple[torch.Tensor, ...], layer_scales: LayerScales
+) -> torch.Tensor:
+    """Return a stream with branches added, rounded after each.
+
+    Args:
+        x: `[..., C]`.
+        branches: One or two, of as many values as x.
+        layer_scales: As many as branches, or none.
+    """
+    for place, branch in enumerate(branches):
+        term = branch.view(x.shape)
+        scaled = term * layer_scales[place] if layer_scales else term
+        x = x + scaled
+    return x
 
 
 def write_norm(

@@ -11,7 +11,7 @@ their fp32 sums once, after the bias and the activation that they apply.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -21,10 +21,11 @@ from vllm_flashinfer_vit.blocks.aligned_linear import align
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.layers import Layers, gets_adapters
 from vllm_flashinfer_vit.blocks.linear import BlockWeights, is_unquantized, run
-from vllm_flashinfer_vit.blocks.mlp import build_mlp, computes
+from vllm_flashinfer_vit.blocks.mlp import activation_of, build_mlp
 from vllm_flashinfer_vit.blocks.norms import Norm
+from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
-from vllm_flashinfer_vit.blocks.tower_pass import Pass, TowerProgram, Widths
+from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled, TowerProgram, Widths
 from vllm_flashinfer_vit.ops.batch import Batch
 
 # Of tables that a pass has settled attention for: two with windows, for two batches.
@@ -37,7 +38,8 @@ class Attention(Protocol):
     num_heads: int
     num_kv_heads: int
     head_size: int
-    gets_rotary: bool
+    dtype: torch.dtype
+    rotary_dtype: torch.dtype | None
     is_watched: bool
 
     @property
@@ -80,22 +82,37 @@ class BlockProgram:
         self._is_ready = False
         self._tower.blocks[self._index] = self
         self._attention: Attention = self._part(spec.attention)
-        self._attention.gets_rotary = True
+        self._attention.rotary_dtype = self._rotary_dtype()
         # Adapters are added to what a layer itself returns, in the checkpoint's size.
         self._gets_adapters = gets_adapters()
         first, second = self._part(spec.first), self._part(spec.second)
+        activation = activation_of(self._part(spec.act))
         if (
             "aligned" not in off
             and not self._gets_adapters
-            and computes(self._part(spec.act), spec.activation)
+            and activation is not None
             and is_unquantized(first)
             and is_unquantized(second)
         ):
             # All activations here make 0 of the 0 that the first layer pads with.
-            align(first, second, 2 if spec.activation == "swiglu" else 1)
+            align(first, second, 2 if activation == "swiglu" else 1)
 
     def _part(self, path: str) -> Any:
         return self._block.get_submodule(path)
+
+    def _qk_norms(self) -> list[Any]:
+        """Return the RMSNorms of each head's q and k, if the block has them."""
+        try:
+            return [self._part(path) for path in self.spec.qk_norms or ()]
+        except AttributeError:
+            return []
+
+    def _rotary_dtype(self) -> torch.dtype | None:
+        """Return the dtype of cosines and sines that attention gets, None for none."""
+        rotary = self.spec.rotary
+        if rotary is None or rotary.form == "complex" or self._qk_norms():
+            return None
+        return torch.float32 if rotary.form == "angles" else self._attention.dtype
 
     def build(self) -> None:
         """Resolve the steps. The weights are loaded; later loads need no other call."""
@@ -107,8 +124,10 @@ class BlockProgram:
         self._heads = attention.num_heads, attention.num_kv_heads, attention.head_size
         self._split = None
         if spec.split is not None and getattr(self._part(spec.qkv), "tp_size", 1) > 1:
-            owner, _, method = spec.split.rpartition(".")
-            self._split = getattr(self._part(owner), method)
+            self._split = spec.split(self._block)
+        qk_norms = self._qk_norms()
+        interleaved = spec.rotary is not None and spec.rotary.form == "complex"
+        self._turn = Turn(qk_norms, interleaved) if qk_norms or interleaved else None
         self._group = None
         # What ranks gather are tensors of its own for each block.
         if self._split is None and attention.prepares_for is not None:
@@ -142,37 +161,33 @@ class BlockProgram:
         self.steps["add_norm"] = "one kernel" if is_fused else "left out by a setting"
         self._is_ready = True
 
-    def takes(self, x: torch.Tensor) -> bool:
-        """Whether the program can run on a stream: `[T, 1, C]`, at least one token."""
-        return (
-            self._is_ready
-            and x.dim() == 3
-            and x.shape[1] == 1
-            and x.shape[0] > 0
-            and x.is_contiguous()
-            and not torch.compiler.is_compiling()
-        )
-
-    def run(
-        self,
-        x: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        rotary_pos_emb_cos: torch.Tensor,
-        rotary_pos_emb_sin: torch.Tensor,
-        max_seqlen: torch.Tensor | int | None = None,
-        sequence_lengths: torch.Tensor | None = None,
-        seqlens: object = None,
-    ) -> torch.Tensor:
-        """Run the block. The names are those of vLLM's blocks.
+    def takes(self, x: torch.Tensor, given: Mapping[str, Any]) -> bool:
+        """Whether the program can run on a stream of at least one token.
 
         Args:
-            x: `[T, 1, C]` that it `takes`.
-            cu_seqlens: See `Batch`, or offsets in elements with `sequence_lengths`.
-            rotary_pos_emb_cos: `[T, R / 2]`.
-            rotary_pos_emb_sin: Like cos.
-            max_seqlen: See `Batch`.
-            sequence_lengths: See `FlashInferViTAttention.forward_cuda`.
-            seqlens: What xFormers needed; not read.
+            x: The stream, of a shape that the spec says.
+            given: What else the block's `forward` was given, by name.
+        """
+        if not self._is_ready or not x.is_contiguous() or x.numel() == 0:
+            return False
+        if torch.compiler.is_compiling():
+            return False
+        if self.spec.is_packed:
+            # Rows of several batches would be in turns.
+            is_one = x.dim() == 2 or (x.dim() == 3 and 1 in x.shape[:2])
+            return is_one and given.get("cu_seqlens") is not None
+        # A mask, say, which this does not know.
+        return x.dim() == 3 and all(v is None or v is x for v in given.values())
+
+    def run(self, x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+        """Run the block.
+
+        Args:
+            x: A stream that it `takes`.
+            given: What the block's `forward` was given, by name: `cu_seqlens`, see
+                `Batch`, or offsets in elements with `sequence_lengths`; `max_seqlen`,
+                see `Batch`; `sequence_lengths`, see
+                `FlashInferViTAttention.forward_cuda`; and what the spec's rotary names.
 
         Returns:
             Like x, a new tensor.
@@ -183,22 +198,30 @@ class BlockProgram:
         if now is None:
             now = tower.begin(x)
             normed, scales = _read_by(now, self._qkv)
-            norms.write_norm(self._norm1, x.view(normed.shape), normed, scales)
-        tables = cu_seqlens, rotary_pos_emb_cos, rotary_pos_emb_sin, max_seqlen
+            norms.write_norm(self._norm1, x.view(now.normed.shape), normed, scales)
         qkv = self._project(now)
-        context, settled = self._attend(now, qkv, tables, sequence_lengths)
+        context, settled = self._attend(now, x, qkv, given)
         attended = self._projected(now, settled, context)
-        self._sum(now, x, (attended,), self._norm2, None, self._mlp.reader)
+        scaled = self._layer_scales()
+        self._sum(now, x, (attended,), self._norm2, None, self._mlp.reader, scaled[:1])
         out = self._mlp(now)
         following = tower.blocks.get(self._index + 1)
         if following is None:
             tower.end(now)
-            return x + attended.view(x.shape) + out.view(x.shape)
+            return norms.add(x, (attended, out), scaled)
         norm = following._norm1
         total = torch.empty_like(x)
-        self._sum(now, x, (attended, out), norm, total, following._qkv)
+        self._sum(now, x, (attended, out), norm, total, following._qkv, scaled)
         tower.hand_on(now, self._index + 1, total)
         return total
+
+    def _layer_scales(self) -> norms.LayerScales:
+        names = self.spec.layer_scales
+        if names is None:
+            return ()
+        # As weights are, read where the block has them now.
+        found = self._block._parameters
+        return tuple(found[name].detach() for name in names)  # type: ignore[union-attr]
 
     def _sum(
         self,
@@ -208,6 +231,7 @@ class BlockProgram:
         norm: Norm,
         total: torch.Tensor | None,
         reader: object,
+        layer_scales: norms.LayerScales,
     ) -> None:
         """Add branches to the stream, into `total` if it is wanted, and normalise.
 
@@ -218,9 +242,9 @@ class BlockProgram:
         found = now.settled.get(key)
         # vLLM's own layers return a tensor of their own each time.
         if found is None or found[0] is not branches[0] or found[1] is not branches[-1]:
-            call = self._prepare_sum(x, branches, norm, normed, scales)
+            call = self._prepare_sum(x, branches, norm, normed, scales, layer_scales)
             found = now.settled[key] = branches[0], branches[-1], call
-        found[2](x, norm, total, scales)
+        found[2](x, norm, total, scales, layer_scales)
 
     def _project(self, now: Pass) -> torch.Tensor:
         if isinstance(self._qkv, Fp8Linear):
@@ -242,31 +266,56 @@ class BlockProgram:
     def _attend(
         self,
         now: Pass,
+        x: torch.Tensor,
         qkv: torch.Tensor,
-        tables: tuple[Any, ...],
-        sequence_lengths: torch.Tensor | None,
+        given: Mapping[str, Any],
     ) -> tuple[torch.Tensor, dict[object, Any]]:
         """Return attention's output, and where what reads it keeps its launches."""
         attention = self._attention
-        cu_seqlens, cos, sin, max_seqlen = tables
+        cos, sin = self._tables(now, given)
+        cu_seqlens, max_seqlen = given.get("cu_seqlens"), given.get("max_seqlen")
+        read = cu_seqlens, cos, sin, max_seqlen
         is_shared = (
             self._group is not None and qkv is now.qkv and not attention.is_watched
         )
         key = id(cu_seqlens), self._group
-        if is_shared and (found := now.attention.get(key)) is not None:
-            call, read, settled = found
-            # An id is another tensor's once its own has died.
-            if all(map(operator.is_, read, tables)):
-                return call(), settled
+        found = now.attention.get(key) if is_shared else None
+        # An id is another tensor's once its own has died.
+        if found is None or not all(map(operator.is_, found.read, read)):
+            found = self._settle(x, qkv, read, given)
+            if is_shared:
+                if len(now.attention) == _MAX_TABLES:
+                    now.attention.clear()
+                now.attention[key] = found
+        if found.turn is not None and self._turn is not None:
+            found.turn(*self._turn.weights)
+        return found.attend(), found.settled if is_shared else now.settled
+
+    def _settle(
+        self,
+        x: torch.Tensor,
+        qkv: torch.Tensor,
+        read: tuple[Any, ...],
+        given: Mapping[str, Any],
+    ) -> Settled:
+        """Settle attention for a projection's output and what a pass reads with it."""
         q, k, v = self._heads_of(qkv)
-        batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen)
-        call = attention.prepare(batch, sequence_lengths)
-        if not is_shared:
-            return call(), now.settled
-        if len(now.attention) == _MAX_TABLES:
-            now.attention.clear()
-        now.attention[key] = call, tables, {}
-        return call(), now.attention[key][2]
+        cu_seqlens, cos, sin, max_seqlen = read
+        turn = None
+        if self._turn is not None and cos is not None:
+            turn = self._turn.prepare(q, k, cos, sin)
+            cos = sin = None
+        seq_len = 0 if self.spec.is_packed else x.shape[1]
+        batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len)
+        attend = self._attention.prepare(batch, given.get("sequence_lengths"))
+        return Settled(read, turn, attend, {})
+
+    def _tables(self, now: Pass, given: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return what turns q and k: cosines and sines, `[T, R / 2]` each, or None."""
+        rotary = self.spec.rotary
+        if rotary is None or given[rotary.parameters[0]] is None:
+            return None, None
+        return now.tables(rotary, tuple(given[name] for name in rotary.parameters))
 
     def _heads_of(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._split is not None:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a block of a vision tower is: data, from which `program` makes its launches."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
-
-from vllm_flashinfer_vit.kernels.formats import Activation
+from typing import Any, Literal
 
 # What the program does beside vLLM's own steps, by the names that settings leave it
 # out by; the same for every tower.
@@ -23,29 +21,55 @@ OPTIMISATIONS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class BlockSpec:
-    """Where a block has its parts, and what they compute.
-
-    A block is `y = x + proj(attention(qkv(norm1(x))))` and, of that,
-    `y + second(act(first(norm2(y))))`. Parts are named by their path in the block.
+class Rotary:
+    """What a block's `forward` is given to turn q and k by.
 
     Attributes:
-        norm: `layer` for a LayerNorm with bias, `rms` for vLLM's RMSNorm.
-        activation: What `act` computes; `swiglu` takes stacked [gate; up].
-        first: The MLP's first linear layer.
-        act: Its activation.
-        second: Its second linear layer.
-        norm1: The norm in front of attention.
-        norm2: The norm in front of the MLP.
-        qkv: The projection to q, k and v, in this order.
-        attention: The attention layer, which turns q and k by NeoX pairs.
-        proj: The projection of what attention returns.
-        split: The method that makes q, k and v, `[T, B, H, D]` each, of a projection
-            whose ranks do not hold whole heads; None where each holds its own.
+        form: `tables` for cos and sin `[T, R / 2]`; `doubled` for both `[T, R]`, of
+            which the halves are alike; `angles` for what they are of; `complex` for
+            `[T, D / 2]` complex, or its real view, by pairs that lie side by side.
+        parameters: The names in `forward`.
     """
 
-    norm: Literal["layer", "rms"]
-    activation: Activation
+    form: Literal["tables", "doubled", "angles", "complex"]
+    parameters: tuple[str, ...]
+
+
+TABLES = Rotary("tables", ("rotary_pos_emb_cos", "rotary_pos_emb_sin"))
+ANGLES = Rotary("angles", ("rotary_pos_emb",))
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """Where a block has its parts, and how it is called.
+
+    A block is `y = x + proj(attention(qkv(norm1(x))))` and, of that,
+    `y + second(act(first(norm2(y))))`. Parts are named by their path in the block; what
+    norms and activation compute, they say themselves.
+
+    Attributes:
+        first: The MLP's first linear layer; stacked [gate; up] for SwiGLU.
+        act: Its activation.
+        second: Its second linear layer.
+        norm1: The norm in front of attention, a LayerNorm or an RMSNorm.
+        norm2: The norm in front of the MLP.
+        qkv: The projection to q, k and v, in this order.
+        attention: The attention layer.
+        proj: The projection of what attention returns.
+        split: Returns a block's method that makes q, k and v, `[T, 1, H, D]` each, of a
+            projection `[T, 1, ...]` whose ranks do not hold whole heads; None where
+            each rank does.
+        rotary: What turns q and k, by NeoX pairs if it is not complex; None where
+            nothing does.
+        qk_norms: The RMSNorms of each head's q and k, in front of rotary, in blocks
+            that have them; None where none has.
+        layer_scales: The parameters `[C]` that what attention and the MLP add to the
+            stream is multiplied by, or None.
+        is_packed: Whether `forward` takes `cu_seqlens`, and a stream of one batch
+            `[T, 1, C]`, `[1, T, C]` or `[T, C]`. Else the stream is `[B, S, C]`.
+        returns_pair: Whether `forward` returns the stream and None.
+    """
+
     first: str
     act: str
     second: str
@@ -54,4 +78,9 @@ class BlockSpec:
     qkv: str = "attn.qkv"
     attention: str = "attn.attn"
     proj: str = "attn.proj"
-    split: str | None = None
+    split: Callable[[Any], Callable[..., Any]] | None = None
+    rotary: Rotary | None = TABLES
+    qk_norms: tuple[str, str] | None = None
+    layer_scales: tuple[str, str] | None = None
+    is_packed: bool = True
+    returns_pair: bool = False

@@ -5,14 +5,17 @@ A pass that has ended is kept for the next one of its size, where it is small: t
 settles nothing. What is captured in a CUDA graph belongs to the graph.
 """
 
+import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from vllm_flashinfer_vit.blocks.cublaslt import Problems
+from vllm_flashinfer_vit.blocks.rotary import Tables, tables
+from vllm_flashinfer_vit.blocks.spec import Rotary
 
 # Passes that are kept: some of up to 3000 patches each, where the host's time counts.
 MAX_KEPT_BYTES = 64 * 2**20
@@ -59,7 +62,7 @@ class TowerProgram:
         now.total = weakref.ref(total, self._forget)
 
     def begin(self, x: torch.Tensor) -> "Pass":
-        """Return a pass for a stream `[T, 1, C]`: one that has ended, or a new one."""
+        """Return a pass for a stream `[..., C]`: one that has ended, or a new one."""
         key = _pass_key(x)
         now = None if key is None else self._kept.pop(key, None)
         if now is None:
@@ -70,6 +73,7 @@ class TowerProgram:
         """Keep a pass for the next one of its size: its launches stay settled."""
         if now.key is None:
             return
+        now.rest()
         self._kept[now.key] = now
         while sum(kept.nbytes for kept in self._kept.values()) > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)
@@ -100,6 +104,22 @@ class Widths(NamedTuple):
     quantized: int
 
 
+class Settled(NamedTuple):
+    """Attention, settled for all blocks that are given the same.
+
+    Attributes:
+        read: `cu_seqlens`, cosines, sines and the longest length that it reads.
+        turn: Normalises and turns q and k first, given the norms' weights; or None.
+        attend: Returns the context.
+        settled: Launches of what reads the context.
+    """
+
+    read: tuple[Any, ...]
+    turn: Callable[..., object] | None
+    attend: Callable[[], torch.Tensor]
+    settled: dict[object, Any]
+
+
 class Pass:
     """What the blocks of one pass share: buffers, and launches that use them.
 
@@ -111,8 +131,7 @@ class Pass:
         index: The block whose first norm `normed` holds.
         total: The sum that the last block returned.
         settled: Launches, by what they are for.
-        attention: Settled attention, with the tables that it reads, and the launches of
-            what reads its output.
+        attention: Settled attention.
         key: What it can be kept by, or None.
     """
 
@@ -121,10 +140,11 @@ class Pass:
 
         Args:
             widths: What each block needs. Quantised layers may be in some blocks only.
-            x: A stream `[T, 1, C]`.
+            x: A stream `[..., C]` of T rows.
             key: What the pass can be kept by, or None.
         """
-        rows, width = x.shape[0], x.shape[-1]
+        width = x.shape[-1]
+        rows = x.numel() // width
         qkv, hidden, first, quantized = map(max, zip(*widths, strict=True))
         # Attention's projection, which outlives q, k and v, lies before the MLP's.
         sizes = [width, hidden, first]
@@ -146,10 +166,26 @@ class Pass:
         self.index = 0
         self.total: weakref.ref[torch.Tensor] | None = None
         self.settled: dict[object, Any] = {}
-        self.attention: dict[
-            object, tuple[Any, tuple[Any, ...], dict[object, Any]]
-        ] = {}
+        self.attention: dict[object, Settled] = {}
         self.key = key
+        self._turned: tuple[tuple[Any, ...], Tables] | None = None
+
+    def tables(self, rotary: Rotary, given: tuple[torch.Tensor, ...]) -> Tables:
+        """Return cosines and sines, made once for all blocks that are given the same.
+
+        Args:
+            rotary: What is given.
+            given: See `rotary.tables`.
+        """
+        if rotary.form == "tables":
+            return tables(rotary, given)
+        if self._turned is None or not all(map(operator.is_, self._turned[0], given)):
+            self._turned = given, tables(rotary, given)
+        return self._turned[1]
+
+    def rest(self) -> None:
+        """Forget what follows from what its batch held; another one may use it."""
+        self._turned = None
 
     def hidden(self, width: int) -> torch.Tensor:
         """Return `[T, width]` for what the MLP's second layer gets."""

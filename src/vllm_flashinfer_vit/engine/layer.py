@@ -53,12 +53,13 @@ class FlashInferViTAttention(MMEncoderAttention):
     Attributes:
         activation: What every layer calls while it is built.
         program: What runs the block that the layer is a part of, if anything does.
-        gets_rotary: Whether q and k arrive unturned, with cos and sin.
+        rotary_dtype: That of the cos and sin that q and k arrive with, unturned; None
+            where they are turned, or never are.
     """
 
     activation: ClassVar[Activation] = Activation()
     program: BlockProgram | None = None
-    gets_rotary: bool = False
+    rotary_dtype: torch.dtype | None = None
     _watch: Watch | None = None
 
     def __init__(

@@ -44,7 +44,7 @@ class Layer(Protocol):
     def bounds(self) -> tuple[int, ...]: ...
 
     @property
-    def gets_rotary(self) -> bool: ...
+    def rotary_dtype(self) -> torch.dtype | None: ...
 
     def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str: ...
 
@@ -171,7 +171,7 @@ class WarmUp:
         Args:
             layer: Its weights are loaded; the GPU is the current one.
         """
-        key = (*layer.signature, layer.gets_rotary)
+        key = (*layer.signature, layer.rotary_dtype)
         if not self.is_wanted or key in self._done:
             return
         self._done.add(key)
@@ -235,7 +235,8 @@ def _run(layer: Layer, num_seqs: int, length: int) -> None:
     qkv = torch.zeros(length, heads + 2 * kv_heads, head_dim, **on)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
     cos = sin = None
-    if layer.gets_rotary:
+    if layer.rotary_dtype is not None:
+        on["dtype"] = layer.rotary_dtype
         cos = sin = torch.ones(length, head_dim // 2, **on)
     # One real sequence; the rest of a plan's batch is empty.
     cu_seqlens = torch.full((num_seqs + 1,), length, dtype=torch.int32, device="cuda")

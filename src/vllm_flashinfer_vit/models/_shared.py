@@ -36,6 +36,15 @@ LINEAR = tuple(
 )
 
 
+def methods(family: str, *classes: str) -> tuple[str, ...]:
+    """Return constructors and forwards of a family's classes, `family:Class.method`."""
+    return tuple(
+        f"{family}:{name}.{method}"
+        for name in classes
+        for method in ("__init__", "forward")
+    )
+
+
 def is_served(attention: Any) -> bool:
     """Whether a vision attention module runs on this package's layer."""
     from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
@@ -49,6 +58,7 @@ def block_program(
     spec: BlockSpec,
     parts: tuple[str, ...],
     parameters: tuple[str, ...] = BLOCK_PARAMETERS,
+    name: str | None = None,
 ) -> Patch:
     """Return the patch that has the blocks of a tower run their programs.
 
@@ -59,6 +69,7 @@ def block_program(
         parts: The methods of attention and MLP that a program does the work of, each
             `family:Class.method`.
         parameters: What their `forward` takes.
+        name: What the patch's name begins with, if not the family.
     """
 
     def replace(original: Function) -> Function:
@@ -67,7 +78,7 @@ def block_program(
         return runs(spec, parameters)(original)
 
     return Patch(
-        name=f"{family}-blocks",
+        name=f"{name or family}-blocks",
         target=f"{MODELS}.{family}:{block}.forward",
         # The constructor says which modules a block has.
         stands_for=tuple(

@@ -31,8 +31,6 @@ ATTENTION = tuple(
 )
 
 SPEC = BlockSpec(
-    norm="rms",
-    activation="swiglu",
     first="mlp.gate_up_proj",
     act="mlp.act_fn",
     second="mlp.down_proj",

@@ -15,13 +15,11 @@ _FAMILY = "qwen2_vl"
 _TOWER = "Qwen2VisionTransformer"
 
 SPEC = BlockSpec(
-    norm="layer",
-    activation="quick_gelu",
     first="mlp.fc1",
     act="mlp.act",
     second="mlp.fc2",
     # Its projection's ranks hold parts of q, k and v regardless of heads.
-    split="attn.split_qkv",
+    split=attrgetter("attn.split_qkv"),
 )
 
 PATCHES = (

@@ -24,8 +24,6 @@ _FAMILY = "qwen3_vl"
 _TOWER = "Qwen3_VisionTransformer"
 
 SPEC = BlockSpec(
-    norm="layer",
-    activation="tanh_gelu",
     first="mlp.linear_fc1",
     act="mlp.act_fn",
     second="mlp.linear_fc2",

@@ -8,6 +8,7 @@ import functools
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,20 @@ def known() -> Fingerprints:
     document = read_json(FILE)
     return Fingerprints(
         releases={
-            version: Release(one["libraries"], tuple(one["left_out"]))
-            for version, one in document["releases"].items()
+            name: Release(one["libraries"], tuple(one["left_out"]))
+            for name, one in document["releases"].items()
         },
         methods={
             method: {mark: tuple(versions) for mark, versions in marks.items()}
             for method, marks in document["methods"].items()
         },
     )
+
+
+def left_out() -> frozenset[str]:
+    """Return the patches that are not for this vLLM, if it is one that was read."""
+    release = known().releases.get(version("vllm"))
+    return frozenset() if release is None else frozenset(release.left_out)
 
 
 def difference(method: str) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_flashinfer_vit.patches.fingerprints import difference
+from vllm_flashinfer_vit.patches.fingerprints import difference, left_out
 from vllm_flashinfer_vit.patches.source import parameters
 
 
@@ -128,6 +128,8 @@ class Patch:
             return "applied"
         if self.name in disabled:
             return "disabled"
+        if self.name in left_out():
+            return "not for this vLLM"
         try:
             self.check()
         except PatchError as error:
@@ -136,22 +138,24 @@ class Patch:
 
 
 def apply_fitting(
-    patches: Iterable[Patch], left_out: Collection[str] = ()
+    patches: Iterable[Patch], disabled: Collection[str] = ()
 ) -> tuple[PatchError, ...]:
     """Apply the patches that fit, of those whose modules are loaded.
 
-    No patch needs another one: each leaves the rest as it finds it.
+    No patch needs another one: each leaves the rest as it finds it. Those that are
+    known not to be for this vLLM are passed over.
 
     Args:
         patches: No two of one target.
-        left_out: Names of those that are not to be applied.
+        disabled: Names of those that are not to be applied.
 
     Returns:
         Why others do not fit.
     """
     errors = []
+    skipped = {*disabled, *left_out()}
     for patch in patches:
-        if patch.applied or not patch.loaded or patch.name in left_out:
+        if patch.applied or not patch.loaded or patch.name in skipped:
             continue
         try:
             patch.check()

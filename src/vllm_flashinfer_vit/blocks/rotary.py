@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cosines and sines of what a block's `forward` is given, and what turns q and k."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vllm_flashinfer_vit.blocks.spec import Rotary
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+def tables(rotary: Rotary, given: Sequence[torch.Tensor]) -> Tables:
+    """Return cosines and sines, `[T, R / 2]` each.
+
+    Args:
+        rotary: What is given.
+        given: By the names of `rotary.parameters`.
+    """
+    first = given[0]
+    if rotary.form == "angles":
+        angles = first.float()
+        return angles.cos(), angles.sin()
+    if rotary.form == "complex":
+        parts = torch.view_as_real(first) if first.is_complex() else first
+        cos, sin = parts.float().unbind(-1)
+        return cos.contiguous(), sin.contiguous()
+    cos, sin = given
+    if rotary.form == "doubled":
+        half = cos.shape[-1] // 2
+        return cos[..., :half], sin[..., :half]
+    return cos, sin
+
+
+class Turn:
+    """q and k normalised and turned in front of attention, where that does neither.
+
+    Attributes:
+        interleaved: Whether pairs of values lie side by side.
+    """
+
+    def __init__(self, norms: Sequence[Any], interleaved: bool) -> None:
+        """Take the RMSNorms of q and of k, or none."""
+        self.interleaved = interleaved
+        self._norms = norms
+
+    @property
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """The norms' weights, where they are now."""
+        return tuple(norm._parameters["weight"].detach() for norm in self._norms)
+
+    def prepare(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> Callable[..., object]:
+        """Settle it; see `kernels.turn.prepare`."""
+        eps = self._norms[0].variance_epsilon if self._norms else 0.0
+        if q.is_cuda:
+            from vllm_flashinfer_vit.kernels.turn import prepare
+
+            return prepare(q, k, cos, sin, self.weights, eps, self.interleaved)
+        from vllm_flashinfer_vit.kernels.turn_ref import turn_ref
+
+        return lambda *weights: turn_ref(q, k, cos, sin, weights, eps, self.interleaved)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SigLIP, and the towers of its kind: dense batches of images of one size, no rotary.
+
+That is SigLIP in Gemma 3, PaliGemma and LLaVA, Idefics2's in MiniCPM-V, and InternViT,
+which scales what its branches add.
+"""
+
+import dataclasses
+
+from vllm_flashinfer_vit.blocks.spec import BlockSpec
+from vllm_flashinfer_vit.models._shared import block_program, methods
+
+SIGLIP = BlockSpec(
+    first="mlp.fc1",
+    act="mlp.activation_fn",
+    second="mlp.fc2",
+    norm1="layer_norm1",
+    norm2="layer_norm2",
+    qkv="self_attn.qkv_proj",
+    attention="self_attn.attn",
+    proj="self_attn.out_proj",
+    rotary=None,
+    is_packed=False,
+    returns_pair=True,
+)
+IDEFICS2 = dataclasses.replace(SIGLIP, returns_pair=False)
+INTERN = BlockSpec(
+    first="mlp.fc1",
+    act="mlp.activation_fn",
+    second="mlp.fc2",
+    rotary=None,
+    layer_scales=("ls1", "ls2"),
+    is_packed=False,
+)
+
+PATCHES = (
+    block_program(
+        "siglip",
+        "SiglipEncoderLayer",
+        SIGLIP,
+        methods("siglip", "SiglipAttention", "SiglipMLP"),
+        ("self", "hidden_states"),
+    ),
+    block_program(
+        "idefics2_vision_model",
+        "Idefics2EncoderLayer",
+        IDEFICS2,
+        methods(
+            "idefics2_vision_model", "Idefics2VisionAttention", "Idefics2VisionMLP"
+        ),
+        ("self", "hidden_states", "attention_mask"),
+    ),
+    block_program(
+        "intern_vit",
+        "InternVisionEncoderLayer",
+        INTERN,
+        methods("intern_vit", "InternParallelAttention", "InternMLP"),
+        ("self", "hidden_states"),
+    ),
+)
