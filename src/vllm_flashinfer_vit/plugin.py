@@ -17,6 +17,7 @@ from vllm_flashinfer_vit.models import (
     qwen2_vl,
     qwen3_vl,
     siglip,
+    transformers_towers,
 )
 from vllm_flashinfer_vit.patches import encoder_graphs, fp8_scales, platform
 from vllm_flashinfer_vit.patches.patch import (
@@ -61,6 +62,10 @@ def register() -> None:
         if refusal is not None:
             logger.error("%s Without FLASHINFER, vLLM runs as ever.", refusal)
         _register_layer(refusal)
+        # No layer of vLLM's is in such towers, so they are found as models are built.
+        importlib.import_module(transformers_towers.MODULE)
+        for error in apply_fitting(transformers_towers.PATCHES):
+            logger.warning("%s", error)
     except Exception:
         logger.exception(
             "vllm-flashinfer-vit is not active in this process; vLLM runs without it"
@@ -104,7 +109,12 @@ def _register_layer(refusal: str | None) -> None:
 
 def all_patches() -> tuple[Patch, ...]:
     """Return every patch, as `doctor` lists them."""
-    return (*platform.PATCHES, *_MODEL_PATCHES, *fp8_scales.PATCHES)
+    return (
+        *platform.PATCHES,
+        *transformers_towers.PATCHES,
+        *_MODEL_PATCHES,
+        *fp8_scales.PATCHES,
+    )
 
 
 def apply_platform_patches() -> str | None:
@@ -152,7 +162,8 @@ def apply_model_patches(settings: Settings) -> tuple[str, ...]:
         PatchError: A patch does not fit, and the settings are strict.
         ValueError: The settings disable a patch that does not exist.
     """
-    names = {patch.name for patch in (*_MODEL_PATCHES, *fp8_scales.PATCHES)}
+    own = {patch.name for patch in platform.PATCHES}
+    names = {patch.name for patch in all_patches()} - own
     names.update(OPTIMISATIONS)
     if unknown := settings.disabled_patches - names:
         raise ValueError(

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Towers that vLLM takes from Transformers as they are: Gemma 4's.
+
+Transformers looks up what attends, and what makes the mask, by a name in the tower's
+config. Here both have a name of this package: attention is its layer, and in a mask's
+place the blocks get `cu_seqlens`, made once in a pass without waiting for the device.
+The rest of such a tower is Transformers' own.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_flashinfer_vit.patches.patch import Patch
+from vllm_flashinfer_vit.settings import Settings
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
+
+MODULE = "vllm.model_executor.models.interfaces"
+# By which Transformers finds both functions.
+NAME = "vllm_flashinfer_vit"
+# Attribute of an attention module: the layer that attends for it.
+_LAYER = "vllm_flashinfer_vit_attention"
+_PATCH = "transformers-towers"
+# Classes whose attention takes no more than a mask of tokens after which rows end.
+_KNOWN = frozenset({"Gemma4VisionAttention"})
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **unread: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend, as Transformers' attention functions do.
+
+    Args:
+        module: An attention module that is served.
+        query: `[B, H, S, D]`, any strides.
+        key: `[B, H_kv, S, D]`, any strides.
+        value: As `key`.
+        attention_mask: What `offsets` returned.
+        **unread: The scale, which the module has, too, and what is for training.
+
+    Returns:
+        `[B, S, H, D]`, and no weights.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    layer = getattr(module, _LAYER)
+    return layer(q, k, v, cu_seqlens=attention_mask, max_seqlen=q.shape[1]), None
+
+
+def offsets(
+    batch_size: int,
+    q_length: int,
+    attention_mask: torch.Tensor | None = None,
+    **unread: Any,
+) -> torch.Tensor | None:
+    """Return `cu_seqlens` where Transformers' mask functions return a mask.
+
+    Each row of a batch is two sequences: its tokens, and the padding after them.
+
+    Args:
+        batch_size: B.
+        q_length: S.
+        attention_mask: `[B, S] bool`, True for tokens; all padding comes after them.
+        **unread: What other kinds of masks need.
+
+    Returns:
+        `[2 B + 1] int32`, or None if there is no padding.
+    """
+    if attention_mask is None:
+        return None
+    ends = torch.arange(
+        0,
+        (batch_size + 1) * q_length,
+        q_length,
+        dtype=torch.int32,
+        device=attention_mask.device,
+    )
+    tokens = attention_mask.sum(-1, dtype=torch.int32)
+    starts = ends[:-1]
+    both = torch.stack([starts, starts + tokens], dim=1).flatten()
+    return torch.cat([both, ends[-1:]])
+
+
+def serve(model: torch.nn.Module) -> None:
+    """Have the Transformers towers among a model's parts attend by this package."""
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from vllm.model_executor.layers.attention.mm_encoder_attention import (
+        MMEncoderAttention,
+    )
+
+    for name, tower in model.named_children():
+        if not isinstance(tower, PreTrainedModel):
+            continue
+        modules = [
+            (path, module)
+            for path, module in tower.named_modules()
+            if type(module).__name__ in _KNOWN and not hasattr(module, _LAYER)
+        ]
+        if not modules:
+            logger.info_once(
+                "%s is Transformers' own %s, which FLASHINFER does not serve: it "
+                "attends as without vllm-flashinfer-vit.",
+                name,
+                type(tower).__name__,
+            )
+            continue
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, offsets)
+        for path, module in modules:
+            config: Any = module.config
+            layer = MMEncoderAttention(
+                config.num_attention_heads,
+                module.head_dim,
+                module.scaling,
+                config.num_key_value_heads,
+                prefix=f"{name}.{path}",
+            )
+            setattr(module, _LAYER, layer)
+        tower.config._attn_implementation = NAME
+
+
+def _serve_what_is_marked(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    @contextmanager
+    def _mark_tower_model(
+        self: Any, vllm_config: Any, modalities: Any, *, targets: Any = None
+    ) -> Iterator[None]:
+        from vllm_flashinfer_vit.engine.selection import flashinfer_requested
+
+        with original(self, vllm_config, modalities, targets=targets):
+            yield
+        if flashinfer_requested() and _PATCH not in Settings().disabled_patches:
+            serve(self)
+
+    return _mark_tower_model
+
+
+PATCHES = (
+    Patch(
+        name=_PATCH,
+        target=f"{MODULE}:SupportsMultiModal._mark_tower_model",
+        why="towers of Transformers attend by PyTorch's SDPA, and making its mask "
+        "waits for the device",
+        remove_when="vLLM has such towers attend by MMEncoderAttention",
+        parameters=("self", "vllm_config", "modalities", "targets"),
+        stands_for=(),
+        replace=_serve_what_is_marked,
+    ),
+)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 4's tower is Transformers' own, and attends by this package's layer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from _models import OpCount, engine, noise
+from _towers import DEVICE, HAS_GPU, cpu_only
+from torch import nn
+
+from cases import relative_error
+from vllm_flashinfer_vit.models import transformers_towers
+from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
+from vllm_flashinfer_vit.towers.tower import Tower
+
+TOLERANCE = 1e-5
+# Patches of each image, of 3 x 3 to a token; rows are padded to the longest.
+SIDES = [(6, 6), (9, 3), (3, 3), (6, 6)]
+LENGTH = 36
+EDGE = 4
+
+
+def config(**fields: Any) -> Any:
+    from transformers import Gemma4VisionConfig
+
+    values: dict[str, Any] = {
+        "hidden_size": 144,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 72,
+        "patch_size": EDGE,
+        "position_embedding_size": 64,
+        "pooling_kernel_size": 3,
+    }
+    return Gemma4VisionConfig(**{**values, **fields})
+
+
+def model(tower: Tower, **fields: Any) -> Any:
+    """Build a model of vLLM's kind, within a tower's engine, and fill its weights."""
+    from transformers import AutoModel
+    from vllm.model_executor.models.interfaces import SupportsMultiModal
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    class Model(nn.Module, SupportsMultiModal):
+        def __init__(self) -> None:
+            super().__init__()
+            with self._mark_tower_model(tower.vllm_config, {"image", "video"}):
+                self.vision_tower = AutoModel.from_config(config(**fields))
+
+    with tower.running(), set_default_torch_dtype(tower.dtype), tower.device:
+        built = Model()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in built.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        parameter.data.copy_(drawn * parameter.shape[-1] ** -0.5)
+    return built
+
+
+def encode(built: Any, tower: Tower) -> torch.Tensor:
+    """Return the tokens of four images, three of which are padded."""
+    pixels = noise(len(SIDES), LENGTH, 3 * EDGE**2).sigmoid()
+    places = torch.full((len(SIDES), LENGTH, 2), -1)
+    for place, (height, width) in enumerate(SIDES):
+        rows, columns = torch.meshgrid(
+            torch.arange(height), torch.arange(width), indexing="ij"
+        )
+        at = torch.stack([columns, rows], -1).view(-1, 2)
+        places[place, : len(at)] = at
+    with torch.inference_mode():
+        out = built.vision_tower(
+            pixels.to(tower.device, tower.dtype), places.to(tower.device)
+        )
+    return out.last_hidden_state.float().cpu()
+
+
+@pytest.fixture(scope="module")
+def flashinfer() -> Iterator[Tower]:
+    yield engine("FLASHINFER", device=DEVICE)
+
+
+@cpu_only
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_it_attends_by_this_package(kv_heads: int, flashinfer: Tower) -> None:
+    fields = {"num_key_value_heads": kv_heads}
+    stock = engine("TORCH_SDPA")
+    expected = encode(model(stock, **fields), stock)
+    built = model(flashinfer, **fields)
+    with OpCount() as count:
+        found = encode(built, flashinfer)
+    assert count.calls == 2
+    assert relative_error(found, expected) < TOLERANCE
+
+
+@cpu_only
+def test_padding_is_not_seen(flashinfer: Tower) -> None:
+    """An image's tokens are those that it has alone."""
+    built = model(flashinfer)
+    found = encode(built, flashinfer)
+    pixels = noise(len(SIDES), LENGTH, 3 * EDGE**2).sigmoid()[1:2, :27]
+    at = torch.tensor([[x, y] for y in range(9) for x in range(3)])[None]
+    with torch.inference_mode():
+        alone = built.vision_tower(pixels, at).last_hidden_state
+    start = 4
+    torch.testing.assert_close(found[start : start + 3], alone, rtol=1e-4, atol=1e-4)
+
+
+@cpu_only
+def test_other_backends_stay_as_they_are() -> None:
+    stock = engine("TORCH_SDPA")
+    built = model(stock)
+    assert built.vision_tower.config._attn_implementation != transformers_towers.NAME
+    with OpCount() as count:
+        encode(built, stock)
+    assert count.calls == 0
+
+
+@cpu_only
+def test_it_can_be_left_out(flashinfer: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_DISABLE_PATCHES, "transformers-towers")
+    built = model(flashinfer)
+    assert built.vision_tower.config._attn_implementation != transformers_towers.NAME
+
+
+@cpu_only
+def test_layers_have_names_for_scales(flashinfer: Tower) -> None:
+    layers = [
+        layer
+        for layer in model(flashinfer).modules()
+        if type(layer).__name__ == "FlashInferViTAttention"
+    ]
+    assert [layer.layer_name for layer in layers] == [
+        f"vision_tower.encoder.layers.{place}.self_attn" for place in range(2)
+    ]
+    assert {layer.scale for layer in layers} == {1.0}
+
+
+@cpu_only
+def test_weights_have_the_names_of_the_checkpoint(flashinfer: Tower) -> None:
+    stock = engine("TORCH_SDPA")
+    names = [list(model(one).state_dict()) for one in (flashinfer, stock)]
+    assert names[0] == names[1]
+
+
+def test_offsets_without_waiting() -> None:
+    mask = torch.arange(5) < torch.tensor([[5], [2], [0]])
+    found = transformers_towers.offsets(3, 5, attention_mask=mask, kv_length=5)
+    assert found is not None and found.dtype == torch.int32
+    assert found.tolist() == [0, 5, 5, 7, 10, 10, 15]
+    assert transformers_towers.offsets(3, 5) is None
+
+
+@cpu_only
+def test_towers_that_are_not_known(
+    flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_towers, "_KNOWN", frozenset())
+    built = model(flashinfer)
+    assert built.vision_tower.config._attn_implementation != transformers_towers.NAME
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")
+@pytest.mark.parametrize("heads", [(144, 72), (128, 64)])
+def test_as_exact_as_stock_on_a_gpu(heads: tuple[int, int]) -> None:
+    width, head_dim = heads
+    fields = {"hidden_size": width, "head_dim": head_dim}
+    exact_engine = engine("TORCH_SDPA", torch.float32, "cuda")
+    exact = encode(model(exact_engine, **fields), exact_engine)
+    errors = []
+    for backend in ("FLASHINFER", "FLASH_ATTN"):
+        half = engine(backend, torch.bfloat16, "cuda")
+        errors.append(relative_error(encode(model(half, **fields), half), exact))
+    assert errors[0] <= 1.5 * errors[1]
