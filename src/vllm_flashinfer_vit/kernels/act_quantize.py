@@ -59,7 +59,7 @@ def _act_quantize_kernel(
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     else:
-        y = x * tl.sigmoid(_TANH_SCALE * (x + 0.044715 * x * x * x))
+        y = x * tl.sigmoid((x + 0.044715 * x * x * x) * _TANH_SCALE)
     quantized = quantize_row(y, scales_ptr, SCALES)
     tl.store(rows_ptr + row * ROW + offs, quantized, mask=offs < ROW)
 

@@ -138,7 +138,10 @@ def _serve_what_is_marked(original: Callable[..., Any]) -> Callable[..., Any]:
 
         with original(self, vllm_config, modalities, targets=targets):
             yield
-        if flashinfer_requested() and _PATCH not in Settings().disabled_patches:
+        if (
+            flashinfer_requested()
+            and _PATCH not in Settings.from_env().disabled_patches
+        ):
             serve(self)
 
     return _mark_tower_model
