@@ -363,7 +363,7 @@ class Worker:
         tokens = patches // self.tower.spec.merge_size**2
         total = 0.0
         for name, parameter in visual.named_parameters():
-            if parameter.dim() < 2 or name.startswith("pos_embed"):
+            if parameter.dim() < 2 or name.startswith(("pos_embed", "embeddings.")):
                 continue
             per_patch = name.startswith(("blocks.", "patch_embed."))
             total += 2 * parameter.numel() * (patches if per_patch else tokens)

@@ -7,7 +7,6 @@ host read at capture, bounds of the sequence lengths, stays what it was then.
 """
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -16,13 +15,8 @@ from unittest import mock
 
 import torch
 
+from vllm_flashinfer_vit.towers.spec import FAMILIES, model_module
 from vllm_flashinfer_vit.towers.tower import Tower
-
-ARCHITECTURES = {
-    "qwen2_vl": "Qwen2VLForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-}
 
 
 class SimulatedGraph:
@@ -86,8 +80,8 @@ def model_around(tower: Tower, frames_per_video: int) -> Any:
         tower: From `build_tower`.
         frames_per_video: What the processor would say of the longest video.
     """
-    name = f"vllm.model_executor.models.{tower.spec.family}"
-    cls = getattr(importlib.import_module(name), ARCHITECTURES[tower.spec.family])
+    family = tower.spec.family
+    cls = getattr(model_module(family), FAMILIES[family].model)
     model = cls.__new__(cls)
     torch.nn.Module.__init__(model)
     model.visual = tower.visual

@@ -68,6 +68,20 @@ SPECS = {
         "temporal_patch_size": 2,
         "deepstack_visual_indexes": [0, 1],
     },
+    "glm4v": {
+        "depth": 2,
+        "hidden_size": 64,
+        "hidden_act": "silu",
+        "image_size": 56,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "in_channels": 3,
+        # Of the blocks' MLPs.
+        "out_hidden_size": SIZE,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
 }
 
 
@@ -226,7 +240,12 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return silu(gate) * up
 
 
-ACTIVATIONS = {"qwen2_vl": QUICK_GELU, "qwen2_5_vl": SWIGLU, "qwen3_vl": TANH_GELU}
+ACTIVATIONS = {
+    "qwen2_vl": QUICK_GELU,
+    "qwen2_5_vl": SWIGLU,
+    "qwen3_vl": TANH_GELU,
+    "glm4v": SWIGLU,
+}
 FUNCTIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
     SWIGLU: swiglu,
@@ -251,7 +270,7 @@ def tables(tower: Tower, rows: int = 24, batch: int = 1) -> dict[str, Any]:
         "rotary_pos_emb_sin": angles.sin(),
         "max_seqlen": torch.tensor(rows, dtype=torch.int32),
     }
-    if tower.spec.family != "qwen2_vl":
+    if tower.spec.family not in ("qwen2_vl", "glm4v"):
         found["sequence_lengths"] = None
     return found
 

@@ -49,6 +49,15 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
     },
+    "glm4v": {
+        "depth": 2,
+        "hidden_size": 64,
+        "image_size": 56,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "out_hidden_size": 48,
+        "patch_size": 14,
+    },
 }
 FAMILIES = tuple(SMALL)
 

@@ -67,7 +67,8 @@ def calls(direct: None, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
     def views(weight: torch.Tensor, bias: Any, activation: str | None) -> Views:
         # As QuACK's for SwiGLU, a copy.
-        return Views(weight, bias.clone() if activation == SWIGLU else bias)
+        is_copied = bias is not None and activation == SWIGLU
+        return Views(weight, bias.clone() if is_copied else bias)
 
     monkeypatch.setattr(quack, "has_quack", lambda: True)
     monkeypatch.setattr(quack, "can_read", lambda x: True)

@@ -29,6 +29,7 @@ from vllm_flashinfer_vit.blocks import attach as attach_module
 from vllm_flashinfer_vit.blocks import norms
 from vllm_flashinfer_vit.blocks.attach import attach, program_of, spec_of
 from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
+from vllm_flashinfer_vit.towers.spec import FAMILIES
 from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = cpu_only
@@ -185,7 +186,7 @@ class TestSettings:
 
     @pytest.mark.parametrize("family", SPECS)
     def test_a_patch_left_out(self, family: str, ran: list[int]) -> None:
-        with without(f"{family}-blocks"):
+        with without(f"{FAMILIES[family].module}-blocks"):
             plain = build(family)
         assert not any(program_of(block) for block in blocks(plain))
         layers = plain.attention_layers().values()

@@ -22,6 +22,7 @@ NAMES = {
     "qwen2_vl": "Qwen2-VL",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
+    "glm4v": "GLM-4.1V",
 }
 IS_COMPILED = {
     family: compiles_blocks(name, version("vllm")) for family, name in NAMES.items()

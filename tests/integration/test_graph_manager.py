@@ -34,6 +34,7 @@ from vllm_flashinfer_vit.settings import (  # noqa: E402
     ENV_FIX_GRAPH_PADDING,
     ENV_STRICT,
 )
+from vllm_flashinfer_vit.towers import spec
 from vllm_flashinfer_vit.towers.tower import Tower  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("plain_kernel")
@@ -222,7 +223,7 @@ class TestReplay:
         for part in (
             "cu_seqlens of this batch has 41 entries",
             "captured with 33",
-            "Qwen",
+            spec.FAMILIES[family].model,
             "encoder_cudagraph_max_frames_per_batch",
         ):
             assert part in str(error.value)

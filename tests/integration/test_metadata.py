@@ -56,6 +56,10 @@ def reverted(patches: Sequence[Patch]) -> Iterator[None]:
         apply(patches)
 
 
+# What makes a tower's position embeddings, if it is called otherwise.
+POSITIONS = {"glm4v": "pos_embeds_interpolate"}
+
+
 @pytest.fixture(autouse=True)
 def only_these() -> Iterator[None]:
     """Apply the patches above alone, to towers that hold nothing yet."""
@@ -126,7 +130,7 @@ class TestKeptMetadata:
         with (
             mock.patch.object(
                 type(tower.visual),
-                "fast_pos_embed_interpolate",
+                POSITIONS.get(family, "fast_pos_embed_interpolate"),
                 lambda *_: embeds,
                 create=True,
             ),

@@ -78,6 +78,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "temporal_patch_size": 2,
         "deepstack_visual_indexes": [0, 1],
     },
+    "glm4v": {
+        "depth": 2,
+        "hidden_size": 256,
+        "hidden_act": "silu",
+        "image_size": 56,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "in_channels": 3,
+        "out_hidden_size": 96,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
 }
 IMAGES = {
     "one": [[1, 8, 8]],

@@ -17,10 +17,10 @@ from cases import relative_error
 from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.blocks import compiled
 from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
-from vllm_flashinfer_vit.models import qwen2_5_vl, qwen2_vl, qwen3_vl
+from vllm_flashinfer_vit.models import glm, qwen2_5_vl, qwen2_vl, qwen3_vl
 from vllm_flashinfer_vit.patches.patch import revert_group
 from vllm_flashinfer_vit.settings import Settings
-from vllm_flashinfer_vit.towers.spec import resolve_spec
+from vllm_flashinfer_vit.towers.spec import FAMILIES, resolve_spec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
 HAS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -29,7 +29,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "patches.md"
 # Sums of a few hundred fp32 terms in another order.
 TOLERANCE = 1e-6
 PATCHES = tuple(
-    patch for module in (qwen2_vl, qwen2_5_vl, qwen3_vl) for patch in module.PATCHES
+    patch
+    for module in (qwen2_vl, qwen2_5_vl, qwen3_vl, glm)
+    for patch in module.PATCHES
 )
 NAMES = tuple(patch.name for patch in PATCHES)
 
@@ -38,7 +40,8 @@ NAMES = tuple(patch.name for patch in PATCHES)
 @pytest.mark.parametrize("family", SPECS)
 def test_disabled_and_reverted(family: str) -> None:
     build(family)
-    targets = [patch for patch in PATCHES if f".{family}:" in patch.target]
+    module = FAMILIES[family].module
+    targets = [patch for patch in PATCHES if f".{module}:" in patch.target]
     assert targets
     with without(*NAMES):
         owners = [patch._owner() for patch in targets]

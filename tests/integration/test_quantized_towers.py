@@ -21,6 +21,7 @@ MODELS = {
     "qwen2_vl": "Qwen/Qwen2-VL-7B-Instruct",
     "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
     "qwen3_vl": "Qwen/Qwen3-VL-8B-Instruct",
+    "glm4v": "zai-org/GLM-4.1V-9B-Thinking",
 }
 # A wide image, one of a single token, and a square one.
 GRIDS = [[1, 24, 60], [1, 2, 2], [1, 32, 32]]

@@ -129,7 +129,12 @@ def _hf_config(family: str) -> Any:
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    stem = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+    stem = {
+        "qwen2_vl": "Qwen2VL",
+        "qwen2_5_vl": "Qwen2_5_VL",
+        "qwen3_vl": "Qwen3VL",
+        "glm4v": "Glm4v",
+    }
     config_cls = getattr(transformers, f"{stem[family]}Config")
     model_cls = getattr(transformers, f"{stem[family]}ForConditionalGeneration")
     config = config_cls(text_config=text, vision_config=dict(vision))
@@ -152,6 +157,9 @@ def checkpoint(
 
 
 def _hf_embeddings(model: Any, values: torch.Tensor, grids: Any) -> torch.Tensor:
+    if "Glm" in type(model).__name__:
+        # Transformers' class wants the frames of a video as images.
+        grids = [[1, h, w] for t, h, w in grids for _ in range(t)]
     with torch.inference_mode():
         out = model.model.visual(values, grid_thw=torch.tensor(grids))
     if isinstance(out, torch.Tensor):

@@ -65,7 +65,7 @@ _Model = Annotated[
     str,
     typer.Option(
         help="Folder of a local Hugging Face checkpoint; with --random-weights also "
-        "the name of a Qwen-VL model."
+        "the name of a known model."
     ),
 ]
 _RandomWeights = Annotated[

@@ -23,6 +23,7 @@ _PROCESSORS = {
     "qwen2_vl": (56 * 56, 28 * 28 * 16384, _CLIP_MEAN, _CLIP_STD),
     "qwen2_5_vl": (56 * 56, 28 * 28 * 16384, _CLIP_MEAN, _CLIP_STD),
     "qwen3_vl": (256 * 256, 4096 * 4096, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "glm4v": (112 * 112, 28 * 28 * 15000, _CLIP_MEAN, _CLIP_STD),
 }
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoder CUDA graphs that hold exactly their budget, at finer budgets, in one memory.
 
-For the towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: vLLM rounds their buffers up, to
+For the towers that `manager` lists: vLLM rounds their buffers up, to
 many times the budget where videos are long, and has each graph keep its own.
 """
 
@@ -34,7 +34,7 @@ _STATS_INTERVAL = 100
 
 
 class ExactManager(PaddedManager):
-    """Captures the Qwen towers without padding of its own, and shares the buffers."""
+    """Captures towers without padding of its own, and shares the buffers."""
 
     model: "ExactModel"
     token_budgets: list[int]
@@ -170,7 +170,7 @@ class ExactManager(PaddedManager):
 
 
 class ExactModel:
-    """A Qwen model as a manager sees it: exact buffers, all in the largest budget's.
+    """A model as a manager sees it: exact buffers, all in the largest budget's.
 
     Graphs run one after another, and every replay fills what it reads, so the graphs of
     smaller budgets use the first rows of the largest one's inputs and output.

@@ -11,8 +11,11 @@ _EXACT = frozenset(
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
+        "Glm4vForConditionalGeneration",
     }
 )
+# Derived from one of them, with a tower that takes no metadata: nothing to share.
+_OTHERS = frozenset({"GlmOcrForConditionalGeneration"})
 
 
 def adopt(manager: EncoderCudaGraphManager, flashinfer: bool) -> None:
@@ -23,7 +26,8 @@ def adopt(manager: EncoderCudaGraphManager, flashinfer: bool) -> None:
         flashinfer: Whether the engine asks for FLASHINFER.
     """
     names = {cls.__name__ for cls in type(manager.model).__mro__}
-    is_exact = flashinfer and manager.config.modalities and names & _EXACT
+    is_known = names & _EXACT and not names & _OTHERS
+    is_exact = flashinfer and manager.config.modalities and is_known
     # Runners name vLLM's class, and import it before anything could take its place.
     manager.__class__ = ExactManager if is_exact else PaddedManager
     manager.adopt()

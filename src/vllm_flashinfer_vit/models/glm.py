@@ -6,6 +6,8 @@ GLM-OCR's blocks derive from theirs, and normalise each head's q and k.
 
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.models._shared import BLOCK_PARAMETERS, block_program, methods
+from vllm_flashinfer_vit.models.ends import patch_embed
+from vllm_flashinfer_vit.models.metadata import kept_metadata
 
 SPEC = BlockSpec(
     first="mlp.gate_up_proj",
@@ -28,4 +30,12 @@ PATCHES = (
         ),
         BLOCK_PARAMETERS[:-1],
     ),
+    kept_metadata(
+        "glm4_1v",
+        "Glm4vVisionTransformer",
+        ("rot_pos_emb", "pos_embeds_interpolate"),
+        grids="grid_thw_list",
+        of_weights={"pos_embeds": "pos_embeds_interpolate"},
+    ),
+    patch_embed("glm4_1v", "Glm4vVisionPatchEmbed"),
 )

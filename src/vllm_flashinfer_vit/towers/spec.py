@@ -12,22 +12,44 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_flashinfer_vit.machine.documents import read_json, validated
 
-Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
 
 
 class Classes(NamedTuple):
-    """A family's classes in vLLM: the model and, in its module, the tower."""
+    """A family in vLLM.
 
+    Attributes:
+        module: The module of its classes.
+        model: The model's class.
+        tower: The tower's class.
+        takes_text_config: Whether the tower is built from the text config, too.
+        norm_eps: What the model gives the tower, unless its config has another.
+    """
+
+    module: str
     model: str
     tower: str
+    takes_text_config: bool = False
+    norm_eps: float = 1e-6
 
 
 FAMILIES: Mapping[Family, Classes] = {
-    "qwen2_vl": Classes("Qwen2VLForConditionalGeneration", "Qwen2VisionTransformer"),
-    "qwen2_5_vl": Classes(
-        "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VisionTransformer"
+    "qwen2_vl": Classes(
+        "qwen2_vl", "Qwen2VLForConditionalGeneration", "Qwen2VisionTransformer"
     ),
-    "qwen3_vl": Classes("Qwen3VLForConditionalGeneration", "Qwen3_VisionTransformer"),
+    "qwen2_5_vl": Classes(
+        "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VisionTransformer"
+    ),
+    "qwen3_vl": Classes(
+        "qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen3_VisionTransformer"
+    ),
+    "glm4v": Classes(
+        "glm4_1v",
+        "Glm4vForConditionalGeneration",
+        "Glm4vVisionTransformer",
+        takes_text_config=True,
+        norm_eps=1e-5,
+    ),
 }
 
 
@@ -139,6 +161,23 @@ def _qwen3_vl(
     }
 
 
+def _glm4v(out_hidden_size: int, intermediate_size: int) -> dict[str, Any]:
+    return {
+        "depth": 24,
+        "hidden_size": 1536,
+        "hidden_act": "silu",
+        "image_size": 336,
+        "intermediate_size": intermediate_size,
+        "num_heads": 12,
+        "in_channels": 3,
+        "out_hidden_size": out_hidden_size,
+        "patch_size": 14,
+        "rms_norm_eps": 1e-5,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+
+
 _SMALL_QWEN3 = (1024, 4096, [5, 11, 17])
 _LARGE_QWEN3 = (1152, 4304, [8, 16, 24])
 
@@ -152,6 +191,7 @@ NAMED_MODELS: Mapping[str, tuple[Family, Mapping[str, Any]]] = {
     "Qwen/Qwen3-VL-4B-Instruct": ("qwen3_vl", _qwen3_vl(2560, *_SMALL_QWEN3)),
     "Qwen/Qwen3-VL-8B-Instruct": ("qwen3_vl", _qwen3_vl(4096, *_LARGE_QWEN3)),
     "Qwen/Qwen3-VL-32B-Instruct": ("qwen3_vl", _qwen3_vl(5120, *_LARGE_QWEN3)),
+    "zai-org/GLM-4.1V-9B-Thinking": ("glm4v", _glm4v(4096, 13696)),
 }
 
 
@@ -167,7 +207,7 @@ def resolve_spec(
 
     Raises:
         TowerError: The model is unknown, or the depth is out of range.
-        CheckpointError: The folder's `config.json` is missing or not a Qwen-VL model's.
+        CheckpointError: The folder's `config.json` is missing or not of a known family.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -196,7 +236,8 @@ def resolve_spec(
 
 def model_module(family: Family) -> ModuleType:
     """Import vLLM's module of a family."""
-    return importlib.import_module(f"vllm.model_executor.models.{family}")
+    module = FAMILIES[family].module
+    return importlib.import_module(f"vllm.model_executor.models.{module}")
 
 
 _Size = Annotated[int, Field(ge=1)]

@@ -336,14 +336,18 @@ def _build_module(
 ) -> nn.Module:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    cls = getattr(model_module(spec.family), FAMILIES[spec.family].tower)
+    family = FAMILIES[spec.family]
+    cls = getattr(model_module(spec.family), family.tower)
     hf_config = config.model_config.hf_config
     # Towers that cannot normalise have no such argument.
     optional: dict[str, Any] = {} if norm is None else {"input_norm": norm}
+    configs = [hf_config.vision_config]
+    if family.takes_text_config:
+        configs.insert(0, hf_config.text_config)
     with set_default_torch_dtype(dtype), device:
         return cls(
-            hf_config.vision_config,
-            norm_eps=getattr(hf_config, "rms_norm_eps", 1e-6),
+            *configs,
+            norm_eps=getattr(hf_config, "rms_norm_eps", family.norm_eps),
             quant_config=config.quant_config,
             prefix="visual",
             **optional,

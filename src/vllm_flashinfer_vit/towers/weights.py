@@ -93,7 +93,7 @@ def load_weights(visual: Any, spec: TowerSpec, folder: Path) -> None:
 
     try:
         visual.load_weights(weights())
-    except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+    except (LookupError, ValueError, AssertionError, RuntimeError) as error:
         if isinstance(error, TowerError):
             raise
         # vLLM's own assertions say nothing.
