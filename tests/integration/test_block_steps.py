@@ -184,8 +184,9 @@ class TestGemms:
             one.build()
         assert programs(served)[0]._mlp.act_into is None
         assert not programs(served)[0]._mlp.acts
-        if not is_gated:
-            assert relative_error(outputs(served), outputs(stock)) < TOLERANCE
+        stacked, hidden = programs(served)[0]._mlp.stacked, programs(served)[0].widths
+        assert stacked == (2 * hidden.hidden if is_gated else 0)
+        assert relative_error(outputs(served), outputs(stock)) < TOLERANCE
 
 
 @pytest.mark.parametrize("is_direct", [False, True])

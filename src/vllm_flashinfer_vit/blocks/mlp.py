@@ -48,7 +48,7 @@ class Mlp:
         activation = activation_of(act)
         self.act_into = None if activation is None else _act_into(activation)
         self.hidden = padded_inputs(layers.part(spec.second))
-        self.stacked = 2 * self.hidden if activation == "swiglu" else 0
+        self.stacked = 0
         self.acts, self.large = False, None
         self.first: Step | OwnLinear
         self.second: Step | OwnLinear
@@ -65,6 +65,8 @@ class Mlp:
             and "fused_gelu" not in layers.off
         )
         self.first, weights = layers.gemm(path, self.acts)
+        if len(weights.weight) != self.hidden:
+            self.stacked = len(weights.weight)
         with_act = "with the activation" if self.acts else "then the activation"
         layers.steps[path] += f", {with_act}"
         name = None if activation is None else _QUACK_NAMES.get(activation)

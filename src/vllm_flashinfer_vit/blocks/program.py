@@ -172,6 +172,9 @@ class BlockProgram:
             return False
         if torch.compiler.is_compiling():
             return False
+        # q and k are normalised and turned at once, or neither.
+        if self._turn is not None and self._tables_in(given) is None:
+            return False
         if self.spec.is_packed:
             # Rows of several batches would be in turns.
             is_one = x.dim() == 2 or (x.dim() == 3 and 1 in x.shape[:2])
@@ -312,10 +315,17 @@ class BlockProgram:
 
     def _tables(self, now: Pass, given: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return what turns q and k: cosines and sines, `[T, R / 2]` each, or None."""
-        rotary = self.spec.rotary
-        if rotary is None or given[rotary.parameters[0]] is None:
+        rotary, found = self.spec.rotary, self._tables_in(given)
+        if rotary is None or found is None:
             return None, None
-        return now.tables(rotary, tuple(given[name] for name in rotary.parameters))
+        return now.tables(rotary, found)
+
+    def _tables_in(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
+        """Return what the spec's rotary names, or None where nothing turns."""
+        rotary = self.spec.rotary
+        if rotary is None or given.get(rotary.parameters[0]) is None:
+            return None
+        return tuple(given[name] for name in rotary.parameters)
 
     def _heads_of(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._split is not None:
