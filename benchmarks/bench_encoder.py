@@ -10,7 +10,11 @@ the same tower, and take turns on one GPU, one at a time. Outputs are compared w
 tower in fp32 on TORCH_SDPA, with the same weights.
 
     python benchmarks/bench_encoder.py --models Qwen/Qwen2.5-VL-7B-Instruct
+    python benchmarks/bench_encoder.py --models dots.ocr Kimi-K2.5 SigLIP-So400m
     python benchmarks/bench_encoder.py --smoke --output out/encoder.csv   # no GPU
+
+`dots.ocr` and the others of `block_stacks.py` are the blocks alone of towers that only
+an engine builds whole.
 """
 
 import argparse
@@ -30,6 +34,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from block_stacks import STACKS, StackTower, build_stack
 from common import (
     DTYPES,
     Clock,
@@ -219,18 +224,24 @@ class Worker:
 
         torch.set_float32_matmul_precision("highest")
         self._dtype = DTYPES.get(contender.dtype, torch.float32)
-        self.tower = build_tower(
-            resolve_spec(model, random_weights=not Path(model).is_dir(), depth=depth),
-            backend=contender.backend,
-            dtype=self._dtype,
-            device=device(),
-            compile=contender.blocks == "compiled",
-            fused_ops=contender.blocks == "fused",
-            plugin=not contender.is_stock,
-            attn_dtype=contender.attn_dtype,
-            flash_attn_version=contender.flash_attn_version,
-            quantization=contender.quantization,
-        )
+        how: dict[str, Any] = {
+            "backend": contender.backend,
+            "dtype": self._dtype,
+            "device": device(),
+            "compile": contender.blocks == "compiled",
+            "fused_ops": contender.blocks == "fused",
+            "plugin": not contender.is_stock,
+            "attn_dtype": contender.attn_dtype,
+            "flash_attn_version": contender.flash_attn_version,
+            "quantization": contender.quantization,
+        }
+        self.tower: Any
+        if model in STACKS:
+            self.tower = build_stack(model, depth=depth, **how)
+        else:
+            is_random = not Path(model).is_dir()
+            spec = resolve_spec(model, random_weights=is_random, depth=depth)
+            self.tower = build_tower(spec, **how)
         layers = self.tower.attention_layers()
         self._layer = next(iter(layers.values()))
         check_promises(contender, self._layer, self.tower.visual.blocks)
@@ -353,8 +364,10 @@ class Worker:
     def _with_metadata(self) -> Run:
         # vLLM too prepares the metadata outside its encoder graphs.
         metadata = self.tower.visual.prepare_encoder_metadata(self._grids)
+        # A whole tower has all in its metadata.
+        grids = self._grids if isinstance(self.tower, StackTower) else None
         return lambda: self.tower.visual(
-            self._pixels, None, encoder_metadata=dict(metadata)
+            self._pixels, grids, encoder_metadata=dict(metadata)
         )
 
     def _flops(self) -> float:
@@ -371,8 +384,10 @@ class Worker:
         full_blocks = getattr(visual, "fullatt_block_indexes", None)
         for index in range(self.tower.spec.depth):
             is_full = full_blocks is None or index in full_blocks
-            ends = metadata["cu_seqlens" if is_full else "cu_window_seqlens"]
-            lens = ends.diff().tolist()
+            ends = metadata.get("cu_seqlens" if is_full else "cu_window_seqlens")
+            lens = [h * w for t, h, w in self._grids for _ in range(t)]
+            if ends is not None:
+                lens = ends.diff().tolist()
             layer = self._layer
             total += attention_flops(lens, layer.num_heads, layer.head_size)
         return total

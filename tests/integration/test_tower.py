@@ -327,7 +327,7 @@ class TestSpec:
             name: config.get("embed_dim", config["hidden_size"]) // config["num_heads"]
             for name, (_, config) in NAMED_MODELS.items()
         }
-        assert set(head_dims.values()) == {64, 72, 80}
+        assert set(head_dims.values()) == {64, 72, 80, 128}
         assert head_dims["Qwen/Qwen3-VL-8B-Instruct"] == 72
 
     def test_cut_tower_keeps_a_full_attention_block(self) -> None:

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of towers that no one but an engine builds whole, at their true size.
+
+A stack is vLLM's own blocks, with random weights and a random stream in place of what
+the tower runs in front of them. What comes after the blocks is left out, too.
+"""
+
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_flashinfer_vit.towers.spec import TowerSpec
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower
+from vllm_flashinfer_vit.towers.weights import fill_with_random_weights
+
+Grids = Sequence[Sequence[int]]
+Tensors = dict[str, Any]
+# Holds the engine's configuration that blocks are built in.
+_CONTEXT = TowerSpec(
+    family="qwen2_vl",
+    vision_config={
+        "depth": 1,
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "hidden_act": "quick_gelu",
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    model="context",
+    checkpoint=None,
+    full_depth=1,
+)
+_ROPE_BASE = 10000.0
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What to build.
+
+    Attributes:
+        module: vLLM's module of the model.
+        block: Builds one of its blocks, from that module.
+        depth: Blocks of the tower.
+        width: Columns of the stream.
+        head_dim: Of its attention.
+        shape: The stream's: `T1C`, `1TC`, `TC`, or `BSC` for dense batches.
+        rotary: Makes what turns q and k, of angles `[T, D / 2]` and the dtype.
+    """
+
+    module: str
+    block: Callable[[Any], nn.Module]
+    depth: int
+    width: int
+    head_dim: int
+    shape: str
+    rotary: Callable[[torch.Tensor, torch.dtype], Tensors] = lambda angles, dtype: {}
+
+
+def _siglip(**fields: Any) -> Any:
+    from transformers import SiglipVisionConfig
+
+    common = {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 896,
+        "patch_size": 14,
+    }
+    return SiglipVisionConfig(**{**common, **fields})
+
+
+def _siglip_layer(m: Any) -> nn.Module:
+    return m.SiglipEncoderLayer(_siglip(), attn_cls=m.MMEncoderAttention)
+
+
+def _dots(m: Any) -> nn.Module:
+    config = SimpleNamespace(
+        embed_dim=1536,
+        num_attention_heads=12,
+        intermediate_size=4224,
+        use_bias=False,
+        rms_norm_eps=1e-5,
+    )
+    return m.DotsVisionBlock(config)
+
+
+def _glm_ocr(m: Any) -> nn.Module:
+    norm = functools.partial(m.RMSNorm, eps=1e-5)
+    return m.GlmOcrVisionBlock(1024, 16, 4096, norm)
+
+
+def _kimi(m: Any) -> nn.Module:
+    gelu = nn.GELU(approximate="tanh")
+    return m.MoonViTEncoderLayer(16, 1152, 4304, activation=gelu, attn_bias=True)
+
+
+def _pixtral(m: Any) -> nn.Module:
+    config = SimpleNamespace(
+        hidden_size=1024, intermediate_size=4096, num_attention_heads=16
+    )
+    return m.TransformerBlock(config)
+
+
+def _intern(m: Any) -> nn.Module:
+    config = SimpleNamespace(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_attention_heads=16,
+        qkv_bias=True,
+        qk_normalization=False,
+        layer_norm_eps=1e-6,
+        norm_type="layer_norm",
+        hidden_act="gelu",
+        initializer_factor=0.1,
+    )
+    return m.InternVisionEncoderLayer(config)
+
+
+def _tables(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return {"rotary_pos_emb_cos": cos, "rotary_pos_emb_sin": sin}
+
+
+def _angles(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    return {"rotary_pos_emb": angles}
+
+
+def _kimi_turns(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    return {"rope_freqs_cis": torch.polar(torch.ones_like(angles), angles)}
+
+
+def _pixtral_turns(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    from vllm.model_executor.models import pixtral
+
+    turns = torch.polar(torch.ones_like(angles), angles)
+    # The sources say which of the two forms a release takes.
+    is_real = "freqs_cis.dtype == torch.float32" in inspect.getsource(pixtral)
+    return {"freqs_cis": torch.view_as_real(turns) if is_real else turns}
+
+
+STACKS: Mapping[str, Stack] = {
+    "GLM-OCR": Stack("glm_ocr", _glm_ocr, 24, 1024, 64, "T1C", _tables),
+    "PaddleOCR-VL": Stack(
+        "paddleocr_vl",
+        lambda m: m.SiglipEncoderLayer(_siglip()),
+        27,
+        1152,
+        72,
+        "1TC",
+        _angles,
+    ),
+    "dots.ocr": Stack("dots_ocr", _dots, 42, 1536, 128, "TC", _angles),
+    "ERNIE-4.5-VL": Stack(
+        "ernie45_vl",
+        lambda m: m.Ernie4_5_VisionBlock(1280, 16, 4.0),
+        32,
+        1280,
+        80,
+        "T1C",
+        _angles,
+    ),
+    "Kimi-K2.5": Stack("kimi_k25_vit", _kimi, 27, 1152, 72, "TC", _kimi_turns),
+    "Pixtral-12B": Stack("pixtral", _pixtral, 24, 1024, 64, "1TC", _pixtral_turns),
+    "SigLIP-So400m": Stack("siglip", _siglip_layer, 27, 1152, 72, "BSC"),
+    "Idefics2": Stack(
+        "idefics2_vision_model",
+        lambda m: m.Idefics2EncoderLayer(_siglip()),
+        27,
+        1152,
+        72,
+        "BSC",
+    ),
+    "InternViT-300M": Stack("intern_vit", _intern, 24, 1024, 64, "BSC"),
+}
+
+
+class BlockStack(nn.Module):
+    """Blocks one after another, called as a tower is."""
+
+    def __init__(self, stack: Stack, depth: int, dtype: torch.dtype) -> None:
+        """Build the blocks, in an engine's configuration."""
+        super().__init__()
+        module = importlib.import_module(f"vllm.model_executor.models.{stack.module}")
+        self.blocks = nn.ModuleList([stack.block(module) for _ in range(depth)])
+        self._stack, self._dtype = stack, dtype
+
+    def prepare_encoder_metadata(self, grids: Grids) -> Tensors:
+        """Return what all blocks are given for images of these grids.
+
+        Raises:
+            ValueError: A dense batch needs images of one size.
+        """
+        stack = self._stack
+        lengths = [h * w for t, h, w in grids for _ in range(t)]
+        if stack.shape == "BSC":
+            if len(set(lengths)) > 1:
+                raise ValueError("a dense batch needs images of one size")
+            return {}
+        on = next(self.parameters()).device
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(on, torch.int32)
+        metadata = {
+            "cu_seqlens": ends,
+            "max_seqlen": torch.tensor(max(lengths), dtype=torch.int32),
+            **stack.rotary(self._turns(grids).to(on), self._dtype),
+        }
+        forward = inspect.signature(type(self.blocks[0]).forward).parameters
+        # Without a default in some.
+        if "sequence_lengths" in forward:
+            metadata["sequence_lengths"] = None
+        return metadata
+
+    def _turns(self, grids: Grids) -> torch.Tensor:
+        """Return angles by rows and columns, half of them each, `[T, D / 2]`."""
+        quarter = self._stack.head_dim // 4
+        speeds = _ROPE_BASE ** -(torch.arange(quarter) / quarter)
+        parts = []
+        for frames, height, width in grids:
+            rows, columns = torch.meshgrid(
+                torch.arange(height), torch.arange(width), indexing="ij"
+            )
+            places = torch.stack([rows, columns], -1).view(-1, 2, 1)
+            parts.append((places * speeds).flatten(1).repeat(frames, 1))
+        return torch.cat(parts)
+
+    def forward(
+        self,
+        pixels: torch.Tensor,
+        grids: Grids | None,
+        *,
+        encoder_metadata: Tensors | None = None,
+    ) -> torch.Tensor:
+        """Run the blocks on a stream.
+
+        Args:
+            pixels: `[T, C]`.
+            grids: As for `prepare_encoder_metadata`; for dense batches always given.
+            encoder_metadata: What that returned, or None to prepare it.
+        """
+        if encoder_metadata is None:
+            assert grids is not None
+            encoder_metadata = self.prepare_encoder_metadata(grids)
+        x = pixels.view(self._shape(len(pixels), grids))
+        for block in self.blocks:
+            found = block(x, **encoder_metadata)
+            x = found[0] if isinstance(found, tuple) else found
+        return x.reshape(pixels.shape)
+
+    def _shape(self, rows: int, grids: Grids | None) -> tuple[int, ...]:
+        width = self._stack.width
+        if self._stack.shape == "BSC":
+            assert grids is not None
+            return sum(t for t, _, _ in grids), -1, width
+        shapes = {"TC": (rows, width), "1TC": (1, rows, width)}
+        return shapes.get(self._stack.shape, (rows, 1, width))
+
+
+@dataclass(frozen=True)
+class StackTower:
+    """What `bench_encoder` asks of a tower, of a stack.
+
+    Attributes:
+        spec: Its depth and the width of its stream.
+        visual: The stack.
+        context: The tower whose configuration it was built in.
+    """
+
+    spec: Any
+    visual: BlockStack
+    context: Tower
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """See `Tower.running`."""
+        with self.context.running():
+            yield
+
+    def attention_layers(self) -> dict[str, nn.Module]:
+        """See `Tower.attention_layers`."""
+        from vllm.model_executor.layers.attention.mm_encoder_attention import (
+            MMEncoderAttention,
+        )
+
+        return {
+            name: module
+            for name, module in self.visual.named_modules()
+            if isinstance(module, MMEncoderAttention)
+        }
+
+    def kernels(self, grids: Grids) -> dict[str, str]:
+        """See `Tower.kernels`."""
+        layer: Any = next(iter(self.attention_layers().values()))
+        longest = max(h * w for _, h, w in grids)
+        patches = sum(math.prod(grid) for grid in grids)
+        return {"all": layer.kernel_for(longest, patches / sum(t for t, _, _ in grids))}
+
+
+def build_stack(
+    name: str,
+    *,
+    depth: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    **how: Any,
+) -> StackTower:
+    """Build the blocks of a tower in `STACKS`.
+
+    Args:
+        name: The tower's.
+        depth: Blocks to build, None for all.
+        dtype: Of weights and stream.
+        device: Where they are.
+        **how: As for `build_tower`.
+    """
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    stack = STACKS[name]
+    depth = stack.depth if depth is None else min(depth, stack.depth)
+    context = build_tower(_CONTEXT, dtype=dtype, device=device, **how)
+    with context.running(), set_default_torch_dtype(dtype), torch.device(device):
+        visual = BlockStack(stack, depth, dtype)
+        fill_with_random_weights(visual, seed=0)
+        model_config = context.vllm_config.model_config
+        process_weights_after_loading(visual, model_config, torch.device(device))
+    spec = SimpleNamespace(depth=depth, patch_dim=stack.width, merge_size=1)
+    return StackTower(spec, visual.eval(), context)
