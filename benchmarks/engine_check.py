@@ -79,6 +79,9 @@ GRIDS = [[1, 16, 16], [1, 26, 38], [1, 64, 64]]
 GATE = 5e-2
 # The image of 4096 patches attends in FP8, at about 5 percent a layer.
 FP8_GATE = 1e-1
+# Rows of linear layers in FP8 get other scales than in stock, in every layer: that
+# moves Qwen2.5-VL by 0.14. How far each is from fp32 is for the tests to hold.
+FP8_LINEAR_GATE = 2e-1
 # Embeddings that hardly move when attention is off could not show a wrong kernel.
 LEAST_ATTENTION_SHARE = 0.2
 COLUMNS = (
@@ -269,6 +272,12 @@ def jobs_for(models: Sequence[str], configs: Sequence[str]) -> list[Job]:
     return list(dict.fromkeys(jobs))
 
 
+def _gate(config: str) -> float:
+    if config.startswith("fp8_linear"):
+        return FP8_LINEAR_GATE
+    return FP8_GATE if config.startswith("fp8") else GATE
+
+
 def judge(row: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with a row of the plugin; nothing, if all is well."""
     faults = [
@@ -278,7 +287,7 @@ def judge(row: Mapping[str, Any]) -> list[str]:
     ]
     if row["layer_class"] != "FlashInferViTAttention":
         faults.append(f"the attention layers are {row['layer_class']}")
-    gate = FP8_GATE if row["config"].startswith("fp8") else GATE
+    gate = _gate(row["config"])
     if not float(row["rel_err"] or "nan") <= gate:
         faults.append(
             f"embeddings differ from stock's by {row['rel_err'] or 'unknown'}"

@@ -4,6 +4,7 @@
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,16 +145,20 @@ def test_changelog_has_the_geometric_means_of_the_rows() -> None:
 
 
 def test_engines_differ_from_stock_by_what_the_pages_say() -> None:
-    errors: dict[bool, list[float]] = {True: [], False: []}
+    errors: dict[str, list[float]] = defaultdict(list)
     for row in rows("engine"):
-        if row["rel_err"]:
-            errors["fp8" in row["config"]].append(float(row["rel_err"]))
-    bf16, fp8 = errors[False], errors[True]
-    assert max(bf16) <= 0.024 and max(fp8) <= 0.025
+        kind = re.match("fp8_linear|fp8|", row["config"])
+        if row["rel_err"] and kind:
+            errors[kind[0]].append(float(row["rel_err"]))
+    bf16 = errors[""]
+    assert max(bf16) <= 0.024 and max(errors["fp8"]) <= 0.025
+    assert max(errors["fp8_linear"]) <= 0.15
     span = f"{min(bf16):.3f} to {max(bf16):.3f} off stock's"
     assert span in (ROOT / "docs" / "troubleshooting.md").read_text()
     results = (ROOT / "docs" / "results.md").read_text()
-    assert "bf16 within 0.024, FP8 within 0.025" in " ".join(results.split())
+    said = " ".join(results.split())
+    assert "bf16 within 0.024, FP8 attention within 0.025" in said
+    assert "other scales of rows, within 0.15" in said
 
 
 def test_result_files_keep_the_newest_rows_of_each_stack() -> None:
