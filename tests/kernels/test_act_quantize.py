@@ -6,15 +6,21 @@ import torch
 from _rows import DEVICE, LEAST, assert_quantized, distance, row_scales
 from torch.nn.functional import gelu, silu
 
-from vllm_flashinfer_vit.kernels.act_quantize import MAX_WIDTH, act_quantize, prepare
+from vllm_flashinfer_vit.kernels.act_quantize import (
+    MAX_WIDTH,
+    act_quantize,
+    parts_of,
+    prepare,
+)
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
 from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref
 
 ACTIVATIONS = ("swiglu", "quick_gelu", "tanh_gelu", "gelu")
 # Triton's interpreter truncates when it converts to bf16.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
-# Of Qwen2.5-VL, whose rows vLLM pads to 3424, of Qwen3-VL, and what fills no block.
-WIDTHS = [(3420, 3424), (4304, 4304), (44, 48), (64, 64), (1, 16)]
+# Of Qwen2.5-VL, whose rows vLLM pads to 3424, of Qwen3-VL, what fills no part, and
+# rows whose second part has no values.
+WIDTHS = [(3420, 3424), (4304, 4304), (44, 48), (64, 64), (1, 16), (16, 24)]
 SCALES = pytest.mark.parametrize("given", [None, 0.01], ids=["own", "one"])
 EPS = torch.finfo(torch.float32).eps
 
@@ -162,6 +168,16 @@ def test_what_it_cannot_read():
         act_quantize(
             wide, wide.shape[1], None, "quick_gelu", wide.to(rows.dtype), scales[:1]
         )
+
+
+def test_parts_hold_a_row_and_little_more():
+    for columns in range(1, MAX_WIDTH + 1):
+        parts = parts_of(columns)
+        assert 1 <= len(parts) <= 3
+        assert columns <= sum(parts) <= 1.15 * columns
+        assert all(part > 0 and part & (part - 1) == 0 for part in parts)
+    assert parts_of(4304) == [4096, 256]
+    assert parts_of(3424) == [2048, 1024, 512]
 
 
 @pytest.mark.gpu

@@ -15,16 +15,76 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, Slot, cached_by_layout
-from vllm_flashinfer_vit.kernels._row_scales import quantize_row
+from vllm_flashinfer_vit.kernels._row_scales import quantize, row_scale
 from vllm_flashinfer_vit.kernels.formats import Activation, check_row_scales
 
 # A program holds one row in registers.
 MAX_WIDTH = 16384
+# Parts of a row, each of a power of two: 4304 columns fill 4096 and 256, where one part
+# would hold 8192, and the arithmetic of those that count for nothing would take longer
+# than the row's bytes.
+_PARTS = 3
 _VALUES_PER_WARP = 32 * 16
 _MAX_WARPS = 16
+_IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 # GELU by tanh, as a sigmoid of twice the argument: sqrt(8 / pi) (x + 0.044715 x^3).
 _TANH_SCALE = tl.constexpr(1.5957691216057308)
+_CUBIC = tl.constexpr(0.044715)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
+
+
+@triton.jit
+def _over_one_plus_exp2(x):
+    """Return `1 / (1 + 2^x)`: 1 where the power is too small, 0 where it is Inf."""
+    # Triton's own take 10 instructions, for numbers below 2^-126 and divisors near Inf.
+    if _IS_COMPILED:
+        return tl.inline_asm_elementwise(
+            """{
+                .reg .b32 power;
+                ex2.approx.ftz.f32 power, $1;
+                add.f32 power, power, 0f3F800000;
+                rcp.approx.ftz.f32 $0, power;
+            }""",
+            "=r,r",
+            [x],
+            tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return 1.0 / (1.0 + tl.exp2(x))
+
+
+@triton.jit
+def _activated(
+    row_ptr,
+    bias_ptr,
+    START: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Return a part of a row's activation in fp32, 0 beyond the row's end."""
+    offs = START + tl.arange(0, SIZE)
+    mask = offs < WIDTH
+    x = tl.load(row_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION == "swiglu":
+        up = tl.load(row_ptr + WIDTH + offs, mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            up += tl.load(bias_ptr + WIDTH + offs, mask=mask, other=0.0).to(tl.float32)
+        y = x * _over_one_plus_exp2(x * -_LOG2_E) * up
+    elif ACTIVATION == "quick_gelu":
+        y = x * _over_one_plus_exp2(x * (-1.702 * _LOG2_E))
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
+    else:
+        slope = -_TANH_SCALE * _LOG2_E
+        y = x * _over_one_plus_exp2(x * (x * x * (_CUBIC * slope) + slope))
+    return y
 
 
 @triton.jit
@@ -35,33 +95,37 @@ def _act_quantize_kernel(
     scales_ptr,
     stride_v,
     WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
     ROW: tl.constexpr,
+    SIZE_A: tl.constexpr,
+    SIZE_B: tl.constexpr,
+    SIZE_C: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """Apply the activation to one row and quantise it. Grid: (rows,)"""
+    """Apply the activation to one row, in parts, and quantise it. Grid: (rows,)"""
     row = tl.program_id(0).to(tl.int64)
-    offs = tl.arange(0, WIDTH_PAD)
-    mask = offs < WIDTH
-    at = values_ptr + row * stride_v + offs
-    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        x += tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION == "swiglu":
-        up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            up += tl.load(bias_ptr + WIDTH + offs, mask=mask, other=0.0).to(tl.float32)
-        y = x * tl.sigmoid(x) * up
-    elif ACTIVATION == "quick_gelu":
-        y = x * tl.sigmoid(1.702 * x)
-    elif ACTIVATION == "gelu":
-        y = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
-    else:
-        y = x * tl.sigmoid((x + 0.044715 * x * x * x) * _TANH_SCALE)
-    quantized = quantize_row(y, scales_ptr, SCALES)
-    tl.store(rows_ptr + row * ROW + offs, quantized, mask=offs < ROW)
+    at = values_ptr + row * stride_v
+    B: tl.constexpr = SIZE_A
+    C: tl.constexpr = SIZE_A + SIZE_B
+    a = _activated(at, bias_ptr, 0, SIZE_A, WIDTH, ACTIVATION, HAS_BIAS)
+    largest = tl.max(tl.abs(a), axis=0)
+    if SIZE_B > 0:
+        b = _activated(at, bias_ptr, B, SIZE_B, WIDTH, ACTIVATION, HAS_BIAS)
+        largest = tl.maximum(largest, tl.max(tl.abs(b), axis=0))
+    if SIZE_C > 0:
+        c = _activated(at, bias_ptr, C, SIZE_C, WIDTH, ACTIVATION, HAS_BIAS)
+        largest = tl.maximum(largest, tl.max(tl.abs(c), axis=0))
+    scale = row_scale(largest, scales_ptr, SCALES)
+    to = rows_ptr + row * ROW
+    offs_a = tl.arange(0, SIZE_A)
+    tl.store(to + offs_a, quantize(a, scale, SCALES), mask=offs_a < ROW)
+    if SIZE_B > 0:
+        offs_b = B + tl.arange(0, SIZE_B)
+        tl.store(to + offs_b, quantize(b, scale, SCALES), mask=offs_b < ROW)
+    if SIZE_C > 0:
+        offs_c = C + tl.arange(0, SIZE_C)
+        tl.store(to + offs_c, quantize(c, scale, SCALES), mask=offs_c < ROW)
 
 
 def act_quantize(
@@ -164,16 +228,28 @@ def _launch(
             f"empty, got {tuple(rows.shape)} with strides {rows.stride()}"
         )
     is_own = check_row_scales(rows, scales)
-    width_pad = triton.next_power_of_2(rows.shape[1])
+    sizes = [*parts_of(rows.shape[1]), 0, 0]
     return Launch(
         _act_quantize_kernel,
         len(values),
         values.stride(0),
         WIDTH=width,
-        WIDTH_PAD=width_pad,
         ROW=rows.shape[1],
+        SIZE_A=sizes[0],
+        SIZE_B=sizes[1],
+        SIZE_C=sizes[2],
         ACTIVATION=activation,
         HAS_BIAS=bias is not None,
         SCALES="own" if is_own else "one",
-        num_warps=max(1, min(_MAX_WARPS, width_pad // _VALUES_PER_WARP)),
+        num_warps=max(1, min(_MAX_WARPS, sizes[0] // _VALUES_PER_WARP)),
     )
+
+
+def parts_of(columns: int, most: int = _PARTS) -> list[int]:
+    """Return the parts that hold a row, powers of two: few, and little more than it."""
+    whole = triton.next_power_of_2(columns)
+    if most > 1:
+        parts = [whole // 2, *parts_of(columns - whole // 2, most - 1)]
+        if sum(parts) < whole:
+            return parts
+    return [whole]

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, Slot, cached_by_layout
-from vllm_flashinfer_vit.kernels._row_scales import quantize_row
+from vllm_flashinfer_vit.kernels._row_scales import quantize, row_scale
 from vllm_flashinfer_vit.kernels.formats import (
     check_number_of_terms,
     check_row_scales,
@@ -82,7 +82,8 @@ def _sum_norm_kernel(
     if SCALES == "none":
         found = normed.to(x_ptr.dtype.element_ty)
     else:
-        found = quantize_row(normed, scales_ptr, SCALES)
+        scale = row_scale(tl.max(tl.abs(normed), axis=0), scales_ptr, SCALES)
+        found = quantize(normed, scale, SCALES)
     tl.store(norm_ptr + row + offs_c, found, mask=mask_c)
 
 
