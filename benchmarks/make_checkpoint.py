@@ -2,9 +2,11 @@
 """Writes a Qwen-VL checkpoint folder without weights, for engines with dummy weights.
 
 The vision tower has the true dimensions of a published model, the language model after
-it is small, and the tokenizer knows bytes and the special tokens only.
+it is small, and the tokenizer knows bytes and the special tokens only. With `--llm` the
+language model has its true dimensions, too, and the tokenizer as many tokens.
 
     python benchmarks/make_checkpoint.py FOLDER Qwen/Qwen2.5-VL-7B-Instruct
+    python benchmarks/make_checkpoint.py FOLDER Qwen/Qwen3-VL-8B-Instruct --llm
 """
 
 import argparse
@@ -17,8 +19,43 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 
-LLM_LAYERS = 3
-LLM_WIDTH = 1024
+_SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+# From the published config.json of each model.
+_QWEN2_7B = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+_QWEN3_8B = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 5e6,
+    "tie_word_embeddings": False,
+}
+TRUE_LLMS = {"qwen2_vl": _QWEN2_7B, "qwen2_5_vl": _QWEN2_7B, "qwen3_vl": _QWEN3_8B}
+# vLLM puts a placeholder of its own in front of the text for each image.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
 IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 TURN_START, TURN_END, PADDING = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -35,17 +72,19 @@ SPECIAL_TOKENS = (
 STEMS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
 
 
-def make_checkpoint(folder: Path, model: str) -> None:
+def make_checkpoint(folder: Path, model: str, true_llm: bool = False) -> None:
     """Write config, tokenizer and processor of a model.
 
     Args:
         folder: Made if it does not exist.
         model: A name in `NAMED_MODELS`.
+        true_llm: Whether the language model has its true dimensions.
     """
     family, vision_config = NAMED_MODELS[model]
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer()
-    config = _config(family, dict(vision_config), tokenizer)
+    llm = TRUE_LLMS[family] if true_llm else _SMALL
+    tokenizer = _tokenizer(llm["vocab_size"] if true_llm else 0)
+    config = _config(family, dict(vision_config), tokenizer, llm)
     config.architectures = [f"{STEMS[family]}ForConditionalGeneration"]
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
@@ -58,8 +97,11 @@ def make_checkpoint(folder: Path, model: str) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
-def _tokenizer() -> transformers.PreTrainedTokenizerFast:
+def _tokenizer(size: int) -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer of at least `size` tokens: a model's answer must have text."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    named = len(letters) + len(SPECIAL_TOKENS)
+    letters += [f"token{i}" for i in range(size - named)]
     bare = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = decoders.ByteLevel()
@@ -72,33 +114,31 @@ def _tokenizer() -> transformers.PreTrainedTokenizerFast:
         unk_token=None,
     )
     tokenizer.image_token, tokenizer.video_token = IMAGE_TOKEN, VIDEO_TOKEN
+    tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
 def _config(
-    family: str, vision: dict[str, Any], tokenizer: transformers.PreTrainedTokenizerFast
+    family: str,
+    vision: dict[str, Any],
+    tokenizer: transformers.PreTrainedTokenizerFast,
+    llm: dict[str, Any],
 ) -> transformers.PretrainedConfig:
     # Qwen2-VL calls the width that it hands to the language model `hidden_size`.
-    vision["hidden_size" if family == "qwen2_vl" else "out_hidden_size"] = LLM_WIDTH
+    width = "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
+    vision[width] = llm["hidden_size"]
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": llm["rope_theta"]}
     if family == "qwen3_vl":
         rope |= {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
     else:
         rope |= {"mrope_section": [16, 24, 24], "type": "mrope"}
     text = {
-        "vocab_size": 512,
-        "hidden_size": LLM_WIDTH,
-        "intermediate_size": 2 * LLM_WIDTH,
-        "num_hidden_layers": LLM_LAYERS,
-        "num_attention_heads": LLM_WIDTH // 128,
-        "num_key_value_heads": 2,
+        **llm,
         "head_dim": 128,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
         "rope_scaling": rope,
-        "tie_word_embeddings": True,
         "bos_token_id": ids[PADDING],
         "eos_token_id": ids[TURN_END],
     }
@@ -109,7 +149,7 @@ def _config(
         video_token_id=ids[VIDEO_TOKEN],
         vision_start_token_id=ids[VISION_START],
         vision_end_token_id=ids[VISION_END],
-        tie_word_embeddings=True,
+        tie_word_embeddings=llm["tie_word_embeddings"],
     )
 
 
@@ -141,8 +181,9 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("model", choices=NAMED_MODELS)
+    parser.add_argument("--llm", action="store_true", help="of its true dimensions")
     args = parser.parse_args()
-    make_checkpoint(args.folder, args.model)
+    make_checkpoint(args.folder, args.model, args.llm)
 
 
 if __name__ == "__main__":

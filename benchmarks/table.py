@@ -7,6 +7,7 @@
     python benchmarks/table.py modes benchmarks/results/h200/encoder.csv
     python benchmarks/table.py encoder benchmarks/results/h200/encoder.csv --mode eager
     python benchmarks/table.py host benchmarks/results/h200/host.csv --bench tower_host
+    python benchmarks/table.py serve benchmarks/results/h200/serve.csv
     python benchmarks/table.py attention benchmarks/results/h200/attention.csv \
         --bench qkv_attention --providers stock-flash_attn plugin plugin-hopper_fp8
 
@@ -422,6 +423,52 @@ def host_table(rows: Iterable[Row]) -> str:
     return _written(lines)
 
 
+def serve_table(rows: Iterable[Row]) -> str:
+    """Write a line a workload: what each server did, and the best over stock's best.
+
+    One request at a time: the median time to the first token and its 99th percentile,
+    in milliseconds. Several: requests a second.
+    """
+    names = ("model", "workload", "concurrency", "serve_args")
+    rows = newest(rows, lambda row: tuple(row[n] for n in (*names, "provider", "mode")))
+    setups = list(dict.fromkeys((row["provider"], row["mode"]) for row in rows))
+    found: dict[tuple[str, ...], dict[tuple[str, str], Row]] = defaultdict(dict)
+    for row in rows:
+        key = tuple(row[name] for name in names)
+        found[key][row["provider"], row["mode"]] = row
+    heads = (" ".join(setup) for setup in setups)
+    first = ("model", "workload", "at once", "more arguments")
+    lines = _head([*first, *heads, "best over stock's best"])
+    for (model, workload, at_once, more), by_setup in found.items():
+        column, is_time = ("ttft_p50_ms", True) if at_once == "1" else ("req_s", False)
+        cells = []
+        for setup in setups:
+            row = by_setup.get(setup)
+            text = "-" if row is None else row[column]
+            if row is not None and is_time:
+                text += f" ({row['ttft_p99_ms']})"
+            cells.append(text)
+        best = _best_over_stock(by_setup.values(), column, is_time)
+        more = f"`{more}`" if more else ""
+        lines.append(_line([_short(model), workload, at_once, more, *cells, best]))
+    return _written(lines)
+
+
+def _best_over_stock(rows: Iterable[Row], column: str, is_time: bool) -> str:
+    """Return how many times as good the best is; rows of one commit are compared."""
+    rows = list(rows)
+    last = {row["commit"] for row in rows[-1:]}
+    values: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows:
+        if row["commit"] in last:
+            values[row["provider"].startswith("stock-")].append(float(row[column]))
+    if not all(values.values()):
+        return ""
+    if is_time:
+        return f"{min(values[True]) / min(values[False]):.2f}"
+    return f"{max(values[False]) / max(values[True]):.2f}"
+
+
 def quantize_table(rows: Iterable[Row]) -> str:
     """Write TB/s of bytes read and written once, by head dim and case."""
     rows = newest(rows, lambda row: (row["head_dim"], row["case"], row["provider"]))
@@ -490,6 +537,7 @@ KINDS: Mapping[str, Callable[[list[Row]], str]] = {
     "memory": memory_table,
     "host": host_table,
     "quantize": quantize_table,
+    "serve": serve_table,
 }
 # Kinds of which only one mode is compared.
 _DEFAULT_MODES = {

@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times real servers: `vllm serve` with stock's encoder attention, and with this one's.
+
+Each setup is a server of its own, with a language model of true size and dummy weights.
+All of them stay up, and take turns: one is asked at a time, by vLLM's own
+`vllm bench serve`, for one token after images that no server has seen. A setup is a
+contender's name, as in bench_encoder.py, and how its encoder runs: `graph` with vLLM's
+encoder CUDA graphs, stock's blocks compiled where that vLLM can, or `eager`, vLLM's
+default. With `-q8` at its end a contender serves `--quantization fp8`.
+
+    python benchmarks/bench_serve.py --models Qwen/Qwen3-VL-8B-Instruct
+    python benchmarks/bench_serve.py --setups stock-flash_attn:eager plugin:eager
+    python benchmarks/bench_serve.py --serve-args "--api-server-count 4"
+    python benchmarks/bench_serve.py --print          # no more than their commands
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench_encoder import MODELS, Contender
+from common import ENVIRONMENT_COLUMNS, CsvLog, Environment, Failures, results_path
+from engines import ENTRY_POINT, compiles_blocks
+from make_checkpoint import make_checkpoint
+from serve_inputs import WORKLOADS, image_tokens, write_requests
+from vllm_flashinfer_vit.choices.clock import order_of_turn
+from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
+
+SETUPS = (
+    "stock-flash_attn:eager",
+    "stock-flash_attn:graph",
+    "plugin:eager",
+    "plugin:graph",
+    "plugin-fp8:graph",
+)
+# Requests at once: the time to the first token, and what a server can do at most.
+CONCURRENCY = (1, 64)
+# Requests of a turn at that concurrency, at least.
+REQUESTS = {1: 8, 64: 96}
+# Even, so that half of them run backwards.
+TURNS = 2
+COLUMNS = (
+    "bench",
+    "provider",
+    "mode",
+    "model",
+    "workload",
+    "concurrency",
+    "requests",
+    "completed",
+    "req_s",
+    "image_tokens_s",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "serve_args",
+    *ENVIRONMENT_COLUMNS,
+)
+NAME = "model"
+START_TIMEOUT_S = 400.0
+STOP_TIMEOUT_S = 20.0
+# Enough for what is asked at once; fixed, since several servers share the GPU.
+KV_CACHE_BYTES = 8 * 2**30
+GPU_SHARE = 0.15
+MAX_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A server.
+
+    Attributes:
+        provider: A contender's name, see `bench_encoder.Contender`.
+        mode: How its encoder runs, `graph` or `eager`.
+    """
+
+    provider: str
+    mode: str
+
+    @classmethod
+    def of(cls, text: str) -> "Setup":
+        """Return the setup that `PROVIDER:MODE` stands for.
+
+        Raises:
+            ValueError: There is no such provider or mode.
+        """
+        provider, _, mode = text.partition(":")
+        if mode not in ("graph", "eager"):
+            raise ValueError(f"setup {text!r}: write PROVIDER:graph or PROVIDER:eager")
+        Contender.of(provider, "bf16")
+        return cls(provider, mode)
+
+    def __str__(self) -> str:
+        return f"{self.provider}:{self.mode}"
+
+    @property
+    def contender(self) -> Contender:
+        """What serves attention."""
+        return Contender.of(self.provider, "bf16")
+
+    def command(
+        self, checkpoint: Path, model: str, vllm: str, port: int, more: Sequence[str]
+    ) -> list[str]:
+        """Return the command that starts the server.
+
+        Args:
+            checkpoint: What it serves.
+            model: Name of the model that this is.
+            vllm: Version of vLLM.
+            port: Where it listens.
+            more: Arguments at its end.
+        """
+        contender = self.contender
+        compilation: dict[str, Any] = {}
+        if self.mode == "graph":
+            compilation["cudagraph_mm_encoder"] = True
+            if contender.is_stock and compiles_blocks(model, vllm):
+                compilation["compile_mm_encoder"] = True
+        arguments = {
+            "--served-model-name": NAME,
+            "--port": str(port),
+            "--load-format": "dummy",
+            "--dtype": "bfloat16",
+            "--max-model-len": str(MAX_TOKENS),
+            "--max-num-batched-tokens": str(MAX_TOKENS),
+            "--limit-mm-per-prompt": json.dumps({"image": 20}),
+            "--gpu-memory-utilization": str(GPU_SHARE),
+            "--kv-cache-memory-bytes": str(KV_CACHE_BYTES),
+            "--mm-encoder-attn-backend": contender.backend,
+        }
+        if compilation:
+            arguments["--compilation-config"] = json.dumps(compilation)
+        if contender.attn_dtype is not None:
+            arguments["--mm-encoder-attn-dtype"] = contender.attn_dtype
+        if contender.flash_attn_version is not None:
+            version = {"flash_attn_version": contender.flash_attn_version}
+            arguments["--attention-config"] = json.dumps(version)
+        if contender.quantization is not None:
+            arguments["--quantization"] = contender.quantization
+        flat = [part for item in arguments.items() for part in item]
+        main = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+        return [*main, str(checkpoint), *flat, *more]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The server's environment variables."""
+        plugins = "" if self.contender.is_stock else ENTRY_POINT
+        given = {"HF_HUB_OFFLINE": "1", **os.environ, "VLLM_PLUGINS": plugins}
+        return {**given, **self.contender.environment}
+
+
+class Server:
+    """A server's process."""
+
+    def __init__(
+        self, setup: Setup, command: Sequence[str], port: int, log: Path
+    ) -> None:
+        """Start it; `wait` returns once it answers."""
+        self.setup, self.port, self._log = setup, port, log
+        with log.open("w") as file:
+            # A group of its own, so that what it starts can be ended with it.
+            self._process = subprocess.Popen(
+                command,
+                env=setup.environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait(self, until: float) -> None:
+        """Wait until it answers.
+
+        Args:
+            until: The latest moment, by `time.monotonic`.
+
+        Raises:
+            RuntimeError: It ended, or did not answer in time.
+        """
+        while time.monotonic() < until:
+            if (status := self._process.poll()) is not None:
+                raise RuntimeError(f"it ended with {status}: {self._last_error()}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except OSError:
+                time.sleep(1)
+        raise RuntimeError(f"no answer in {START_TIMEOUT_S:.0f} s, see {self._log}")
+
+    def stop(self) -> None:
+        """End it and all that it started."""
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._process.pid, how)
+                self._process.wait(STOP_TIMEOUT_S)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+    def _last_error(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if "Error" in line]
+        return errors[-1].strip() if errors else f"no error in {self._log}"
+
+
+def ask(url: str, tokenizer: Path, requests: Path, count: int, at_once: int) -> Any:
+    """Send requests by `vllm bench serve`; return its result.
+
+    Args:
+        url: The server's.
+        tokenizer: A folder that holds it.
+        requests: What `write_requests` wrote.
+        count: How many it holds.
+        at_once: How many are under way at most.
+    """
+    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    arguments = {
+        "--backend": "openai-chat",
+        "--endpoint": "/v1/chat/completions",
+        "--base-url": url,
+        "--model": NAME,
+        "--tokenizer": str(tokenizer),
+        "--dataset-name": "custom_image",
+        "--dataset-path": str(requests),
+        "--num-prompts": str(count),
+        "--custom-output-len": "1",
+        "--max-concurrency": str(at_once),
+        "--percentile-metrics": "ttft",
+        # Its test request would be one whose images the server then knows.
+        "--ready-check-timeout-sec": "0",
+    }
+    # Detailed results have the time of each request.
+    flags = ["--disable-shuffle", "--no-oversample", "--ignore-eos", "--save-detailed"]
+    flat = [part for item in arguments.items() for part in item]
+    return main(parser.parse_args([*flat, *flags]))
+
+
+class Samples:
+    """What a server did with the requests of one workload, over all turns."""
+
+    def __init__(self) -> None:
+        """Begin without requests."""
+        self.sent = self.completed = self.tokens = 0
+        self.seconds = 0.0
+        self.ttfts_ms: list[float] = []
+        self.errors: list[str] = []
+
+    def add(self, result: Mapping[str, Any], sent: int, tokens: int) -> None:
+        """Add a turn: what `ask` returned, its requests and their image tokens."""
+        self.sent += sent
+        self.tokens += tokens
+        self.completed += result["completed"]
+        self.seconds += result["duration"]
+        for ttft, error in zip(result["ttfts"], result["errors"], strict=True):
+            if error:
+                self.errors.append(error)
+            else:
+                self.ttfts_ms.append(1e3 * ttft)
+
+    def row(self) -> dict[str, object]:
+        """Return the columns that were measured.
+
+        Raises:
+            RuntimeError: A request was not answered.
+        """
+        if self.completed < self.sent or self.errors:
+            said = (
+                self.errors[0].strip().splitlines()[-1] if self.errors else "no error"
+            )
+            missing = self.sent - len(self.ttfts_ms)
+            raise RuntimeError(f"{missing} of {self.sent} requests failed: {said}")
+        cuts = statistics.quantiles(self.ttfts_ms, n=100, method="inclusive")
+        return {
+            "requests": self.sent,
+            "completed": self.completed,
+            "req_s": f"{self.sent / self.seconds:.2f}",
+            "image_tokens_s": f"{self.tokens / self.seconds:.0f}",
+            "ttft_p50_ms": f"{cuts[49]:.1f}",
+            "ttft_p99_ms": f"{cuts[98]:.1f}",
+        }
+
+
+@contextmanager
+def serving(
+    setups: Sequence[Setup],
+    checkpoint: Path,
+    model: str,
+    vllm: str,
+    args: argparse.Namespace,
+    failures: Failures,
+) -> Iterator[list[Server]]:
+    """Hold the servers of a model; those that do not come up are noted and left out."""
+    logs = Path(args.logs or checkpoint).absolute()
+    logs.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        started = []
+        for port, setup in enumerate(setups, args.port):
+            command = setup.command(
+                checkpoint, model, vllm, port, shlex.split(args.serve_args)
+            )
+            stem = f"{model.rpartition('/')[2]}.{str(setup).replace(':', '.')}"
+            server = Server(setup, command, port, logs / f"{stem}.log")
+            stack.callback(server.stop)
+            started.append(server)
+        up, until = [], time.monotonic() + START_TIMEOUT_S
+        for server in started:
+            with failures.noted(f"{model} {server.setup}"):
+                server.wait(until)
+                up.append(server)
+                print(f"{model} {server.setup} is up", flush=True)
+        yield up
+
+
+def measure(
+    servers: Sequence[Server],
+    checkpoint: Path,
+    model: str,
+    args: argparse.Namespace,
+    log: CsvLog,
+    failures: Failures,
+    environment: Environment,
+) -> None:
+    """Time every workload on every server, in turns."""
+    patch_size = NAMED_MODELS[model][1]["patch_size"]
+    for name in args.workloads:
+        workload = WORKLOADS[name]
+        for at_once in args.concurrency:
+            count = args.requests or REQUESTS.get(at_once, 2 * at_once)
+            found = {server: Samples() for server in servers}
+            for turn in range(-1, args.turns):
+                # The first one warms up: its requests are in no row.
+                seeds = [
+                    zlib.crc32(f"{name} {at_once} {turn} {place}".encode())
+                    for place in range(count if turn >= 0 else min(count, 4))
+                ]
+                requests = checkpoint / "requests.jsonl"
+                write_requests(requests, workload, patch_size, seeds)
+                for server in order_of_turn(servers, turn):
+                    result = ask(server.url, checkpoint, requests, len(seeds), at_once)
+                    if turn >= 0:
+                        tokens = image_tokens(workload, seeds)
+                        found[server].add(result, len(seeds), tokens)
+            for server, samples in found.items():
+                what = f"{model} {server.setup} {name} {at_once} at once"
+                with failures.noted(what):
+                    row = {
+                        "bench": "serve",
+                        "provider": server.setup.provider,
+                        "mode": server.setup.mode,
+                        "model": model,
+                        "workload": name,
+                        "concurrency": at_once,
+                        "serve_args": args.serve_args,
+                        **samples.row(),
+                        **asdict(environment),
+                    }
+                    log.add(row)
+                    print(
+                        f"  {what}: {row['req_s']} requests/s, TTFT "
+                        f"{row['ttft_p50_ms']} ms, p99 {row['ttft_p99_ms']} ms",
+                        flush=True,
+                    )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument(
+        "--setups", nargs="+", type=Setup.of, default=[Setup.of(s) for s in SETUPS]
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, default=tuple(WORKLOADS)
+    )
+    parser.add_argument("--concurrency", nargs="+", type=int, default=CONCURRENCY)
+    parser.add_argument("--requests", type=int, help="of a turn")
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--serve-args", default="", help="more for every server")
+    parser.add_argument("--port", type=int, default=8100, help="of the first server")
+    parser.add_argument("--logs", help="folder to keep the servers' logs in")
+    parser.add_argument("--print", action="store_true", help="the commands alone")
+    parser.add_argument("--output", help="CSV file to append to")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    args = parse_args()
+    environment = Environment.probe()
+    if args.print:
+        for model in args.models:
+            for port, setup in enumerate(args.setups, args.port):
+                command = setup.command(
+                    Path("CHECKPOINT"),
+                    model,
+                    environment.vllm,
+                    port,
+                    shlex.split(args.serve_args),
+                )
+                print(shlex.join(["vllm", *command[3:]]))
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU here: the servers need one")
+    log = CsvLog(results_path("serve", environment.gpu, args.output), COLUMNS)
+    failures = Failures()
+    for model in args.models:
+        with tempfile.TemporaryDirectory() as folder, failures.noted(model):
+            checkpoint = Path(folder)
+            make_checkpoint(checkpoint, model, true_llm=True)
+            held = serving(
+                args.setups, checkpoint, model, environment.vllm, args, failures
+            )
+            with held as servers:
+                measure(servers, checkpoint, model, args, log, failures, environment)
+    failures.summary()
+    print(f"rows in {log.path}")
+    if failures.lines:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of servers: their commands, what they are sent, and the rows."""
+
+import base64
+import importlib
+import io
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from _benchmarks import BENCHMARKS, ENVIRONMENT
+from PIL import Image
+
+import bench_serve
+import common
+import serve_inputs
+import table
+from bench_serve import SETUPS, Samples, Server, Setup
+from serve_inputs import WORKLOADS, Workload, image_tokens, write_requests
+from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
+
+MODEL = "Qwen/Qwen3-VL-8B-Instruct"
+ONE = Workload((((4, 6),),))
+
+
+def command(text: str, vllm: str = "0.33.0", more: list[str] | None = None) -> str:
+    found = Setup.of(text).command(Path("c"), MODEL, vllm, 8100, more or [])
+    return " ".join(found)
+
+
+@pytest.mark.parametrize(
+    "setup", [*SETUPS, "stock-flash_attn4:graph", "plugin-q8:eager"]
+)
+def test_vllm_takes_the_commands(setup: str) -> None:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    # The parser asks for the device.
+    use_cpu_platform()
+    try:
+        cli_args = importlib.import_module("vllm.entrypoints.openai.cli_args")
+    except ImportError:
+        cli_args = importlib.import_module("vllm.entrypoints.common.cli_args")
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser())
+    found = Setup.of(setup).command(
+        Path("c"), MODEL, "0.33.0", 8100, ["--api-server-count", "4"]
+    )
+    args = parser.parse_args(found[found.index("serve") + 1 :])
+    assert args.port == 8100
+    assert args.mm_encoder_attn_backend == Setup.of(setup).contender.backend
+
+
+def test_a_setup_is_what_its_name_says() -> None:
+    eager, graph = command("plugin:eager"), command("plugin-fp8:graph")
+    assert "compilation-config" not in eager and "attn-dtype" not in eager
+    assert '{"cudagraph_mm_encoder": true}' in graph
+    assert "--mm-encoder-attn-dtype fp8" in graph
+    assert "--quantization fp8" in command("plugin-fp8-q8:graph")
+    assert '"compile_mm_encoder": true' in command("stock-flash_attn:graph")
+    # It does not compile Qwen3-VL's encoder yet.
+    assert "compile_mm_encoder" not in command("stock-flash_attn:graph", "0.25.1")
+    assert command("plugin:eager", more=["--seed", "3"]).endswith("--seed 3")
+    plugins = (Setup.of(f"{name}:eager") for name in ("stock-flash_attn", "plugin"))
+    assert [s.environment["VLLM_PLUGINS"] for s in plugins] == ["", "flashinfer_vit"]
+
+
+@pytest.mark.parametrize(
+    "text", ["plugin", "plugin:fast", "stock-:graph", "other:eager"]
+)
+def test_an_unknown_setup_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="PROVIDER:graph|use stock-<backend>"):
+        Setup.of(text)
+
+
+def images(line: str) -> list[Image.Image]:
+    parts = json.loads(line)["content"]
+    urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+    kind = "data:image/jpeg;base64,"
+    assert all(url.startswith(kind) for url in urls)
+    raw = (base64.b64decode(url.removeprefix(kind)) for url in urls)
+    return [Image.open(io.BytesIO(data)) for data in raw]
+
+
+@pytest.mark.parametrize("is_page", [False, True])
+def test_requests_hold_images_that_no_server_has_seen(
+    tmp_path: Path, is_page: bool
+) -> None:
+    workload = Workload((((4, 6), (8, 2)),), is_page)
+    path = tmp_path / "requests.jsonl"
+    write_requests(path, workload, 16, [3, 4])
+    first, second = map(images, path.read_text().splitlines())
+    assert [image.size for image in first] == [(96, 64), (32, 128)]
+    drawn = {image.tobytes() for image in (*first, *second)}
+    assert len(drawn) == 4
+    write_requests(path, workload, 16, [3])
+    (again,) = map(images, path.read_text().splitlines())
+    assert [i.tobytes() for i in again] == [i.tobytes() for i in first]
+
+
+def test_image_tokens_are_those_of_the_processor() -> None:
+    assert image_tokens(WORKLOADS["photograph"], [1, 2]) == 2 * 1024
+    assert image_tokens(WORKLOADS["thumbnails"], [1]) == 20 * 100
+    for workload in WORKLOADS.values():
+        for grid in {grid for kind in workload.kinds for grid in kind}:
+            assert grid[0] % 2 == grid[1] % 2 == 0
+            # Larger images would be made smaller: see `make_checkpoint`.
+            assert grid[0] * grid[1] * 16**2 <= 4096 * 28**2 * 16
+    mixed = WORKLOADS["mixture"]
+    assert len({mixed.request(seed) for seed in range(100)}) == len(mixed.kinds)
+
+
+def result(ttfts: list[float], errors: list[str] | None = None) -> dict[str, object]:
+    errors = errors or [""] * len(ttfts)
+    return {
+        "completed": errors.count(""),
+        "duration": 2.0,
+        "ttfts": ttfts,
+        "errors": errors,
+    }
+
+
+def test_a_row_is_of_all_turns() -> None:
+    samples = Samples()
+    samples.add(result([0.1, 0.2]), sent=2, tokens=300)
+    samples.add(result([0.3, 0.4]), sent=2, tokens=500)
+    row = samples.row()
+    assert row == {
+        "requests": 4,
+        "completed": 4,
+        "req_s": "1.00",
+        "image_tokens_s": "200",
+        "ttft_p50_ms": "250.0",
+        "ttft_p99_ms": "397.0",
+    }
+
+
+def test_a_request_that_failed_is_an_error_and_no_row() -> None:
+    samples = Samples()
+    samples.add(result([0.1, 0.0], ["", "Traceback\nout of memory"]), 2, 300)
+    with pytest.raises(RuntimeError, match="1 of 2 requests failed: out of memory"):
+        samples.row()
+
+
+class Answer(BaseHTTPRequestHandler):
+    """Says one token, as vLLM does, after the request's images."""
+
+    seen: list[list[tuple[int, int]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        (message,) = body["messages"]
+        sizes = [image.size for image in images(json.dumps(message))]
+        self.seen.append(sizes)
+        assert body["max_completion_tokens"] == 1
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        chunks = [
+            {"choices": [{"index": 0, "delta": {"content": "yes"}}]},
+            {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}},
+        ]
+        for chunk in (*map(json.dumps, chunks), "[DONE]"):
+            self.wfile.write(f"data: {chunk}\n\n".encode())
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def answering() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Answer.seen = []
+    yield server.server_port
+    server.shutdown()
+
+
+def test_requests_are_sent_by_vllm(
+    answering: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from make_checkpoint import make_checkpoint
+
+    make_checkpoint(tmp_path, MODEL)
+    monkeypatch.setitem(WORKLOADS, "photograph", ONE)
+    args = bench_serve.parse_args(
+        ["--workloads", "photograph", "--concurrency", "2", "--requests", "5"]
+    )
+    log = common.CsvLog(tmp_path / "serve.csv", bench_serve.COLUMNS)
+    failures = common.Failures()
+    server = started("import time; time.sleep(600)", tmp_path, answering)
+    bench_serve.measure([server], tmp_path, MODEL, args, log, failures, ENVIRONMENT)
+    server.stop()
+    assert failures.lines == []
+    # Four that warm up, and two turns.
+    assert Answer.seen == [[(96, 64)]] * 14
+    (row,) = table.read(log.path)
+    assert (row["provider"], row["mode"]) == ("plugin", "eager")
+    assert (row["requests"], row["completed"]) == ("10", "10")
+    tokens = float(row["image_tokens_s"]) / float(row["req_s"])
+    assert tokens == pytest.approx(6, rel=0.2)
+    assert 0 < float(row["ttft_p50_ms"]) <= float(row["ttft_p99_ms"])
+
+
+def started(code: str, tmp_path: Path, port: int = 1) -> Server:
+    command = [sys.executable, "-c", code]
+    return Server(Setup.of("plugin:eager"), command, port, tmp_path / "log")
+
+
+def test_a_server_is_waited_for_and_ended(answering: int, tmp_path: Path) -> None:
+    server = started("import time; time.sleep(600)", tmp_path, answering)
+    server.wait(until=float("inf"))
+    server.stop()
+    assert server._process.poll() is not None
+
+
+def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
+    server = started("raise ValueError('no such model')", tmp_path)
+    with pytest.raises(RuntimeError, match="ended with 1: ValueError: no such model"):
+        server.wait(until=float("inf"))
+    server.stop()
+
+
+def test_a_server_that_is_late_is_left(tmp_path: Path) -> None:
+    server = started("import time; time.sleep(600)", tmp_path)
+    with pytest.raises(RuntimeError, match="no answer in"):
+        server.wait(until=0.0)
+    server.stop()
+    assert server._process.poll() is not None
+
+
+def test_commands_are_printed_without_a_gpu() -> None:
+    script = BENCHMARKS / "bench_serve.py"
+    done = subprocess.run(
+        [sys.executable, script, "--print", "--setups", "plugin-fp8:graph"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("vllm serve")]
+    assert len(lines) == 3
+    assert all("--mm-encoder-attn-dtype fp8" in line for line in lines)
+
+
+def test_a_page_is_dark_marks_on_white() -> None:
+    import numpy as np
+
+    pixels = np.asarray(serve_inputs.page(96, 160, np.random.default_rng(0)))
+    assert pixels.shape == (96, 160, 3)
+    assert set(np.unique(pixels)) == {32, 255}
+    assert 0.1 < (pixels == 32).mean() < 0.4
+
+
+def serve_row(setup: str, at_once: int, req_s: float, ttft: float, **changes: str):
+    provider, mode = setup.split(":")
+    return {
+        "bench": "serve",
+        "provider": provider,
+        "mode": mode,
+        "model": "Qwen/Qwen3-VL-8B-Instruct",
+        "workload": "page",
+        "concurrency": str(at_once),
+        "serve_args": "",
+        "req_s": f"{req_s:.2f}",
+        "ttft_p50_ms": f"{ttft:.1f}",
+        "ttft_p99_ms": f"{2 * ttft:.1f}",
+        "commit": "abc1234",
+        **changes,
+    }
+
+
+def test_servers_are_compared_with_stocks_best_setup() -> None:
+    rows = [
+        serve_row("stock-flash_attn:eager", 1, 3, 100),
+        serve_row("stock-flash_attn:graph", 1, 4, 90),
+        serve_row("plugin:graph", 1, 5, 60),
+        serve_row("stock-flash_attn:eager", 64, 10, 900),
+        serve_row("stock-flash_attn:graph", 64, 8, 800),
+        serve_row("plugin:graph", 64, 15, 500),
+    ]
+    head, _, alone, busy = table.serve_table(rows).splitlines()
+    assert "| stock-flash_attn eager | stock-flash_attn graph | plugin graph |" in head
+    assert alone.endswith(
+        "| 1 |  | 100.0 (200.0) | 90.0 (180.0) | 60.0 (120.0) | 1.50 |"
+    )
+    assert busy.endswith("| 64 |  | 10.00 | 8.00 | 15.00 | 1.50 |")
+
+
+def test_servers_of_two_commits_are_not_compared() -> None:
+    rows = [
+        serve_row("stock-flash_attn:graph", 1, 4, 90, commit="0000000"),
+        serve_row("plugin:graph", 1, 5, 60),
+    ]
+    *_, line = table.serve_table(rows).splitlines()
+    assert line.endswith("| 90.0 (180.0) | 60.0 (120.0) |  |")
