@@ -15,6 +15,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(notdir $(VLLM))
 VLLM_SPEC := $(if $(findstring /,$(VLLM)),$(VLLM),vllm==$(VLLM))
 CANARY_VENV := .venv-canary-$(notdir $(VLLM))
+# Without vLLM: a build does not need it.
+PACKAGE_VENV := .venv-package
 
 # One thread for each of two processes: with more, they wait for each other on two
 # cores. An environment variable, since tests start processes of their own, too.
@@ -24,7 +26,7 @@ IN_PARALLEL ?= -n 2 --dist worksteal
 FAST := -m "not extended and not gpu"
 
 .PHONY: help setup resolve encode doctor test test-all test-gpu canary fingerprints \
-  lint types check clean
+  lint types check package clean
 
 help:
 	@echo "make encode   install, then encode the example images"
@@ -34,6 +36,7 @@ help:
 	@echo "make fingerprints RELEASES=...   note a release of vLLM that was read"
 	@echo "make doctor   install, then report what this machine can run"
 	@echo "make lint types   ruff, the order of folders, mypy"
+	@echo "make package  build wheel and sdist in dist/, and check both"
 
 VERSIONS = $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(OVERRIDES),--override $(OVERRIDES))
 
@@ -90,5 +93,15 @@ types: $(STAMP)
 
 check: lint types test
 
+package:
+	$(PYTHON) -m venv $(PACKAGE_VENV)
+	$(PACKAGE_VENV)/bin/python -m pip install --quiet --upgrade uv
+	$(PACKAGE_VENV)/bin/uv pip install --quiet --python $(PACKAGE_VENV)/bin/python \
+	  --group package
+	rm -rf dist
+	$(PACKAGE_VENV)/bin/python -m build
+	$(PACKAGE_VENV)/bin/twine check --strict dist/*
+	$(PACKAGE_VENV)/bin/python tools/check_package.py dist
+
 clean:
-	rm -rf .venv-* out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv-* dist out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

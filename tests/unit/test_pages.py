@@ -24,6 +24,7 @@ PAGES = [
     *generate.pages(),
     *(ROOT / name for name in ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *(ROOT / name / "README.md" for name in ("benchmarks", "examples")),
+    *sorted((ROOT / ".github").glob("*.md")),
 ]
 by_page = pytest.mark.parametrize(
     "page", PAGES, ids=lambda page: str(page.relative_to(ROOT))

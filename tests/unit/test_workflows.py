@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs on GitHub calls `.ci/run` and `make`; forms ask for `doctor`."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+by_workflow = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+
+
+def loaded(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def test_there_are_workflows() -> None:
+    assert {path.stem for path in WORKFLOWS} == {"ci", "release", "canary"}
+
+
+@by_workflow
+def test_actions_are_pinned_and_rights_are_few(path: Path) -> None:
+    workflow = loaded(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["concurrency"]["group"]
+    for name, job in workflow["jobs"].items():
+        assert job["timeout-minutes"] <= 120, name
+        rights = {
+            key for key, value in job.get("permissions", {}).items() if value == "write"
+        }
+        assert len(rights) <= 1, f"{name} writes {rights}"
+        for step in job["steps"]:
+            if "uses" in step:
+                assert re.search(r"@(release/)?v\d+$", step["uses"]), step["uses"]
+            # What others write, such as a branch's name, is no part of a script.
+            assert "${{" not in step.get("run", ""), step["run"]
+
+
+def test_ci_runs_the_steps_of_the_script() -> None:
+    listed = subprocess.run(
+        [ROOT / ".ci" / "run", "--list"], check=True, capture_output=True, text=True
+    ).stdout.split()
+    jobs = loaded(ROOT / ".github" / "workflows" / "ci.yml")["jobs"]
+    assert jobs["steps"]["strategy"]["matrix"]["step"] == listed
+
+
+def test_a_step_that_does_not_exist_is_named() -> None:
+    done = subprocess.run([ROOT / ".ci" / "run", "odd"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "odd" in done.stderr and "oldest-vllm" in done.stderr
+
+
+def test_commits_are_checked_by_what_make_lint_runs() -> None:
+    (repo,) = loaded(ROOT / ".pre-commit-config.yaml")["repos"]
+    assert repo["repo"] == "local"
+    assert [hook["entry"] for hook in repo["hooks"]] == ["make lint"]
+
+
+def test_a_bug_is_reported_with_what_doctor_says() -> None:
+    form = loaded(ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml")
+    fields = {field.get("id"): field for field in form["body"]}
+    doctor = fields["doctor"]
+    assert "vllm-flashinfer-vit doctor --json" in doctor["attributes"]["description"]
+    assert doctor["validations"]["required"]
