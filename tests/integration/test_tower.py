@@ -300,6 +300,18 @@ class TestDamagedCheckpoint:
         with pytest.raises(CheckpointError, match="too deeply nested"):
             _build(tmp_path)
 
+    @pytest.mark.parametrize("name", ["../a.safetensors", "/a.safetensors", ".."])
+    def test_index_that_leads_elsewhere(
+        self, checkpoint: tuple[Path, Any], tmp_path: Path, name: str
+    ) -> None:
+        _copy(checkpoint[0], tmp_path)
+        path = tmp_path / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        index["weight_map"] = dict.fromkeys(index["weight_map"], name)
+        path.write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match="file beside the index is wanted"):
+            _build(tmp_path)
+
     def test_no_weights(self, checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
         config = (checkpoint[0] / "config.json").read_text()
         (tmp_path / "config.json").write_text(config)

@@ -3,12 +3,13 @@
 
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
 from torch import nn
 
 from vllm_flashinfer_vit.machine.documents import read_json, validated
@@ -145,8 +146,14 @@ def _read_weights(
             ) from error
 
 
+def _in_its_folder(name: str) -> str:
+    if Path(name).name != name or not name.endswith(".safetensors"):
+        raise ValueError("a safetensors file beside the index is wanted")
+    return name
+
+
 class _Index(BaseModel):
-    weight_map: dict[str, str]
+    weight_map: dict[str, Annotated[str, AfterValidator(_in_its_folder)]]
 
 
 def _files_with_vision_weights(
@@ -168,18 +175,16 @@ def _files_with_vision_weights(
             f"{index_path} is not an index of safetensors files ({error}); download "
             "it again"
         ) from None
-    files: dict[Path, list[str] | None] = {}
+    files = defaultdict(list)
     for name, file in weight_map.items():
         if name.startswith(_VISUAL_PREFIXES):
-            names = files.setdefault(folder / file, [])
-            assert names is not None
-            names.append(name)
+            files[folder / file].append(name)
     if not files:
         raise CheckpointError(
             f"{index_path} lists no weights of a vision tower; give the folder of the "
             "whole vision-language model"
         )
-    return sorted(files.items())
+    return [*sorted(files.items())]
 
 
 def _is_built(name: str, spec: TowerSpec) -> bool:
