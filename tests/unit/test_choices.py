@@ -291,6 +291,15 @@ def test_without_gives_no_kernel_what_it_does_not_take() -> None:
     assert without(choices, "flash_attn") == ()
 
 
+def test_without_leaves_no_kernel_for_many_what_it_does_not_take() -> None:
+    choices = (Choice("triton", 128, "", "triton_window"), Choice("cudnn", None, ""))
+    assert text_of(without(choices, "cudnn")) == "*:triton"
+    # A class that is as it was keeps its own.
+    choices = (*choices[:1], Choice("flash_attn", 512, ""), *choices[1:])
+    left = text_of(without(choices, "cudnn"))
+    assert left == "128:triton/triton_window,*:flash_attn"
+
+
 @pytest.mark.parametrize("kernel", tuple(KERNELS))
 def test_a_forced_kernel_gets_every_class_that_it_takes(kernel: Any) -> None:
     choices = forced(CHOICES, kernel)
@@ -357,5 +366,10 @@ class TestFp8:
     def test_another_kernel_takes_over_the_classes_of_one(self) -> None:
         after = replaced(CHOICES, "cudnn", "triton")
         assert text_of(after) == "128:triton,1024:flash_attn,*:triton"
-        assert after[1] is CHOICES[1]
+        assert after[1] == CHOICES[1]
         assert "in place of cudnn" in after[0].reason
+
+    def test_another_kernel_takes_over_the_many_sequences_of_one(self) -> None:
+        choices = (Choice("flash_attn_4", None, "few", "hopper_fp8"),)
+        (after,) = replaced(choices, "hopper_fp8", "triton_fp8")
+        assert after == Choice("flash_attn_4", None, "few", "triton_fp8")

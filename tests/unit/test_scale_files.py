@@ -71,6 +71,12 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["scales.json"]
 
 
+def test_scales_may_be_rounded_by_hand(tmp_path: Path) -> None:
+    document = own()
+    document["layers"][SECOND] |= {"q": 0.00335, "k": 0.0067}
+    assert scales.read(put(tmp_path, document)).layers[SECOND].scale.k == 0.0067
+
+
 UPSTREAM = {
     "simple": {FIRST: {"q": 2.0, "k": 1, "v": 0.5}},
     "simple-with-comment": {"note": "by hand", FIRST: {"q": 2.0, "k": 1, "v": 0.5}},
@@ -137,6 +143,11 @@ def _made_by(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
             f"layers['{SECOND}'].amax.q is -1",
         ),
         (_layer(head_dim=0), f"layers['{SECOND}'].head_dim is 0"),
+        (_layer(k=0.0607), f"layers['{SECOND}'].k is 0.0607, where amax.k times"),
+        (
+            _layer(amax={"q": 1.0, "k": 2.0, "v": 30.0}),
+            "margin over 448 is 0.100446; a number was changed",
+        ),
         (_top("schema", "vllm-flashinfer-vit/fp8-scales/2"), "schema is"),
         (_top("schema", None), "schema is None, not"),
         (_top("layers", []), "layers is [], not an object"),
@@ -145,6 +156,7 @@ def _made_by(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_top("made_by", None), "made_by is None, not an object"),
         (_made_by("model", 1), "made_by.model is 1, not a string"),
         (_made_by("margin", 0), "made_by.margin is 0"),
+        (_made_by("margin", 2.5), f"layers['{FIRST}'].q is 1.5, where amax.q"),
     ],
 )
 def test_a_file_that_breaks_the_schema_is_refused(

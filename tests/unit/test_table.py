@@ -137,6 +137,11 @@ def _row(
             {"classes": {"bf16": [_row(None)]}}, "no dtype/head dim", id="name"
         ),
         pytest.param(
+            {"classes": {f"bf16/{'8' * 5000}": [_row(None)]}},
+            "no dtype/head dim",
+            id="long-number",
+        ),
+        pytest.param(
             {"measurements": [{"us": {}}]},
             "measurements[0].dtype is missing",
             id="measurement",

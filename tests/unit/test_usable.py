@@ -53,6 +53,15 @@ class TestAttempts:
     def test_it_fails_and_was_forced(self) -> None:
         assert self.kernels("a test run fails", "flash_attn_4") == []
 
+    def test_many_sequences_cannot_have_fp8_that_was_not_asked_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        table = (Choice("triton", None, "", "hopper_fp8"),)
+        monkeypatch.setattr(lookup, "choices_for", lambda *_: table)
+        choices, refusals = usable_choices(STACK, 80, "bfloat16")
+        assert plan_of(choices).text == "*:triton"
+        assert list(refusals) == ["hopper_fp8", "triton_fp8"]
+
     def test_nothing_of_it_is_there(self) -> None:
         stack = replace(STACK, flash_attn=())
         choices, refusals = usable_choices(stack, 80, "bfloat16")

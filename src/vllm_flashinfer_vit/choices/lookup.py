@@ -302,16 +302,20 @@ def without(choices: Iterable[Choice], kernel: str) -> tuple[Choice, ...]:
             kept.append(choice._replace(many=many))
     if not kept or KERNELS[kept[-1].kernel].max_len is not None:
         return ()
-    kept[-1] = kept[-1]._replace(max_len=None)
+    last = kept[-1]
+    # What serves many of its sequences may not take longer ones.
+    takes_all = last.many is None or KERNELS[last.many].max_len is None
+    kept[-1] = last._replace(max_len=None, many=last.many if takes_all else None)
     return tuple(kept)
 
 
 def replaced(choices: Iterable[Choice], kernel: str, by: str) -> tuple[Choice, ...]:
-    """Give the classes of a kernel that cannot run to another one."""
+    """Give what a kernel that cannot run serves to another one."""
+    reason = f"in place of {kernel}; {_UNMEASURED}"
     return tuple(
-        Choice(by, choice.max_len, f"in place of {kernel}; {_UNMEASURED}")
+        Choice(by, choice.max_len, reason)
         if choice.kernel == kernel
-        else choice
+        else choice._replace(many=by if choice.many == kernel else choice.many)
         for choice in choices
     )
 

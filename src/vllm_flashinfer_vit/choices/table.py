@@ -216,7 +216,7 @@ _Rows = Annotated[list[_ClassRow], AfterValidator(_ascending)]
 
 def _named(classes: dict[str, _Rows]) -> dict[str, _Rows]:
     for name in classes:
-        if not re.fullmatch(r"[a-z0-9_]+/[1-9][0-9]*", name):
+        if not re.fullmatch(r"[a-z0-9_]+/[1-9][0-9]{0,8}", name):
             raise ValueError(f"{name!r} is no dtype/head dim such as bfloat16/80")
     return classes
 

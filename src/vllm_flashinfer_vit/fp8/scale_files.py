@@ -32,6 +32,9 @@ SCHEMA: _Schema = "vllm-flashinfer-vit/fp8-scales/1"
 # Kernels read scales as fp32.
 _FP32_MAX = (2 - 2.0**-23) * 2.0**127
 
+# Numbers may be rounded by hand; e4m3 itself rounds by up to 6 %.
+_SCALE_TOLERANCE = 0.01
+
 # Ranks that save at once need milliseconds each; an engine must not wait for more.
 _SAVE_TIMEOUT_S = 10.0
 
@@ -104,10 +107,13 @@ def from_amax(
                 f"layer {name!r}: abs-max q {seen.q}, k {seen.k}, v {seen.v}; each "
                 "must be finite and not negative"
             )
-        # Nothing but zeros: any scale represents them.
-        scale = QKV(*(x * margin / E4M3_MAX or 1.0 for x in seen))
-        layers[name] = LayerScales(scale, seen, head_dim)
+        layers[name] = LayerScales(_scale(seen, margin), seen, head_dim)
     return ScaleFile(layers, margin, dict(made_by))
+
+
+def _scale(amax: QKV, margin: float) -> QKV:
+    # Nothing but zeros: any scale represents them.
+    return QKV(*(x * margin / E4M3_MAX or 1.0 for x in amax))
 
 
 def read(path: Path) -> ScaleFile:
@@ -293,6 +299,8 @@ def _parse(document: Any) -> ScaleFile:
     if isinstance(document, dict) and "schema" not in document:
         return _parse_upstream(document)
     checked = validated(_Document, document)
+    for name, row in checked.layers.items():
+        _check_scale(name, row.qkv, _scale(row.amax.qkv, checked.made_by.margin))
     return ScaleFile(
         {
             name: LayerScales(row.qkv, row.amax.qkv, row.head_dim)
@@ -301,6 +309,20 @@ def _parse(document: Any) -> ScaleFile:
         checked.made_by.margin,
         checked.made_by.model_dump(exclude={"margin"}),
     )
+
+
+def _check_scale(name: str, found: QKV, expected: QKV) -> None:
+    """Check what a layer's scales are against what its abs-max makes them.
+
+    Raises:
+        ValueError: A number is not the one that was written.
+    """
+    for part, scale, made in zip(QKV._fields, found, expected, strict=True):
+        if not math.isclose(scale, made, rel_tol=_SCALE_TOLERANCE):
+            raise ValueError(
+                f"layers[{name!r}].{part} is {scale:g}, where amax.{part} times the "
+                f"margin over {E4M3_MAX:.0f} is {made:g}; a number was changed"
+            )
 
 
 def _parse_upstream(document: dict[str, Any]) -> ScaleFile:
