@@ -17,6 +17,7 @@ VLLM_SPEC := $(if $(findstring /,$(VLLM)),$(VLLM),vllm==$(VLLM))
 CANARY_VENV := .venv-canary-$(notdir $(VLLM))
 # Without vLLM: a build does not need it.
 PACKAGE_VENV := .venv-package
+DOCS_VENV := .venv-docs
 
 # One thread for each of two processes: with more, they wait for each other on two
 # cores. An environment variable, since tests start processes of their own, too.
@@ -26,7 +27,7 @@ IN_PARALLEL ?= -n 2 --dist worksteal
 FAST := -m "not extended and not gpu"
 
 .PHONY: help setup resolve encode doctor test test-all test-gpu canary fingerprints \
-  lint types check package clean
+  lint types check package docs clean
 
 help:
 	@echo "make encode   install, then encode the example images"
@@ -37,6 +38,7 @@ help:
 	@echo "make doctor   install, then report what this machine can run"
 	@echo "make lint types   ruff, the order of folders, mypy"
 	@echo "make package  build wheel and sdist in dist/, and check both"
+	@echo "make docs     build the site in out/site, and check its links"
 
 VERSIONS = $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(OVERRIDES),--override $(OVERRIDES))
 
@@ -102,6 +104,12 @@ package:
 	$(PACKAGE_VENV)/bin/python -m build
 	$(PACKAGE_VENV)/bin/twine check --strict dist/*
 	$(PACKAGE_VENV)/bin/python tools/check_package.py dist
+
+docs:
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --upgrade uv
+	$(DOCS_VENV)/bin/uv pip install --quiet --python $(DOCS_VENV)/bin/python --group docs
+	$(DOCS_VENV)/bin/mkdocs build --strict
 
 clean:
 	rm -rf .venv-* dist out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -2,7 +2,6 @@
 """The benchmark of servers: their commands, what they are sent, and the rows."""
 
 import base64
-import importlib
 import io
 import json
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from _benchmarks import BENCHMARKS, ENVIRONMENT
+from _vllm_serve import serve_arguments
 from PIL import Image
 
 import bench_serve
@@ -22,7 +22,6 @@ import serve_inputs
 import table
 from bench_serve import SETUPS, Samples, Server, Setup
 from serve_inputs import WORKLOADS, Workload, image_tokens, write_requests
-from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
 
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"
 ONE = Workload((((4, 6),),))
@@ -37,19 +36,10 @@ def command(text: str, vllm: str = "0.33.0", more: list[str] | None = None) -> s
     "setup", [*SETUPS, "stock-flash_attn4:graph", "plugin-q8:eager"]
 )
 def test_vllm_takes_the_commands(setup: str) -> None:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    # The parser asks for the device.
-    use_cpu_platform()
-    try:
-        cli_args = importlib.import_module("vllm.entrypoints.openai.cli_args")
-    except ImportError:
-        cli_args = importlib.import_module("vllm.entrypoints.common.cli_args")
-    parser = cli_args.make_arg_parser(FlexibleArgumentParser())
     found = Setup.of(setup).command(
         Path("c"), MODEL, "0.33.0", 8100, ["--api-server-count", "4"]
     )
-    args = parser.parse_args(found[found.index("serve") + 1 :])
+    args = serve_arguments(found[found.index("serve") + 1 :])
     assert args.port == 8100
     assert args.mm_encoder_attn_backend == Setup.of(setup).contender.backend
 
