@@ -75,7 +75,7 @@ NAME = "model"
 START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 20.0
 # Enough for what is asked at once; fixed, since several servers share the GPU.
-KV_CACHE_BYTES = 8 * 2**30
+KV_CACHE_BYTES = 5 * 2**30
 GPU_SHARE = 0.15
 MAX_TOKENS = 16384
 
