@@ -95,6 +95,8 @@ PACKAGE = "vllm_flashinfer_vit"
 REFERENCE = "reference"
 # A tower that is wrong is off by more than this; bf16 over 32 blocks by a few percent.
 GATE = 0.2
+# Stock's own with quantised layers and random weights is off by 23 % (Qwen2.5-VL).
+QUANTIZED_GATE = 0.3
 # The bar for the plugin's error, in units of the error of stock FLASH_ATTN.
 ERROR_BAR = 2.0
 # Below this a process is called once unmeasured when its turn comes.
@@ -246,6 +248,7 @@ class Worker:
         self._layer = next(iter(layers.values()))
         check_promises(contender, self._layer, self.tower.visual.blocks)
         self._blocks = contender.blocks
+        self._gate = GATE if contender.quantization is None else QUANTIZED_GATE
         self._clock = Clock(device())
         self._runs: dict[str, Run] = {}
         self._pixels = self._reference = torch.empty(0)
@@ -302,7 +305,7 @@ class Worker:
         """Make a mode ready, and return its output's relative error."""
         run = capture(self._with_metadata()) if is_replay(mode) else self._eager
         rel_err = relative_error(run(), self._reference)
-        check_error(rel_err, GATE)
+        check_error(rel_err, self._gate)
         self._runs[mode] = run
         return rel_err
 

@@ -235,11 +235,12 @@ def _draw(
         Patch(color=colour_of(provider), label=provider) for provider in providers
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
-    _say_where(figure, CASE_NAMES, rows)
+    say_where(figure, CASE_NAMES, rows)
     return figure
 
 
-def _say_where(figure: Any, names: str, rows: Sequence[Row]) -> None:
+def say_where(figure: Any, names: str, rows: Sequence[Row]) -> None:
+    """Write under a figure what its names mean, and what its rows were measured with."""
     where = _unique(
         f"{row['gpu']}, vLLM {row['vllm']}, torch {row['torch']}, FlashInfer "
         f"{row['flashinfer']}, QuACK {row['quack']}, cuDNN {row['cudnn']}, "
@@ -317,7 +318,7 @@ def draw_host(rows: Sequence[Row]) -> Any:
         axes.set_xlabel("host time for a block, µs (lower is better)")
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=handles, loc="outside upper right", ncols=5)
-    _say_where(figure, HOST_NAMES, [*towers, *steps])
+    say_where(figure, HOST_NAMES, [*towers, *steps])
     return figure
 
 
@@ -399,11 +400,14 @@ def draw(
         wanted = ", ".join((*(modes or ()), *(providers or ()), *(benches or ())))
         raise ValueError(f"{source} has no rows of {wanted}")
     with matplotlib.rc_context(STYLE):
-        figure = DRAWINGS[kind](rows)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Without a date, so that the same rows give the same file.
-        figure.savefig(target, format="svg", metadata={"Date": None})
-        plt.close(figure)
+        write_svg(DRAWINGS[kind](rows), target)
+
+
+def write_svg(figure: Any, target: Path) -> None:
+    """Write a figure; the same rows give the same file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, format="svg", metadata={"Date": None})
+    plt.close(figure)
 
 
 def main() -> None:
