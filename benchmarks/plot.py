@@ -240,7 +240,7 @@ def _draw(
 
 
 def say_where(figure: Any, names: str, rows: Sequence[Row]) -> None:
-    """Write under a figure what its names mean, and what its rows were measured with."""
+    """Write under a figure what its names mean, and what measured its rows."""
     where = _unique(
         f"{row['gpu']}, vLLM {row['vllm']}, torch {row['torch']}, FlashInfer "
         f"{row['flashinfer']}, QuACK {row['quack']}, cuDNN {row['cudnn']}, "
