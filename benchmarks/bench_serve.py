@@ -15,7 +15,6 @@ default. With `-q8` at its end a contender serves `--quantization fp8`.
 """
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -28,17 +27,17 @@ import urllib.request
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench_encoder import MODELS, Contender
+from bench_encoder import MODELS
 from common import ENVIRONMENT_COLUMNS, CsvLog, Environment, Failures, results_path
-from engines import ENTRY_POINT, compiles_blocks
 from make_checkpoint import make_checkpoint
 from serve_inputs import WORKLOADS, image_tokens, write_requests
+from setups import Setup
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 
@@ -74,94 +73,29 @@ COLUMNS = (
 NAME = "model"
 START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 20.0
-# Enough for what is asked at once; fixed, since several servers share the GPU.
-KV_CACHE_BYTES = 5 * 2**30
-GPU_SHARE = 0.15
-MAX_TOKENS = 16384
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A server.
+def server_command(
+    setup: Setup,
+    checkpoint: Path,
+    model: str,
+    vllm: str,
+    port: int,
+    more: Sequence[str],
+) -> list[str]:
+    """Return the command that starts a server.
 
-    Attributes:
-        provider: A contender's name, see `bench_encoder.Contender`.
-        mode: How its encoder runs, `graph` or `eager`.
+    Args:
+        setup: Which one.
+        checkpoint: What it serves.
+        model: Name of the model that this is.
+        vllm: Version of vLLM.
+        port: Where it listens.
+        more: Arguments at its end.
     """
-
-    provider: str
-    mode: str
-
-    @classmethod
-    def of(cls, text: str) -> "Setup":
-        """Return the setup that `PROVIDER:MODE` stands for.
-
-        Raises:
-            ValueError: There is no such provider or mode.
-        """
-        provider, _, mode = text.partition(":")
-        if mode not in ("graph", "eager"):
-            raise ValueError(f"setup {text!r}: write PROVIDER:graph or PROVIDER:eager")
-        Contender.of(provider, "bf16")
-        return cls(provider, mode)
-
-    def __str__(self) -> str:
-        return f"{self.provider}:{self.mode}"
-
-    @property
-    def contender(self) -> Contender:
-        """What serves attention."""
-        return Contender.of(self.provider, "bf16")
-
-    def command(
-        self, checkpoint: Path, model: str, vllm: str, port: int, more: Sequence[str]
-    ) -> list[str]:
-        """Return the command that starts the server.
-
-        Args:
-            checkpoint: What it serves.
-            model: Name of the model that this is.
-            vllm: Version of vLLM.
-            port: Where it listens.
-            more: Arguments at its end.
-        """
-        contender = self.contender
-        compilation: dict[str, Any] = {}
-        if self.mode == "graph":
-            compilation["cudagraph_mm_encoder"] = True
-            if contender.is_stock and compiles_blocks(model, vllm):
-                compilation["compile_mm_encoder"] = True
-        arguments = {
-            "--served-model-name": NAME,
-            "--port": str(port),
-            "--load-format": "dummy",
-            "--dtype": "bfloat16",
-            "--max-model-len": str(MAX_TOKENS),
-            "--max-num-batched-tokens": str(MAX_TOKENS),
-            "--limit-mm-per-prompt": json.dumps({"image": 20}),
-            "--gpu-memory-utilization": str(GPU_SHARE),
-            "--kv-cache-memory-bytes": str(KV_CACHE_BYTES),
-            "--mm-encoder-attn-backend": contender.backend,
-        }
-        if compilation:
-            arguments["--compilation-config"] = json.dumps(compilation)
-        if contender.attn_dtype is not None:
-            arguments["--mm-encoder-attn-dtype"] = contender.attn_dtype
-        if contender.flash_attn_version is not None:
-            version = {"flash_attn_version": contender.flash_attn_version}
-            arguments["--attention-config"] = json.dumps(version)
-        if contender.quantization is not None:
-            arguments["--quantization"] = contender.quantization
-        flat = [part for item in arguments.items() for part in item]
-        main = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-        return [*main, str(checkpoint), *flat, *more]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The server's environment variables."""
-        plugins = "" if self.contender.is_stock else ENTRY_POINT
-        given = {"HF_HUB_OFFLINE": "1", **os.environ, "VLLM_PLUGINS": plugins}
-        return {**given, **self.contender.environment}
+    main = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    own = ["--served-model-name", NAME, "--port", str(port)]
+    return [*main, str(checkpoint), *own, *setup.options(model, vllm), *more]
 
 
 class Server:
@@ -318,9 +252,8 @@ def serving(
     with ExitStack() as stack:
         started = []
         for port, setup in enumerate(setups, args.port):
-            command = setup.command(
-                checkpoint, model, vllm, port, shlex.split(args.serve_args)
-            )
+            more = shlex.split(args.serve_args)
+            command = server_command(setup, checkpoint, model, vllm, port, more)
             stem = f"{model.rpartition('/')[2]}.{str(setup).replace(':', '.')}"
             server = Server(setup, command, port, logs / f"{stem}.log")
             stack.callback(server.stop)
@@ -415,12 +348,9 @@ def main() -> None:
     if args.print:
         for model in args.models:
             for port, setup in enumerate(args.setups, args.port):
-                command = setup.command(
-                    Path("CHECKPOINT"),
-                    model,
-                    environment.vllm,
-                    port,
-                    shlex.split(args.serve_args),
+                more = shlex.split(args.serve_args)
+                command = server_command(
+                    setup, Path("CHECKPOINT"), model, environment.vllm, port, more
                 )
                 print(shlex.join(["vllm", *command[3:]]))
         return

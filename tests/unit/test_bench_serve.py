@@ -20,25 +20,25 @@ import bench_serve
 import common
 import serve_inputs
 import table
-from bench_serve import SETUPS, Samples, Server, Setup
+from bench_serve import SETUPS, Samples, Server, server_command
 from serve_inputs import WORKLOADS, Workload, image_tokens, write_requests
+from setups import Setup
 
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"
 ONE = Workload((((4, 6),),))
 
 
 def command(text: str, vllm: str = "0.33.0", more: list[str] | None = None) -> str:
-    found = Setup.of(text).command(Path("c"), MODEL, vllm, 8100, more or [])
-    return " ".join(found)
+    setup = Setup.of(text)
+    return " ".join(server_command(setup, Path("c"), MODEL, vllm, 8100, more or []))
 
 
 @pytest.mark.parametrize(
     "setup", [*SETUPS, "stock-flash_attn4:graph", "plugin-q8:eager"]
 )
 def test_vllm_takes_the_commands(setup: str) -> None:
-    found = Setup.of(setup).command(
-        Path("c"), MODEL, "0.33.0", 8100, ["--api-server-count", "4"]
-    )
+    more = ["--api-server-count", "4"]
+    found = server_command(Setup.of(setup), Path("c"), MODEL, "0.33.0", 8100, more)
     args = serve_arguments(found[found.index("serve") + 1 :])
     assert args.port == 8100
     assert args.mm_encoder_attn_backend == Setup.of(setup).contender.backend

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines and servers with language models of true size are started with."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bench_encoder import Contender
+from engines import ENTRY_POINT, compiles_blocks
+
+# Enough for what is asked at once; fixed, since several engines share the GPU.
+KV_CACHE_BYTES = 5 * 2**30
+GPU_SHARE = 0.15
+MAX_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine.
+
+    Attributes:
+        provider: A contender's name, see `bench_encoder.Contender`.
+        mode: How its encoder runs, `graph` or `eager`.
+    """
+
+    provider: str
+    mode: str
+
+    @classmethod
+    def of(cls, text: str) -> "Setup":
+        """Return the setup that `PROVIDER:MODE` stands for.
+
+        Raises:
+            ValueError: There is no such provider or mode.
+        """
+        provider, _, mode = text.partition(":")
+        if mode not in ("graph", "eager"):
+            raise ValueError(f"setup {text!r}: write PROVIDER:graph or PROVIDER:eager")
+        Contender.of(provider, "bf16")
+        return cls(provider, mode)
+
+    def __str__(self) -> str:
+        return f"{self.provider}:{self.mode}"
+
+    @property
+    def contender(self) -> Contender:
+        """What serves attention."""
+        return Contender.of(self.provider, "bf16")
+
+    def options(self, model: str, vllm: str) -> list[str]:
+        """Return the options of `vllm serve`, of those that every engine has.
+
+        Args:
+            model: Name of the model that this is.
+            vllm: Version of vLLM.
+        """
+        contender = self.contender
+        compilation: dict[str, Any] = {}
+        if self.mode == "graph":
+            compilation["cudagraph_mm_encoder"] = True
+            if contender.is_stock and compiles_blocks(model, vllm):
+                compilation["compile_mm_encoder"] = True
+        options = {
+            "--load-format": "dummy",
+            "--dtype": "bfloat16",
+            "--max-model-len": str(MAX_TOKENS),
+            "--max-num-batched-tokens": str(MAX_TOKENS),
+            "--limit-mm-per-prompt": json.dumps({"image": 20}),
+            "--gpu-memory-utilization": str(GPU_SHARE),
+            "--kv-cache-memory-bytes": str(KV_CACHE_BYTES),
+            "--mm-encoder-attn-backend": contender.backend,
+        }
+        if compilation:
+            options["--compilation-config"] = json.dumps(compilation)
+        if contender.attn_dtype is not None:
+            options["--mm-encoder-attn-dtype"] = contender.attn_dtype
+        if contender.flash_attn_version is not None:
+            version = {"flash_attn_version": contender.flash_attn_version}
+            options["--attention-config"] = json.dumps(version)
+        if contender.quantization is not None:
+            options["--quantization"] = contender.quantization
+        return [part for item in options.items() for part in item]
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The process's environment variables."""
+        plugins = "" if self.contender.is_stock else ENTRY_POINT
+        given = {"HF_HUB_OFFLINE": "1", **os.environ, "VLLM_PLUGINS": plugins}
+        return {**given, **self.contender.environment}
