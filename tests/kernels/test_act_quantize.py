@@ -15,7 +15,7 @@ from vllm_flashinfer_vit.kernels.act_quantize import (
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
 from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref
 
-ACTIVATIONS = ("swiglu", "quick_gelu", "tanh_gelu", "gelu")
+ACTIVATIONS = ("swiglu", "quick_gelu", "tanh_gelu", "gelu", None)
 # Triton's interpreter truncates when it converts to bf16.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 # Of Qwen2.5-VL, whose rows vLLM pads to 3424, of Qwen3-VL, what fills no part, and
@@ -25,7 +25,7 @@ SCALES = pytest.mark.parametrize("given", [None, 0.01], ids=["own", "one"])
 EPS = torch.finfo(torch.float32).eps
 
 
-@pytest.fixture(params=ACTIVATIONS)
+@pytest.fixture(params=ACTIVATIONS, ids=str)
 def activation(request):
     return request.param
 
@@ -49,6 +49,8 @@ def exactly(values, width, bias, activation):
     x = values[:, :columns].double()
     if bias is not None:
         x = x + bias.double()
+    if activation is None:
+        return x
     if activation == "swiglu":
         gate, up = x.chunk(2, -1)
         return silu(gate) * up

@@ -2,8 +2,8 @@
 """Linear layers whose weights vLLM holds in FP8, their rows quantised by who made them.
 
 Weights and scales are the layer's own. What is in front of a layer writes its rows in
-e4m3: a norm, or an MLP's activation; attention's output takes one launch more. A scale
-is given for the layer, or each token gets its own from its largest value.
+e4m3: a norm, or an MLP's activation; attention's output takes a launch of its own. A
+scale is given for the layer, or each token gets its own from its largest value.
 
 Methods of vLLM that end in its CUTLASS kernel are known here, by name; of those that
 scale all tokens alike and dynamically it would need two passes over the rows, so each
@@ -19,6 +19,8 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 
 from vllm_flashinfer_vit.blocks.compiled import compiled_op
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
+from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
+from vllm_flashinfer_vit.kernels.formats import Activation
 from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref, scaled_mm_ref
 
 # Methods whose `apply` is no more than their kernel's.
@@ -32,12 +34,8 @@ _METHODS = {
     # From vLLM 0.32 on in place of both.
     "ModelOptLinearMethod",
 }
-# What is called of vLLM's library.
-_OPS = (
-    "cutlass_scaled_mm",
-    "dynamic_per_token_scaled_fp8_quant",
-    "static_scaled_fp8_quant",
-)
+# Of vLLM's library.
+_GEMM = "cutlass_scaled_mm"
 # CUTLASS wants rows of whole 16 bytes.
 _UNIT = 16
 _TRIAL_ROWS = 16
@@ -157,7 +155,7 @@ class Fp8Linear:
 
 
 def quantize(x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> None:
-    """Quantise rows that nothing in front of a layer has quantised, by vLLM's kernels.
+    """Quantise rows that nothing in front of a layer has quantised.
 
     Args:
         x: `[T, K]` fp16 or bf16, contiguous.
@@ -166,16 +164,48 @@ def quantize(x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> None:
     """
     if not x.is_cuda:
         quantize_rows_ref(x, rows, scales)
-    elif scales.dim() == 2:
-        torch.ops._C.dynamic_per_token_scaled_fp8_quant(rows, x, scales, None)
-    else:
-        torch.ops._C.static_scaled_fp8_quant(rows, x, scales, None)
+        return
+    from vllm_flashinfer_vit.kernels.act_quantize import act_quantize
+
+    act_quantize(x, x.shape[1], None, None, rows, scales)
+
+
+def prepare_rows(
+    values: torch.Tensor,
+    width: int,
+    bias: torch.Tensor | None,
+    activation: Activation | None,
+    rows: torch.Tensor,
+    scales: torch.Tensor,
+) -> Callable[[torch.Tensor | None, torch.Tensor], None]:
+    """Settle the quantising of rows that stay where they are.
+
+    Args:
+        values: As for `kernels.act_quantize.prepare`, like the other arguments.
+        width: See `values`.
+        bias: See `values`.
+        activation: See `values`.
+        rows: See `values`.
+        scales: See `values`.
+
+    Returns:
+        A call of a bias and scales like these.
+    """
+    if values.is_cuda:
+        from vllm_flashinfer_vit.kernels.act_quantize import prepare
+
+        return prepare(values, width, bias, activation, rows, scales)
+
+    def call(bias: torch.Tensor | None, scales: torch.Tensor) -> None:
+        quantize_rows_ref(act_ref(values, width, bias, activation), rows, scales)
+
+    return call
 
 
 def _scaled_mm(rows: torch.Tensor) -> Callable[..., None]:
     if not rows.is_cuda:
         return scaled_mm_ref
-    launch = compiled_op("cutlass_scaled_mm")
+    launch = compiled_op(_GEMM)
     assert launch is not None
     return launch
 
@@ -200,8 +230,8 @@ def kernel_of(layer: Any) -> Any:
 def can_launch(layer: Any, kernel: Any) -> bool:
     """Whether vLLM runs a layer by the GEMM that is launched here."""
     is_cutlass = type(kernel) is CutlassFP8ScaledMMLinearKernel
-    has_ops = all(compiled_op(name) is not None for name in _OPS)
-    return is_cutlass and has_ops and bool(layer.weight.is_cuda)
+    has_op = compiled_op(_GEMM) is not None
+    return is_cutlass and has_op and bool(layer.weight.is_cuda)
 
 
 def trial(layer: Any) -> str | None:

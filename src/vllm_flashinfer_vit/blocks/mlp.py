@@ -15,9 +15,7 @@ from vllm_flashinfer_vit.blocks.layers import MIN_QUACK_ROWS, Layers
 from vllm_flashinfer_vit.blocks.linear import OwnLinear, Step, Weights, linear, run
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
-from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
 from vllm_flashinfer_vit.kernels.formats import Activation
-from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref
 
 _QUACK_NAMES = {
     "swiglu": quack.SWIGLU,
@@ -143,30 +141,11 @@ class Fp8Mlp:
         key = "quantising act", scales.dim()
         act = now.settled.get(key)
         if act is None:
-            act = now.settled[key] = _prepare_act(
+            act = now.settled[key] = fp8_linear.prepare_rows(
                 values, self._width, first.bias, self._activation, rows, scales
             )
         act(first.bias, scales)
         return second(rows, scales, now.normed)
-
-
-def _prepare_act(
-    values: torch.Tensor,
-    width: int,
-    bias: torch.Tensor | None,
-    activation: Activation,
-    rows: torch.Tensor,
-    scales: torch.Tensor,
-) -> Callable[[torch.Tensor | None, torch.Tensor], None]:
-    if values.is_cuda:
-        from vllm_flashinfer_vit.kernels.act_quantize import prepare
-
-        return prepare(values, width, bias, activation, rows, scales)
-
-    def call(bias: torch.Tensor | None, scales: torch.Tensor) -> None:
-        quantize_rows_ref(act_ref(values, width, bias, activation), rows, scales)
-
-    return call
 
 
 def build_mlp(spec: BlockSpec, layers: Layers) -> Mlp | Fp8Mlp:

@@ -263,7 +263,15 @@ class BlockProgram:
         if not isinstance(self._proj, Fp8Linear):
             return run(settled, "proj", self._proj, context, now.attended)
         rows, scales = self._proj.rows(now)
-        fp8_linear.quantize(context.flatten(1), rows, scales)
+        key = "quantising context", scales.dim()
+        found = settled.get(key)
+        # Attention may return a tensor of its own each time.
+        if found is None or found[0] is not context:
+            flat = context.flatten(1)
+            sizes = flat, flat.shape[1], None, None
+            call = fp8_linear.prepare_rows(*sizes, rows, scales)
+            found = settled[key] = context, call
+        found[1](None, scales)
         return self._proj(rows, scales, now.attended)
 
     def _attend(

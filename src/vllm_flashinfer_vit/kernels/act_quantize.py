@@ -2,7 +2,8 @@
 """An MLP's activation, and the quantising of its rows for a GEMM in FP8, in one pass.
 
 It adds the first layer's bias, too, and writes the zeros that the second layer's
-padding meets: vLLM runs activation, padding and quantising as three kernels.
+padding meets: vLLM runs activation, padding and quantising as three kernels. Without an
+activation it only quantises rows, such as attention's output.
 
 Numerics: fp32 throughout, rounded once, to e4m3.
 """
@@ -81,6 +82,8 @@ def _activated(
         y = x * _over_one_plus_exp2(x * (-1.702 * _LOG2_E))
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
+    elif ACTIVATION == "none":
+        y = x
     else:
         slope = -_TANH_SCALE * _LOG2_E
         y = x * _over_one_plus_exp2(x * (x * x * (_CUBIC * slope) + slope))
@@ -132,7 +135,7 @@ def act_quantize(
     values: torch.Tensor,
     width: int,
     bias: torch.Tensor | None,
-    activation: Activation,
+    activation: Activation | None,
     rows: torch.Tensor,
     scales: torch.Tensor,
 ) -> None:
@@ -143,7 +146,7 @@ def act_quantize(
             as many of [gate; up] for `swiglu`; what is after them is not read.
         width: Columns that the activation returns, up to `MAX_WIDTH`.
         bias: As many as columns that are read, contiguous, or None.
-        activation: What is computed.
+        activation: What is computed; None for the values as they are.
         rows: `[T, Wp]` e4m3, contiguous, Wp from `width` on; written, with zeros from
             column `width` on.
         scales: fp32: one for all rows, which is read, or `[T, 1]`, which is written.
@@ -160,7 +163,7 @@ def prepare(
     values: torch.Tensor,
     width: int,
     bias: torch.Tensor | None,
-    activation: Activation,
+    activation: Activation | None,
     rows: torch.Tensor,
     scales: torch.Tensor,
 ) -> Callable[[torch.Tensor | None, torch.Tensor], None]:
@@ -202,7 +205,7 @@ def _launch(
     values: torch.Tensor,
     width: int,
     bias: torch.Tensor | None,
-    activation: Activation,
+    activation: Activation | None,
     rows: torch.Tensor,
     scales: torch.Tensor,
 ) -> Launch:
@@ -238,7 +241,7 @@ def _launch(
         SIZE_A=sizes[0],
         SIZE_B=sizes[1],
         SIZE_C=sizes[2],
-        ACTIVATION=activation,
+        ACTIVATION=activation or "none",
         HAS_BIAS=bias is not None,
         SCALES="own" if is_own else "one",
         num_warps=max(1, min(_MAX_WARPS, sizes[0] // _VALUES_PER_WARP)),

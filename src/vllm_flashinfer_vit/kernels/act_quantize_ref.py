@@ -11,7 +11,7 @@ def act_ref(
     values: torch.Tensor,
     width: int,
     bias: torch.Tensor | None,
-    activation: Activation,
+    activation: Activation | None,
 ) -> torch.Tensor:
     """Add a bias and apply an activation, in fp32.
 
@@ -20,7 +20,7 @@ def act_ref(
             [gate; up] for `swiglu`; what is after them is not read.
         width: Columns of the result.
         bias: As many as columns that are read, or None.
-        activation: What is computed.
+        activation: What is computed; None for the values as they are.
 
     Returns:
         `[T, width]` fp32.
@@ -29,6 +29,8 @@ def act_ref(
     total = values[:, : parts * width].float()
     if bias is not None:
         total = total + bias.float()
+    if activation is None:
+        return total
     if activation == "swiglu":
         return silu(total[:, :width]) * total[:, width:]
     if activation == "quick_gelu":
