@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the parts of requests' lives, from the rows of bench_request.py alone.
+
+    python benchmarks/plot_request.py benchmarks/results/h200/request.csv \\
+        docs/figures/request.svg --vllm 0.33.0
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
+
+from bench_request import STAGES, WHOLE
+from plot import STYLE, say_where, write_svg
+from table import Row, newest, of_one_vllm, read
+from waterfall import CLASS_COLOURS, text_colour
+
+NAMES = (
+    "One request at a time, one token of answer. Medians of each part; the number at a "
+    "bar's end is the median of the whole."
+)
+COLOURS = dict(zip(STAGES, CLASS_COLOURS, strict=False))
+# Of a bar's length: what is shorter has no room for its number.
+_ROOM = 0.04
+
+
+def draw_request(rows: Sequence[Row]) -> Any:
+    """Draw a panel for each model and workload, a bar for each engine.
+
+    Args:
+        rows: Of one version of vLLM and one set of further arguments.
+    """
+    panels = list(dict.fromkeys((row["model"], row["workload"]) for row in rows))
+    figure, all_axes = plt.subplots(
+        len(panels),
+        1,
+        figsize=(9, 1.4 * len(panels) + 1),
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes, panel in zip(all_axes[:, 0], panels, strict=True):
+        mine = [row for row in rows if (row["model"], row["workload"]) == panel]
+        _bars(axes, mine)
+        axes.set_title(", ".join(panel), loc="left")
+    all_axes[-1, 0].set_xlabel("ms (lower is better)")
+    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+    say_where(figure, NAMES, rows)
+    return figure
+
+
+def _bars(axes: Any, rows: Sequence[Row]) -> None:
+    wholes = {_setup(row): row for row in rows if row["stage"] == WHOLE}
+    longest = max(float(row["p50_ms"]) for row in wholes.values())
+    for setup, whole in wholes.items():
+        begin = 0.0
+        for stage, colour in COLOURS.items():
+            found = (r for r in rows if _setup(r) == setup and r["stage"] == stage)
+            # Where parts overlap, nothing is left for the rest.
+            length = max(0.0, float(next(found)["p50_ms"]))
+            axes.barh(setup, length, left=begin, color=colour)
+            if length > _ROOM * longest:
+                middle = begin + length / 2
+                style = {"ha": "center", "va": "center", "fontsize": 7}
+                text = f"{length:.3g}"
+                axes.text(middle, setup, text, color=text_colour(colour), **style)
+            begin += length
+        end = begin + 0.01 * longest
+        text = f"{float(whole['p50_ms']):.3g}"
+        axes.text(end, setup, text, va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="x")
+
+
+def _setup(row: Row) -> str:
+    return f"{row['provider']}, {row['mode']}"
+
+
+def main() -> None:
+    """Draw the figure."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--vllm", help="rows of this version; needed if there are more")
+    parser.add_argument("--engine-args", default="", help="of engines with these")
+    args = parser.parse_args()
+    rows = of_one_vllm(read(args.source), args.vllm, args.source)
+    rows = [row for row in rows if row["engine_args"] == args.engine_args]
+    if not rows:
+        raise SystemExit(f"{args.source} has no rows with {args.engine_args!r}")
+    names = ("provider", "mode", "model", "workload", "stage")
+    rows = newest(rows, lambda row: tuple(row[name] for name in names))
+    with plt.rc_context(STYLE):
+        write_svg(draw_request(rows), args.target)
+    print(f"drew {args.target}")
+
+
+if __name__ == "__main__":
+    main()
