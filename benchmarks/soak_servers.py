@@ -53,7 +53,7 @@ def options(scales: Path, serve_args: str) -> list[str]:
     return [
         *_common_options(),
         # A small cache is full soon, so that memory that goes on growing is a leak.
-        *("--mm-processor-cache-gb", "1"),
+        *("--mm-processor-cache-gb", "0.5"),
         *("--mm-encoder-fp8-scale-save-path", str(scales)),
         *shlex.split(serve_args),
     ]

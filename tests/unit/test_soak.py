@@ -1,303 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak of servers: its requests, how it judges answers, and its checkpoint."""
+"""The soak of servers: their commands, scale files and memory, and the rows."""
 
 import asyncio
-import base64
-import io
-import json
+import dataclasses
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _benchmarks import BENCHMARKS, ENVIRONMENT
+from _soak import PATCH, Fake, asks
 from _vllm_serve import serve_arguments
-from aiohttp import web
-from aiohttp.test_utils import TestServer
-from PIL import Image, UnidentifiedImageError
 
 import bench_serve
+import common
+import plot_soak
 import prune
 import soak
 import soak_client
 import soak_inputs
+import soak_memory
 import soak_scales
 import soak_servers
-from setups import MAX_TOKENS
-from soak_client import MAX_DIFFERENCE, Client, Target
-from soak_inputs import BAD, KINDS, MAX_RATIO, Request, body, draw_request
+import table
+from soak_client import Target
+from soak_inputs import Request
 from soak_memory import MemoryLog, growth
 from soak_scales import Mischief, saved_layers
 from vllm_flashinfer_vit.fp8 import scale_files
 from vllm_flashinfer_vit.fp8.scale_files import QKV
 
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"
-PATCH = 16
-MANY = [draw_request(0, number, PATCH) for number in range(2000)]
-
-
-def asks(bad: str | None = None, **changes: Any) -> Request:
-    given = {
-        "seed": 0,
-        "number": 0,
-        "kind": "tiny",
-        "sizes": ((8, 8),),
-        "bad": bad,
-        "cancel_after_s": None,
-        "is_sampled": False,
-        "max_tokens": 1,
-    }
-    return Request(**{**given, **changes})
-
-
-def urls(request: Request) -> list[str]:
-    (message,) = json.loads(body(request, PATCH))["messages"]
-    *parts, question = message["content"]
-    assert question["type"] == "text"
-    return [part["image_url"]["url"] for part in parts]
-
-
-def opened(url: str) -> Image.Image:
-    image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
-    image.load()
-    return image
-
-
-class TestInputs:
-    def test_images_have_the_sizes_that_requests_name(self) -> None:
-        sizes = ((1, 200), (64, 31), (7, 7))
-        first, again, other = (
-            urls(asks(sizes=sizes, number=number)) for number in (1, 1, 2)
-        )
-        assert [opened(url).size[::-1] for url in first] == list(sizes)
-        assert first == again
-        assert not set(first) & set(other)
-
-    def test_every_kind_is_drawn_and_fits_the_model(self) -> None:
-        assert {request.kind for request in MANY} == set(KINDS)
-        assert {request.bad for request in MANY} == {None, *BAD}
-        counts = {len(request.sizes) for request in MANY}
-        assert counts >= set(range(1, soak_inputs.MAX_IMAGES + 1))
-        for request in MANY:
-            # Images below a unit are enlarged to one.
-            unit = soak_inputs.MERGE * PATCH
-            tokens = sum(
-                math.ceil(h / unit) * math.ceil(w / unit) for h, w in request.sizes
-            )
-            assert tokens < MAX_TOKENS - 500
-
-    def test_long_and_low_images_are_what_they_say(self) -> None:
-        strips = [r.sizes[0] for r in MANY if r.kind == "strip" and r.sizes]
-        assert {max(size) / min(size) for size in strips} == {MAX_RATIO}
-        assert {height > width for height, width in strips} == {True, False}
-        low = [r.sizes[0] for r in MANY if r.kind == "low" and r.sizes]
-        assert {min(size) for size in low} == {soak_inputs.MERGE * PATCH}
-        assert max(max(size) for size in low) > 300 * PATCH
-
-    def test_some_are_bad_and_some_are_given_up_but_no_sample_is(self) -> None:
-        shares = [
-            sum(r.bad is not None for r in MANY) / len(MANY),
-            sum(r.cancel_after_s is not None for r in MANY) / len(MANY),
-        ]
-        assert shares == pytest.approx([0.1, 0.1], abs=0.02)
-        samples = [r for r in MANY if r.is_sampled]
-        assert len(samples) == 50
-        assert all(r.bad is None and r.cancel_after_s is None for r in samples)
-        assert any(max(max(r.sizes)) > 50 * PATCH for r in samples)
-        document = json.loads(body(samples[0], PATCH))
-        assert (document["logprobs"], document["top_logprobs"]) == (True, 20)
-
-    @pytest.mark.parametrize("bad", ["truncated", "no image", "empty"])
-    def test_bad_images_cannot_be_read(self, bad: str) -> None:
-        for number in range(50):
-            good, url = urls(asks(bad, number=number))
-            assert opened(good).size == (8, 8)
-            with pytest.raises((UnidentifiedImageError, OSError)):
-                opened(url)
-
-    def test_other_bad_requests_are_bad_for_another_reason(self) -> None:
-        for number in range(50):
-            _, url = urls(asks("too long", number=number))
-            long, short = sorted(opened(url).size, reverse=True)
-            assert long / short > MAX_RATIO
-        assert urls(asks("unknown scheme"))[1].startswith("gopher:")
-        assert len(urls(asks("too many", sizes=()))) == soak_inputs.MAX_IMAGES + 1
-
-
-Answer = Callable[[dict[str, Any]], web.Response]
-
-
-def answer(off: float = 0.0, shared: int = 20) -> web.Response:
-    """What vLLM answers, with log-probabilities that are `off`."""
-    names = [f"token_id:{i if i < shared else 100 + i}" for i in range(20)]
-    top = [{"token": name, "logprob": -1.0 - i} for i, name in enumerate(names)]
-    top[3]["logprob"] += off
-    choice = {"finish_reason": "length", "logprobs": {"content": [{}]}}
-    choice["logprobs"]["content"][0]["top_logprobs"] = top
-    return web.json_response({"choices": [choice], "usage": {"completion_tokens": 1}})
-
-
-def refusal(status: int = 400) -> web.Response:
-    return web.json_response({"error": {"message": "no"}}, status=status)
-
-
-class Fake:
-    """A server that answers as it is told, and notes who went away."""
-
-    def __init__(self, answers: Callable[[], Any] = answer, busy: int = 0) -> None:
-        self.answers, self.busy = answers, busy
-        self.asked = self.left = 0
-
-    async def start(self) -> str:
-        app = web.Application(client_max_size=2**30)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_get("/metrics", self._metrics)
-        self._server = TestServer(app)
-        await self._server.start_server()
-        return str(self._server.make_url("/")).rstrip("/")
-
-    async def stop(self) -> None:
-        await self._server.close()
-
-    async def _chat(self, request: web.Request) -> web.Response:
-        self.asked += 1
-        await request.read()
-        try:
-            found = self.answers()
-            return await found if asyncio.iscoroutine(found) else found
-        except asyncio.CancelledError:
-            self.left += 1
-            raise
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        label = '{engine="0",model_name="model"}'
-        text = f"vllm:num_requests_running{label} {self.busy}.0\n"
-        return web.Response(text=text + f"vllm:num_requests_waiting{label} 0.0\n")
-
-
-async def hang() -> None:
-    await asyncio.sleep(60)
-
-
-async def crash() -> None:
-    raise web.HTTPInternalServerError(text="Traceback")
-
-
-def asked(
-    requests: list[Request], server: Fake, judge: Fake | None = None
-) -> soak_client.Tally:
-    judge = judge or Fake()
-
-    async def run() -> soak_client.Tally:
-        addresses = [await fake.start() for fake in (server, judge)]
-        with ThreadPoolExecutor(1) as drawing:
-            async with soak_client.new_session() as session:
-                target = Target(addresses[:1], addresses[1], PATCH)
-                client = Client(session, target, drawing)
-                await client.send(iter(requests), 4, lambda: False)
-                await asyncio.sleep(0.1)
-        await server.stop()
-        await judge.stop()
-        return client.tally
-
-    return asyncio.run(run())
-
-
-class TestClient:
-    def test_answers_and_refusals_are_counted(self) -> None:
-        tally = asked([asks()] * 3, Fake())
-        assert (tally.sent, tally.answered, tally.faults) == (3, 3, [])
-        tally = asked([asks("empty")] * 2, Fake(refusal))
-        assert (tally.sent, tally.refused, tally.faults) == (2, 2, [])
-
-    @pytest.mark.parametrize(
-        ("request_", "answers", "said"),
-        [
-            (asks(), refusal, "status 400"),
-            (asks(), crash, "status 500"),
-            (asks(), lambda: web.json_response({"usage": None}), "status 200"),
-            (asks("empty"), answer, "status 200"),
-            (asks("empty"), lambda: refusal(500), "status 500"),
-            (asks("empty"), lambda: web.Response(status=400), "status 400"),
-        ],
-    )
-    def test_everything_else_is_a_fault(self, request_, answers, said) -> None:
-        tally = asked([request_], Fake(answers))
-        assert (tally.answered, tally.refused) == (0, 0)
-        (line,) = tally.faults
-        assert said in line and "request 0 (tiny 8x8" in line
-
-    def test_a_server_that_hangs_or_drops_is_a_fault(self, monkeypatch) -> None:
-        monkeypatch.setattr(soak_client, "ANSWER_S", 0.3)
-        (line,) = asked([asks()], Fake(hang)).faults
-        assert "no answer in" in line
-
-        async def lost() -> soak_client.Tally:
-            async with soak_client.new_session() as session:
-                with ThreadPoolExecutor(1) as drawing:
-                    # A port that nobody listens on.
-                    target = Target(["http://127.0.0.1:9"], "", PATCH)
-                    client = Client(session, target, drawing)
-                    await client.send(iter([asks()] * 500), 4, lambda: False)
-            return client.tally
-
-        tally = asyncio.run(lost())
-        assert all("ClientConnectorError" in line for line in tally.faults)
-        # It is not asked for ever.
-        assert tally.sent < 60
-
-    def test_who_goes_away_is_gone_for_the_server(self) -> None:
-        server = Fake(hang)
-        tally = asked([asks(cancel_after_s=0.2)] * 5, server)
-        assert (tally.cancelled, tally.faults) == (5, [])
-        assert (server.asked, server.left) == (5, 5)
-        # It was quicker.
-        tally = asked([asks(cancel_after_s=20.0)], Fake())
-        assert (tally.cancelled, tally.answered) == (0, 1)
-
-    def test_sampled_answers_are_compared_with_the_judges(self) -> None:
-        sample = [asks(is_sampled=True, number=number) for number in range(3)]
-        tally = asked(sample, Fake(lambda: answer(0.125)), Fake())
-        assert tally.differences == pytest.approx([0.125] * 3)
-        assert (tally.wrong, tally.faults, len(tally.others)) == (0, [], 2)
-        far = asked(sample, Fake(lambda: answer(2 * MAX_DIFFERENCE)), Fake())
-        assert far.wrong == 3 and far.noticed == 1.0
-        foreign = asked(sample, Fake(lambda: answer(shared=9)), Fake())
-        assert foreign.differences == [math.inf] * 3
-        assert (foreign.wrong, foreign.answered) == (3, 3)
-
-    def test_a_judge_that_fails_is_a_fault(self) -> None:
-        sample = [asks(is_sampled=True)]
-        assert "status 500" in asked(sample, Fake(), Fake(crash)).faults[0]
-        bare = Fake(lambda: web.json_response({"usage": {"completion_tokens": 1}}))
-        assert "no log-probabilities" in asked(sample, bare).faults[0]
-
-    @pytest.mark.parametrize(
-        ("server", "said"),
-        [
-            (Fake(), None),
-            (Fake(busy=1), "still busy"),
-            (Fake(crash), "status 500 at the end"),
-        ],
-    )
-    def test_what_is_left_at_the_end(self, server, said, monkeypatch) -> None:
-        monkeypatch.setattr(soak_client, "IDLE_S", 0.2)
-
-        async def run() -> str | None:
-            address = await server.start()
-            async with soak_client.new_session() as session:
-                found = await soak_client.left_over(session, address)
-            await server.stop()
-            return found
-
-        found = asyncio.run(run())
-        assert found is None if said is None else said in str(found)
 
 
 @pytest.fixture
@@ -456,3 +194,37 @@ def test_a_soak_of_servers_that_answer_as_they_should(
     (series,) = soak.memory_rows(memory)
     assert len(series["done"].split()) == len(series["rss_mib"].split()) >= 1
     assert set(row) < set(soak.COLUMNS) and set(series) < set(soak.MEMORY_COLUMNS)
+
+
+def memory_row(server: str, **changes: object) -> dict[str, object]:
+    measured = soak_memory.Series([0, 50, 99], [2048, 3072, 3072], [900, 900, 900])
+    log = MemoryLog({server: os.getpid()}, lambda: ({}, 0))
+    log.series[server] = measured
+    (row,) = soak.memory_rows(log)
+    what = {"bench": "soak_memory", "provider": "plugin-fp8", "mode": "graph"}
+    what |= {"model": MODEL, "seed": 0, "requests": 99, "serve_args": ""}
+    return {**what, **row, **dataclasses.asdict(ENVIRONMENT), **changes}
+
+
+def test_memory_is_drawn_from_its_rows(tmp_path: Path, monkeypatch) -> None:
+    log = common.CsvLog(tmp_path / "soak_memory.csv", soak.MEMORY_COLUMNS)
+    for server in ("1", "2", "1"):
+        log.add(memory_row(server))
+    kept = prune.newest_rows(table.read(log.path))
+    assert [row["server"] for row in kept] == ["2", "1"]
+    target = tmp_path / "soak.svg"
+    monkeypatch.setattr(sys, "argv", ["plot_soak.py", str(log.path), str(target)])
+    plot_soak.main()
+    text = target.read_text()
+    assert "plugin-fp8, server 2" in text and "host memory, GiB" in text
+
+
+def test_commands_are_printed_without_a_gpu() -> None:
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "soak.py", "--print", "--models", MODEL],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("vllm serve")]
+    assert len(lines) == 3
