@@ -7,10 +7,13 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from _benchmarks import BENCHMARKS, ENVIRONMENT
@@ -194,6 +197,71 @@ def test_a_soak_of_servers_that_answer_as_they_should(
     (series,) = soak.memory_rows(memory)
     assert len(series["done"].split()) == len(series["rss_mib"].split()) >= 1
     assert set(row) < set(soak.COLUMNS) and set(series) < set(soak.MEMORY_COLUMNS)
+
+
+@pytest.fixture
+def fakes() -> Iterator[tuple[list[Fake], list[str]]]:
+    """Two servers and a judge that answer from a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    servers = [Fake(), Fake(), Fake()]
+    starts = [asyncio.run_coroutine_threadsafe(fake.start(), loop) for fake in servers]
+    yield servers, [start.result(10) for start in starts]
+    for fake in servers:
+        asyncio.run_coroutine_threadsafe(fake.stop(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+def test_a_models_soak_ends_with_its_rows(
+    crashed: bool, fakes, scales: Path, running, tmp_path: Path, monkeypatch
+) -> None:
+    servers, urls = fakes
+    held = [
+        SimpleNamespace(
+            url=url,
+            pid=running.pid,
+            port=port,
+            has_ended=crashed and port == 8301,
+            log=lambda: "JIT compilation during inference: _early. This",
+        )
+        for port, url in enumerate(urls, 8300)
+    ]
+
+    @contextmanager
+    def serving(*given: object) -> Iterator[list[SimpleNamespace]]:
+        yield held
+
+    # Once; a process that starts grows.
+    monkeypatch.setattr(soak, "SAMPLE_S", 60.0)
+    monkeypatch.setattr(soak, "write_checkpoint", lambda *given: None)
+    monkeypatch.setattr(soak, "scale_file", lambda checkpoint: scales)
+    monkeypatch.setattr(soak, "serving", serving)
+    monkeypatch.setattr(
+        soak, "draw_request", lambda seed, i, patch: asks(number=i, is_sampled=i < 2)
+    )
+    monkeypatch.setattr(soak_memory.MemoryLog.__init__, "__defaults__", (no_gpu,))
+    args = soak.parse_args(["--requests", "30"])
+    logs = {
+        "soak": common.CsvLog(tmp_path / "soak.csv", soak.COLUMNS),
+        "memory": common.CsvLog(tmp_path / "memory.csv", soak.MEMORY_COLUMNS),
+    }
+    failures = common.Failures()
+    soak.soak_model(MODEL, args, logs, failures, ENVIRONMENT)
+    (row,) = table.read(logs["soak"].path)
+    assert (row["sent"], row["answered"], row["sampled"]) == ("30", "30", "2")
+    # What the log said before does not count.
+    assert row["built_after_start"] == "0"
+    assert [r["server"] for r in table.read(logs["memory"].path)] == ["1", "2"]
+    expected = [f"{MODEL}: the server on 8301 has ended"] if crashed else []
+    assert failures.lines == expected
+    assert row["faults"] == str(len(expected))
+
+
+def no_gpu() -> tuple[dict[int, int], int]:
+    return {}, 0
 
 
 def memory_row(server: str, **changes: object) -> dict[str, object]:
