@@ -22,26 +22,12 @@ from dataclasses import dataclass
 
 import torch
 
-from common import (
-    DTYPES,
-    FP8_GATE,
-    GATES,
-    Clock,
-    CsvLog,
-    Environment,
-    Failures,
-    Run,
-    attention_flops,
-    attention_fp32,
-    check_error,
-    device,
-    layer_plan,
-    print_row,
-    relative_error,
-    result_row,
-    results_path,
-    take_turns,
-)
+from correctness import FP8_GATE, GATES, attention_fp32, check_error, relative_error
+from csv_log import DTYPES, CsvLog, attention_flops, print_row, result_row, results_path
+from environment import Environment, device
+from failures import Failures
+from op_providers import layer_plan
+from timing import Clock, Run, take_turns
 from vllm_flashinfer_vit.choices.clock import capture
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS
 

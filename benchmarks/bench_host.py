@@ -30,19 +30,12 @@ import torch
 import bench_encoder
 from bench_attention import make_problem
 from bench_encoder import Bench, Grids, Remote
-from common import (
-    DTYPES,
-    CsvLog,
-    Environment,
-    Failures,
-    device,
-    host_ms,
-    print_row,
-    result_row,
-    results_path,
-)
+from csv_log import DTYPES, CsvLog, print_row, result_row, results_path
+from environment import Environment, device
+from failures import Failures
 from host_layers import DTYPE, build_layers, provider_names, ready_calls, serves
 from host_load import load_text, watched_load
+from timing import host_ms
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import resolve_spec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower

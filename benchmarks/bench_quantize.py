@@ -24,21 +24,11 @@ from bench_attention import (
     rotate_fp32,
     stock_rotary,
 )
-from common import (
-    COLUMNS,
-    DTYPES,
-    Clock,
-    CsvLog,
-    Environment,
-    Failures,
-    Run,
-    check_error,
-    device,
-    relative_error,
-    result_row,
-    results_path,
-    take_turns,
-)
+from correctness import check_error, relative_error
+from csv_log import COLUMNS, DTYPES, CsvLog, result_row, results_path
+from environment import Environment, device
+from failures import Failures
+from timing import Clock, Run, take_turns
 from vllm_flashinfer_vit.choices.clock import capture
 from vllm_flashinfer_vit.kernels.quantize_ref import column_order
 

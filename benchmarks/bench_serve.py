@@ -35,8 +35,10 @@ from typing import Any
 import torch
 
 from bench_encoder import MODELS, Contender
-from common import ENVIRONMENT_COLUMNS, CsvLog, Environment, Failures, results_path
+from csv_log import CsvLog, results_path
 from engines import ENTRY_POINT, compiles_blocks
+from environment import ENVIRONMENT_COLUMNS, Environment
+from failures import Failures
 from make_checkpoint import make_checkpoint
 from serve_inputs import WORKLOADS, image_tokens, write_requests
 from vllm_flashinfer_vit.choices.clock import order_of_turn

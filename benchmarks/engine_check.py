@@ -26,14 +26,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import (
-    ENVIRONMENT_COLUMNS,
-    CsvLog,
-    Environment,
-    Failures,
-    relative_error,
-    results_path,
-)
+from correctness import relative_error
+from csv_log import CsvLog, results_path
 from engines import (
     BACKENDS,
     ENTRY_POINT,
@@ -44,6 +38,8 @@ from engines import (
     random_pixels,
     start,
 )
+from environment import ENVIRONMENT_COLUMNS, Environment
+from failures import Failures
 
 # Engine arguments by configuration.
 CONFIGS: dict[str, dict[str, Any]] = {

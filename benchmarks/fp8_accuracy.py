@@ -27,18 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common import (
-    ENVIRONMENT_COLUMNS,
-    ROOT,
-    CsvLog,
-    Environment,
-    Failures,
-    attention_fp32,
-    device,
-    layer_plan,
-    relative_error,
-    results_path,
-)
+from correctness import attention_fp32, relative_error
+from csv_log import CsvLog, results_path
+from environment import ENVIRONMENT_COLUMNS, ROOT, Environment, device
+from failures import Failures
+from op_providers import layer_plan
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX
 
 # What vLLM looks back on, for upstream's method and the dynamic one alike.

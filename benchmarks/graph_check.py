@@ -45,16 +45,11 @@ from unittest import mock
 import torch
 from packaging.version import Version
 
-from common import (
-    ENVIRONMENT_COLUMNS,
-    CsvLog,
-    Environment,
-    Failures,
-    percentiles,
-    relative_error,
-    results_path,
-)
+from correctness import relative_error
+from csv_log import CsvLog, percentiles, results_path
 from engines import BACKENDS, MODELS, Job, fill_tower, random_pixels, start
+from environment import ENVIRONMENT_COLUMNS, Environment
+from failures import Failures
 from vllm_flashinfer_vit.machine.versions import ENV_V2_RUNNER, runner_note
 
 # Engine arguments by name; `limits` are what vLLM's documentation shows.

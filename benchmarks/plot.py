@@ -29,7 +29,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from common import COLUMNS
+from csv_log import COLUMNS
 from table import of_one_vllm
 from waterfall import CLASS_COLOURS, text_colour
 

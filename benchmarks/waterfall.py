@@ -19,14 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench_encoder import CASES, MODELS, SMOKE_CASES, Contender, Remote
-from common import (
-    ENVIRONMENT_COLUMNS,
-    CsvLog,
-    Environment,
-    Failures,
-    device,
-    results_path,
-)
+from csv_log import CsvLog, results_path
+from environment import ENVIRONMENT_COLUMNS, Environment, device
+from failures import Failures
 from table import of_one_vllm
 
 # The first that is found in a kernel's name decides.

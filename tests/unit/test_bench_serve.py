@@ -17,10 +17,11 @@ from _vllm_serve import serve_arguments
 from PIL import Image
 
 import bench_serve
-import common
 import serve_inputs
 import table
 from bench_serve import SETUPS, Samples, Server, Setup
+from csv_log import CsvLog
+from failures import Failures
 from serve_inputs import WORKLOADS, Workload, image_tokens, write_requests
 
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"
@@ -183,8 +184,8 @@ def test_requests_are_sent_by_vllm(
     args = bench_serve.parse_args(
         ["--workloads", "photograph", "--concurrency", "2", "--requests", "5"]
     )
-    log = common.CsvLog(tmp_path / "serve.csv", bench_serve.COLUMNS)
-    failures = common.Failures()
+    log = CsvLog(tmp_path / "serve.csv", bench_serve.COLUMNS)
+    failures = Failures()
     server = started("import time; time.sleep(600)", tmp_path, answering)
     bench_serve.measure([server], tmp_path, MODEL, args, log, failures, ENVIRONMENT)
     server.stop()

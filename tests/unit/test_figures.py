@@ -6,10 +6,11 @@ import dataclasses
 import pytest
 from _benchmarks import ENVIRONMENT, make_row
 
-import common
 import prune
 import table
 import waterfall
+from csv_log import CsvLog
+from environment import ENVIRONMENT_COLUMNS
 
 
 def test_best_of_all_modes():
@@ -219,7 +220,7 @@ def plot():
 @pytest.mark.parametrize("kind", ["encoder", "attention"])
 def test_figure_from_a_csv(plot, tmp_path, kind):
     source, target = tmp_path / "rows.csv", tmp_path / "figures" / "a.svg"
-    log = common.CsvLog(source)
+    log = CsvLog(source)
     # 1x256 of the plugin is missing: a provider that cannot run leaves a gap.
     for provider, case in [
         ("stock-flash_attn", "1x256"),
@@ -249,7 +250,7 @@ def test_equal_times_are_equal_speeds(plot):
 def test_waterfall_from_a_csv(plot, tmp_path):
     source, target = tmp_path / "rows.csv", tmp_path / "figures" / "a.svg"
     columns = (*waterfall.COLUMNS, *waterfall.ENVIRONMENT_COLUMNS)
-    log = common.CsvLog(source, columns)
+    log = CsvLog(source, columns)
     with pytest.raises(table.NoRowsError, match="measure"):
         waterfall.draw(source, target)
     for provider, name, time_ms in [
@@ -295,7 +296,7 @@ def host_rows(*, tower_case="1x256", steps=("norm", "qkv", "attention")):
 
 
 def write_rows(path, rows):
-    log = common.CsvLog(path)
+    log = CsvLog(path)
     for row in rows:
         log.add(row)
     return path
@@ -349,7 +350,7 @@ def test_host_table_is_of_one_bench(tmp_path):
 
 def test_the_last_of_repeated_rows_is_drawn(plot, tmp_path):
     path = tmp_path / "rows.csv"
-    log = common.CsvLog(path)
+    log = CsvLog(path)
     log.add(make_row(samples_ms=[1.0]))
     log.add(make_row(samples_ms=[3.0]))
     (row,) = plot.read_rows(path)
@@ -361,7 +362,7 @@ def test_other_files_are_not_drawn(plot, tmp_path):
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="columns"):
         plot.read_rows(path)
-    common.CsvLog(tmp_path / "empty.csv")
+    CsvLog(tmp_path / "empty.csv")
     with pytest.raises(table.NoRowsError, match="measure"):
         plot.read_rows(tmp_path / "empty.csv")
 
@@ -381,7 +382,7 @@ def test_rows_of_two_commits_are_not_compared():
 
 def test_tables_are_of_one_vllm(tmp_path):
     path = tmp_path / "encoder.csv"
-    log = common.CsvLog(path)
+    log = CsvLog(path)
     log.add(make_row())
     log.add({**make_row(samples_ms=[1.0]), "vllm": "0.33.0"})
     with pytest.raises(SystemExit, match="--vllm"):
@@ -393,7 +394,7 @@ def test_tables_are_of_one_vllm(tmp_path):
 
 def test_figures_are_of_one_vllm(plot, tmp_path):
     source, target = tmp_path / "rows.csv", tmp_path / "a.svg"
-    log = common.CsvLog(source)
+    log = CsvLog(source)
     log.add(make_row())
     log.add({**make_row(), "vllm": "0.33.0", "quack": "0.6.5"})
     with pytest.raises(SystemExit, match="--vllm"):
@@ -401,9 +402,9 @@ def test_figures_are_of_one_vllm(plot, tmp_path):
     plot.draw("encoder", source, target, None, vllm="0.25.1")
     assert "vLLM 0.25.1" in (svg := target.read_text())
     assert "QuACK 0.5.0" in svg and "0.33.0" not in svg
-    columns = (*waterfall.COLUMNS, *common.ENVIRONMENT_COLUMNS)
+    columns = (*waterfall.COLUMNS, *ENVIRONMENT_COLUMNS)
     values = {**make_row(), "blocks": "eager", "class": "GEMM", "ms": 1, "kernels": 1}
-    log = common.CsvLog(tmp_path / "waterfall.csv", columns)
+    log = CsvLog(tmp_path / "waterfall.csv", columns)
     for vllm in ("0.25.1", "0.33.0"):
         log.add({name: {**values, "vllm": vllm}[name] for name in columns})
     with pytest.raises(SystemExit, match="--vllm"):
@@ -472,7 +473,7 @@ def test_each_contender_has_one_colour_of_its_own(plot):
 
 def test_a_contender_keeps_its_colour_in_any_company(plot, tmp_path):
     source = tmp_path / "rows.csv"
-    log = common.CsvLog(source)
+    log = CsvLog(source)
     for provider in ("stock-flash_attn", "stock-flashinfer", "plugin"):
         log.add(make_row(provider=provider))
     for kind in ("encoder", "attention"):

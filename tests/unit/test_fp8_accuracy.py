@@ -12,8 +12,9 @@ pytest.importorskip("vllm")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import common  # noqa: E402
 import fp8_accuracy  # noqa: E402
+from csv_log import CsvLog  # noqa: E402
+from environment import Environment  # noqa: E402
 from fp8_accuracy import INPUTS, QKV, Size, draw  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 SMALL = Size(tokens=160, heads=2, grid=16, depth=1)
-ENVIRONMENT = {name: "x" for name in common.Environment.__dataclass_fields__}
+ENVIRONMENT = {name: "x" for name in Environment.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -87,7 +88,7 @@ def test_every_method_is_measured(skewed):
 
 def test_the_page_follows_from_the_file(skewed, tmp_path):
     path = tmp_path / "rows.csv"
-    log = common.CsvLog(path, fp8_accuracy.COLUMNS)
+    log = CsvLog(path, fp8_accuracy.COLUMNS)
     outliers = [{**row, "input": "outliers"} for row in skewed]
     for row in (*skewed, *outliers, *outliers):
         log.add(row)

@@ -12,9 +12,9 @@ import torch
 import vllm
 from _benchmarks import BENCHMARKS  # noqa: F401, it puts the benchmarks on the path
 
-import common
 import engine_check
 import graph_check
+from csv_log import CsvLog
 from simulated_graphs import build_manager, capture, simulated_graphs
 
 
@@ -176,7 +176,7 @@ def test_vllm_knows_the_arguments_of_engines() -> None:
 def test_finished_engines_are_not_started_again(tmp_path: Path) -> None:
     path = tmp_path / "graphs.csv"
     job = graph_check.Job("Qwen/Qwen3-VL-8B-Instruct", "limits", "plugin")
-    log = common.CsvLog(path, graph_check.COLUMNS)
+    log = CsvLog(path, graph_check.COLUMNS)
     row = dict.fromkeys(graph_check.COLUMNS, "")
     row |= {"commit": "abc", "model": job.model, "config": job.config}
     log.add({**row, "provider": job.provider, "case": "image 16x16"})
