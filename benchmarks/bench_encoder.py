@@ -35,12 +35,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from block_stacks import STACKS, StackTower, build_stack
+from chosen_rows import QUANTIZED
 from correctness import check_error, relative_error
 from csv_log import DTYPES, CsvLog, attention_flops, print_row, result_row, results_path
 from environment import Environment, device
 from failures import Failures
 from host_load import load_text, watched_load
-from table import QUANTIZED
 from timing import Clock, Run, host_ms, is_host, is_replay, rounds_within
 from vllm_flashinfer_vit.choices.clock import capture, order_of_turn
 

@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 
 from bench_encoder import CASES, MODELS, SMOKE_CASES, Grids
+from chosen_rows import of_one_vllm
 from csv_log import DTYPES, CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS, Environment, device
 from failures import Failures
-from table import of_one_vllm
 from timing import is_replay
 
 # The only imports of the package: an older commit may have them elsewhere.

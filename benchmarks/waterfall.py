@@ -19,10 +19,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench_encoder import CASES, MODELS, SMOKE_CASES, Contender, Remote
+from chosen_rows import of_one_vllm
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment, device
 from failures import Failures
-from table import of_one_vllm
 
 # The first that is found in a kernel's name decides.
 CLASSES: Mapping[str, re.Pattern[str]] = {
