@@ -18,11 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from bench_encoder import CASES, MODELS, SMOKE_CASES, Contender, Remote
 from chosen_rows import of_one_vllm
+from contenders import Contender
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment, device
 from failures import Failures
+from tower_cases import CASES, MODELS, SMOKE_CASES
+from tower_worker import Remote
 
 # The first that is found in a kernel's name decides.
 CLASSES: Mapping[str, re.Pattern[str]] = {

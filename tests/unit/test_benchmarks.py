@@ -18,12 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bench_attention
-import bench_encoder
 import bench_host
+import contenders
 import engine_check
 import engines
 import host_load
 import timing
+import tower_bench
+import tower_cases
+import tower_worker
 from correctness import (
     FP8_GATE,
     GATES,
@@ -62,7 +65,7 @@ def test_columns_are_the_published_ones():
     ],
 )
 def test_encoder_cases_hold_the_stated_patches(case, patches):
-    grids = bench_encoder.CASES[case]
+    grids = tower_cases.CASES[case]
     assert sum(math.prod(grid) for grid in grids) == patches
     assert all(h % 2 == w % 2 == 0 for _, h, w in grids)
     frames = [h * w for t, h, w in grids for _ in range(t)]
@@ -70,10 +73,10 @@ def test_encoder_cases_hold_the_stated_patches(case, patches):
 
 
 def test_encoder_cases_are_complete():
-    assert len(bench_encoder.CASES) == 11
-    assert len(bench_encoder.CASES["mixed"]) == 6
+    assert len(tower_cases.CASES) == 11
+    assert len(tower_cases.CASES["mixed"]) == 6
     assert set(bench_attention.CASES) == {
-        *bench_encoder.CASES,
+        *tower_cases.CASES,
         "win64x256",
         "win64x1024",
     }
@@ -269,7 +272,7 @@ def test_processes_take_turns():
             asked.append(self.name)
             return [1.0] * count
 
-    bench = bench_encoder.Bench(None, None, None, ["graph"], [], "bf16", 0.0)
+    bench = tower_bench.Bench(None, None, None, ["graph"], [], "bf16", 0.0)
     remotes = [Remote(name) for name in "abc"]
     samples = bench._take_turns(remotes, "graph")
     assert [len(samples[remote]) for remote in remotes] == [6, 6, 6]
@@ -283,7 +286,7 @@ def test_rounds_follow_the_budget_within_bounds():
 
 
 def test_stock_runs_without_plugins_and_forced_kernels_by_setting():
-    of = bench_encoder.Contender.of
+    of = contenders.Contender.of
     stock = of("stock-flashinfer", "bf16")
     assert (stock.backend, stock.is_stock) == ("FLASHINFER", True)
     assert stock.environment == {"VLLM_PLUGINS": ""}
@@ -316,7 +319,7 @@ def test_stock_runs_without_plugins_and_forced_kernels_by_setting():
 
 
 def test_stock_runs_the_flash_attention_that_is_asked_for():
-    of = bench_encoder.Contender.of
+    of = contenders.Contender.of
     for name, version in (("stock-flash_attn", None), ("stock-flash_attn4", 4)):
         contender = of(name, "bf16", "compiled")
         assert (contender.backend, contender.flash_attn_version) == (
@@ -334,10 +337,10 @@ def test_flash_attention_4_is_measured_where_vllm_can_run_it(monkeypatch, is_sup
     monkeypatch.setattr(
         fa_utils, "is_fa_version_supported", lambda version: is_supported
     )
-    found = bench_encoder.default_providers(on_gpu=True)
+    found = contenders.default_providers(on_gpu=True)
     assert ("stock-flash_attn4" in found) is is_supported
     assert {"stock-flash_attn", "stock-flashinfer", "plugin"} <= set(found)
-    assert bench_encoder.default_providers(on_gpu=False) == (
+    assert contenders.default_providers(on_gpu=False) == (
         "stock-torch_sdpa",
         "plugin",
     )
@@ -375,7 +378,7 @@ def test_engines_fill_quantised_layers_alike():
 
 
 def test_a_contender_is_what_its_name_says():
-    of, check = bench_encoder.Contender.of, bench_encoder.check_promises
+    of, check = contenders.Contender.of, contenders.check_promises
     compiled, eager = (SimpleNamespace(do_not_compile=flag) for flag in (False, True))
     layer = SimpleNamespace(_fa_version=4)
     check(of("stock-flash_attn4", "bf16"), layer, [eager])
@@ -400,29 +403,29 @@ def test_a_contender_is_what_its_name_says():
 
 
 def test_modes_name_how_the_blocks_run():
-    blocks = [bench_encoder._blocks(mode) for mode in bench_encoder.MODES]
-    assert list(dict.fromkeys(blocks)) == list(bench_encoder.BLOCKS)
-    assert blocks == [name for name in bench_encoder.BLOCKS for _ in range(2)]
+    blocks = [contenders.blocks_of(mode) for mode in contenders.MODES]
+    assert list(dict.fromkeys(blocks)) == list(contenders.BLOCKS)
+    assert blocks == [name for name in contenders.BLOCKS for _ in range(2)]
 
 
 def test_host_modes_run_the_same_blocks_as_others():
     blocks = [
-        bench_encoder._blocks(mode) for mode in ("host", "fused_host", "compiled_host")
+        contenders.blocks_of(mode) for mode in ("host", "fused_host", "compiled_host")
     ]
-    assert blocks == list(bench_encoder.BLOCKS)
+    assert blocks == list(contenders.BLOCKS)
 
 
 def test_only_stock_runs_in_modes_of_its_own():
-    bench = bench_encoder.Bench(
+    bench = tower_bench.Bench(
         None, None, None, ["graph"], ["fused_graph", "compiled"], "bf16", 1.0
     )
 
     def modes(provider):
         return [
             mode
-            for blocks in bench_encoder.BLOCKS
-            for mode in bench_encoder.MODES
-            if bench.runs(bench_encoder.Contender.of(provider, "bf16", blocks), mode)
+            for blocks in contenders.BLOCKS
+            for mode in contenders.MODES
+            if bench.runs(contenders.Contender.of(provider, "bf16", blocks), mode)
         ]
 
     assert modes("stock-flash_attn") == ["graph", "fused_graph", "compiled"]
@@ -450,7 +453,7 @@ def test_host_time_ends_when_the_last_call_returns(monkeypatch):
 
 
 def test_a_towers_host_time_is_over_its_blocks(monkeypatch):
-    monkeypatch.setattr(bench_encoder, "host_ms", lambda run: run())
+    monkeypatch.setattr(tower_worker, "host_ms", lambda run: run())
     calls = []
 
     def run():
@@ -462,13 +465,13 @@ def test_a_towers_host_time_is_over_its_blocks(monkeypatch):
         tower=SimpleNamespace(spec=SimpleNamespace(depth=27)),
     )
     for mode in worker._runs:
-        assert bench_encoder.Worker.sample(worker, mode, 2, True) == [3.0, 3.0]
+        assert tower_worker.Worker.sample(worker, mode, 2, True) == [3.0, 3.0]
     assert len(calls) == 6
 
 
 def test_a_tower_of_host_rows_counts_no_operations(tmp_path):
     class Remote:
-        contender = bench_encoder.Contender.of("plugin", "bf16")
+        contender = contenders.Contender.of("plugin", "bf16")
 
         def call(self, method, *arguments):
             if method == "sample":
@@ -476,10 +479,10 @@ def test_a_tower_of_host_rows_counts_no_operations(tmp_path):
             return {"load": "", "check": 0.01}[method]
 
     log = CsvLog(tmp_path / "host.csv")
-    bench = bench_encoder.Bench(
+    bench = tower_bench.Bench(
         log, ENVIRONMENT, Failures(), ["host"], [], "bf16", 0.0, "tower_host"
     )
-    grids = bench_encoder.CASES["1x256"]
+    grids = tower_cases.CASES["1x256"]
     bench._run_case("a model", "1x256", grids, [Remote()], "", 1e12, 80)
     with log.path.open(newline="") as file:
         (row,) = csv.DictReader(file)
@@ -496,9 +499,9 @@ def test_metadata_of_a_known_batch_comes_first_and_is_not_timed(monkeypatch):
         call()
         return float(len(prepared))
 
-    monkeypatch.setattr(bench_encoder, "host_ms", host_ms)
+    monkeypatch.setattr(tower_worker, "host_ms", host_ms)
     batches = [((1, 4, 6),), ((2, 4, 4),) * 2]
-    times = bench_encoder.Worker.metadata_ms(worker, ((1, 8, 8),), batches)
+    times = tower_worker.Worker.metadata_ms(worker, ((1, 8, 8),), batches)
     assert times == [2.0, 3.0]
     assert prepared == [[[1, 8, 8]], [[1, 4, 6]], [[2, 4, 4], [2, 4, 4]]]
 
@@ -520,7 +523,7 @@ def test_sizes_of_cold_metadata_are_new():
 def test_metadata_is_cold_once_and_warm_again_and_again(tmp_path):
     class Remote:
         def __init__(self, provider):
-            self.contender = bench_encoder.Contender.of(provider, "bf16")
+            self.contender = contenders.Contender.of(provider, "bf16")
             self.seen = []
 
         def call(self, method, known, batches):
@@ -632,7 +635,7 @@ def test_environment_of_a_process_does_not_stay(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "mine")
     monkeypatch.delenv("VLLM_FLASHINFER_VIT_KERNEL", raising=False)
     wanted = {"VLLM_PLUGINS": "", "VLLM_FLASHINFER_VIT_KERNEL": "cudnn"}
-    with bench_encoder._environment(wanted):
+    with tower_worker._environment(wanted):
         assert {name: os.environ[name] for name in wanted} == wanted
     assert os.environ["VLLM_PLUGINS"] == "mine"
     assert "VLLM_FLASHINFER_VIT_KERNEL" not in os.environ
