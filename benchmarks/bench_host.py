@@ -28,12 +28,12 @@ from typing import Any
 import torch
 
 import tower_cases
-from bench_attention import make_problem
 from csv_log import DTYPES, CsvLog, print_row, result_row, results_path
 from environment import Environment, device
 from failures import Failures
 from host_layers import DTYPE, build_layers, provider_names, ready_calls, serves
 from host_load import load_text, watched_load
+from op_problems import make_problem
 from timing import host_ms
 from tower_bench import TURNS, Bench
 from tower_cases import Grids

@@ -16,18 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from bench_attention import (
-    CASES,
-    SMOKE_CASES,
-    Problem,
-    make_problem,
-    rotate_fp32,
-    stock_rotary,
-)
 from correctness import check_error, relative_error
 from csv_log import COLUMNS, DTYPES, CsvLog, result_row, results_path
 from environment import Environment, device
 from failures import Failures
+from op_problems import CASES, SMOKE_CASES, Problem, make_problem, rotate_fp32
+from op_providers import stock_rotary
 from timing import Clock, Run, take_turns
 from vllm_flashinfer_vit.choices.clock import capture
 from vllm_flashinfer_vit.kernels.quantize_ref import column_order

@@ -4,7 +4,7 @@
 Grids = tuple[tuple[int, int, int], ...]
 
 # Frames, rows and columns of patches of each image. 8160 patches are 1920 x 1080 pixels
-# in patches of 16; the mixed images are those of bench_attention.py.
+# in patches of 16; the mixed images are those of op_problems.py.
 CASES: dict[str, Grids] = {
     "1x256": ((1, 16, 16),),
     "1x1024": ((1, 32, 32),),

@@ -23,6 +23,8 @@ import contenders
 import engine_check
 import engines
 import host_load
+import op_problems
+import op_providers
 import timing
 import tower_bench
 import tower_cases
@@ -69,18 +71,18 @@ def test_encoder_cases_hold_the_stated_patches(case, patches):
     assert sum(math.prod(grid) for grid in grids) == patches
     assert all(h % 2 == w % 2 == 0 for _, h, w in grids)
     frames = [h * w for t, h, w in grids for _ in range(t)]
-    assert tuple(frames) == bench_attention.CASES[case]
+    assert tuple(frames) == op_problems.CASES[case]
 
 
 def test_encoder_cases_are_complete():
     assert len(tower_cases.CASES) == 11
     assert len(tower_cases.CASES["mixed"]) == 6
-    assert set(bench_attention.CASES) == {
+    assert set(op_problems.CASES) == {
         *tower_cases.CASES,
         "win64x256",
         "win64x1024",
     }
-    assert bench_attention.CASES["win64x256"] == (64,) * 256
+    assert op_problems.CASES["win64x256"] == (64,) * 256
 
 
 def test_sweep_stays_within_its_bounds_and_reaches_them():
@@ -91,9 +93,9 @@ def test_sweep_stays_within_its_bounds_and_reaches_them():
 
 
 def test_fp8_has_a_gate_of_its_own():
-    assert bench_attention.gate("plugin-cudnn_fp8", "bf16") == FP8_GATE
-    assert bench_attention.gate("plugin-fp8", "fp16") == FP8_GATE
-    assert bench_attention.gate("plugin-cudnn", "bf16") == GATES["bf16"]
+    assert op_providers.gate("plugin-cudnn_fp8", "bf16") == FP8_GATE
+    assert op_providers.gate("plugin-fp8", "fp16") == FP8_GATE
+    assert op_providers.gate("plugin-cudnn", "bf16") == GATES["bf16"]
 
 
 def test_percentiles_of_a_known_list():
@@ -140,9 +142,7 @@ def test_gate_refuses_wrong_and_undefined_results(rel_err):
 
 def test_fp32_reference_attends_within_each_sequence():
     lens = (5, 0, 1, 18)
-    problem = bench_attention.make_problem(
-        lens, 16, torch.bfloat16, torch.device("cpu")
-    )
+    problem = op_problems.make_problem(lens, 16, torch.bfloat16, torch.device("cpu"))
     q, k, v = problem.parts()
     rows, out = attention_fp32(q, k, v, lens, problem.scale)
     assert rows.tolist() == list(range(24))
@@ -159,7 +159,7 @@ def test_fp32_reference_attends_within_each_sequence():
 
 
 def test_v_is_a_view_of_the_projection():
-    problem = bench_attention.make_problem((4,), 8, torch.float16, torch.device("cpu"))
+    problem = op_problems.make_problem((4,), 8, torch.float16, torch.device("cpu"))
     assert problem.v.data_ptr() > problem.qkv.data_ptr()
     assert problem.v.stride() == (3 * 16 * 8, 8, 1)
     assert problem.q.is_contiguous()
