@@ -39,11 +39,11 @@ def rows(name: str, vllm: str = "0.25.1") -> list[chosen_rows.Row]:
 
 
 def test_the_accuracy_page_is_written_from_its_rows() -> None:
-    import fp8_accuracy
+    import fp8_page
 
     page = ROOT / "docs" / "fp8_accuracy.md"
-    found = fp8_accuracy.read_rows(RESULTS / "fp8_accuracy.csv")
-    assert fp8_accuracy.markdown(found) == page.read_text()
+    found = fp8_page.read_rows(RESULTS / "fp8_accuracy.csv")
+    assert fp8_page.markdown(found) == page.read_text()
 
 
 @by_page
