@@ -31,7 +31,6 @@ from csv_log import CsvLog, results_path
 from engines import (
     BACKENDS,
     ENTRY_POINT,
-    MODELS,
     Job,
     compiles_blocks,
     fill_tower,
@@ -40,6 +39,7 @@ from engines import (
 )
 from environment import ENVIRONMENT_COLUMNS, Environment
 from failures import Failures
+from tower_cases import MODELS
 
 # Engine arguments by configuration.
 CONFIGS: dict[str, dict[str, Any]] = {

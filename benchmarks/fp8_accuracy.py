@@ -32,6 +32,7 @@ from failures import Failures
 from fp8_inputs import FULL, INPUTS, QKV, SMOKE, Images, Size, draw
 from fp8_page import COLUMNS, markdown, read_rows
 from op_providers import layer_plan
+from tower_cases import MODELS
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX
 
 # What vLLM looks back on, for upstream's method and the dynamic one alike.
@@ -40,11 +41,6 @@ PASSES = 16
 MARGIN = 1.5
 HEAD_DIMS = (72, 80)
 SEEDS = range(8)
-MODELS = (
-    "Qwen/Qwen2-VL-7B-Instruct",
-    "Qwen/Qwen2.5-VL-7B-Instruct",
-    "Qwen/Qwen3-VL-8B-Instruct",
-)
 
 
 def upstream_scales(passes: Iterable[QKV]) -> torch.Tensor:

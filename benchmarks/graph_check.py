@@ -37,11 +37,12 @@ from typing import Any
 import torch
 
 from csv_log import CsvLog, results_path
-from engines import MODELS, Job, start
+from engines import Job, start
 from environment import ENVIRONMENT_COLUMNS, Environment
 from failures import Failures
 from graph_engine import CONFIGS, run_engine, run_smoke
 from graph_requests import MAX_TOKENS
+from tower_cases import MODELS
 
 # Against eager mode with the graphs' kernels. Another order of sums is 0.01 to 0.03 in
 # bf16, so the difference to plain eager mode, like stock's, is shown and not judged.

@@ -20,6 +20,7 @@ import graph_engine
 import graph_requests
 from csv_log import CsvLog
 from simulated_graphs import build_manager, capture, simulated_graphs
+from tower_cases import MODELS
 
 
 def test_mixtures_are_seeded_and_fit() -> None:
@@ -85,7 +86,7 @@ def unpatched() -> Iterator[None]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's platform is the GPU here")
 @pytest.mark.usefixtures("unpatched")
-@pytest.mark.parametrize("model", engines.MODELS)
+@pytest.mark.parametrize("model", MODELS)
 def test_graphs_are_compared_by_their_kernels(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +193,6 @@ def test_finished_engines_are_not_started_again(tmp_path: Path) -> None:
 
 
 def test_stock_is_timed_where_it_is_right() -> None:
-    jobs = graph_check.jobs_for(engines.MODELS, tuple(graph_engine.CONFIGS))
+    jobs = graph_check.jobs_for(MODELS, tuple(graph_engine.CONFIGS))
     assert len(jobs) == 3 * (len(graph_engine.CONFIGS) + 1)
     assert {j.config for j in jobs if j.provider != "plugin"} == {"automatic"}
