@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import chosen_rows  # noqa: E402
 import table as results  # noqa: E402
 
 # Packages of a column of `compatibility`, in the order of its head.
@@ -105,7 +106,7 @@ def compatibility() -> str:
 
     measured: dict[str, set[str]] = {}
     for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.csv")):
-        for row in results.read(path):
+        for row in chosen_rows.read(path):
             measured.setdefault(row["vllm"], set()).add(row["gpu"])
     count = len(all_patches())
     on_cudnn = sorted(name for name, one in KERNELS.items() if one.needs.on_cudnn)
@@ -157,7 +158,7 @@ def rendered(script: str, arguments: str) -> str:
         kind, source, *options = words
         try:
             return results.render([kind, str(ROOT / source), *options])
-        except results.NoRowsError:
+        except chosen_rows.NoRowsError:
             return "Not measured yet."
     if script == "docs/generate.py" and words and words[0] in TABLES:
         return TABLES[words[0]]()

@@ -7,9 +7,10 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import common  # noqa: E402
+from csv_log import result_row  # noqa: E402
+from environment import Environment  # noqa: E402
 
-ENVIRONMENT = common.Environment(
+ENVIRONMENT = Environment(
     gpu="NVIDIA H200",
     vllm="0.25.1",
     torch="2.11.0",
@@ -36,4 +37,4 @@ def make_row(**changes):
         "rel_err": 0.0123,
         **changes,
     }
-    return common.result_row(ENVIRONMENT, **arguments)
+    return result_row(ENVIRONMENT, **arguments)

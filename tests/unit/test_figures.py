@@ -6,10 +6,14 @@ import dataclasses
 import pytest
 from _benchmarks import ENVIRONMENT, make_row
 
-import common
+import bench_tables
+import chosen_rows
+import engine_tables
 import prune
 import table
 import waterfall
+from csv_log import CsvLog
+from environment import ENVIRONMENT_COLUMNS
 
 
 def test_best_of_all_modes():
@@ -25,7 +29,7 @@ def test_best_of_all_modes():
         make_row(case="mixed", provider="plugin", samples_ms=[2.0]),
         make_row(case="1x256", provider="plugin"),
     ]
-    lines = table.best_table(rows).splitlines()
+    lines = bench_tables.best_table(rows).splitlines()
     model = rows[0]["model"]
     assert lines[2:] == [
         f"| {model} | 1x4096 | 4 | flash_attn compiled_graph | 2 | 2.00 |",
@@ -33,7 +37,7 @@ def test_best_of_all_modes():
         f"| {model} | geometric mean |  |  |  | 1.00 |",
     ]
     rows.append(make_row(provider="plugin-fp8", samples_ms=[1.0]))
-    lines = table.best_table(rows).splitlines()
+    lines = bench_tables.best_table(rows).splitlines()
     assert lines[2].endswith("| 2 | 2.00 | 1 | 4.00 |")
     assert lines[3].endswith("| 2 | 0.50 | - |  |")
     assert len({line.count("|") for line in lines}) == 1
@@ -52,7 +56,7 @@ def test_quantised_towers_are_compared_with_each_other():
     assert line.endswith("| 1x4096 | 6 | flash_attn-q8 graph | 3 | 2.00 | 1 | 6.00 |")
     line = table.KINDS["best"](rows).splitlines()[2]
     assert line.endswith("| 1x4096 | 2 | flash_attn graph | 4 | 0.50 |")
-    with pytest.raises(table.NoRowsError):
+    with pytest.raises(chosen_rows.NoRowsError):
         table.KINDS["best_quantized_eager"](rows)
 
 
@@ -84,10 +88,10 @@ def test_a_table_of_another_mode_than_the_rows_is_none(kind, mode):
         make_row(provider=provider, mode=mode)
         for provider in ("stock-flash_attn", "plugin")
     ]
-    with pytest.raises(table.NoRowsError, match="no rows"):
+    with pytest.raises(chosen_rows.NoRowsError, match="no rows"):
         table.KINDS[kind](rows)
-    with pytest.raises(table.NoRowsError, match="no rows"):
-        table.summary_table([make_row(mode="eager")], [graph_row()])
+    with pytest.raises(chosen_rows.NoRowsError, match="no rows"):
+        engine_tables.summary_table([make_row(mode="eager")], [graph_row()])
 
 
 def test_all_contenders_and_modes_beside_each_other():
@@ -105,7 +109,7 @@ def test_all_contenders_and_modes_beside_each_other():
         make_row(case="1x256", provider="plugin", samples_ms=[9.0]),
         {**make_row(provider="stock-flashinfer", samples_ms=[1.0]), "commit": "old"},
     ]
-    assert table.modes_table(rows).splitlines()[2:] == [
+    assert bench_tables.modes_table(rows).splitlines()[2:] == [
         "| Qwen3-VL-8B | plugin | eager | 1 | 0.50 |",
         "| Qwen3-VL-8B | stock-flash_attn | eager | 1 | 1.00 |",
         "| Qwen3-VL-8B | plugin | compiled_graph | 1 | 0.25 |",
@@ -121,7 +125,7 @@ def test_modes_of_equal_text_are_in_the_order_of_their_times():
         make_row(provider="plugin", samples_ms=[50.3]),
         make_row(provider="plugin-fp8", samples_ms=[50.1]),
     ]
-    lines = table.modes_table(rows).splitlines()[2:4]
+    lines = bench_tables.modes_table(rows).splitlines()[2:4]
     assert [line.split(" | ")[1] for line in lines] == ["plugin-fp8", "plugin"]
     assert all(line.endswith("| 0.50 |") for line in lines)
 
@@ -157,8 +161,8 @@ def test_engines_are_compared_over_the_mixtures_that_all_of_them_timed():
         rows.append(
             graph_row("random mixtures", padded_over_real=padded, commit=commit)
         )
-    assert table.shared_mixtures(rows) == "first 40 random mixtures"
-    head, _, *lines = table.graph_table(rows).splitlines()
+    assert engine_tables.shared_mixtures(rows) == "first 40 random mixtures"
+    head, _, *lines = engine_tables.graph_table(rows).splitlines()
     assert "| first 40 random mixtures | speed-up | computed" in head
     missing = "| - | - | - | -"
     assert lines == [
@@ -167,10 +171,10 @@ def test_engines_are_compared_over_the_mixtures_that_all_of_them_timed():
         f"| Qwen3-VL-8B | plugin, FP8 | 2 {missing} | 400 | 2.00 | - |",
     ]
     encoder = [make_row(provider="stock-flash_attn"), make_row()]
-    assert "40 random requests" in table.summary_table(encoder, rows)
+    assert "40 random requests" in engine_tables.summary_table(encoder, rows)
     apart = [graph_row("first 9 random mixtures"), graph_row(**stock)]
-    with pytest.raises(table.NoRowsError, match="random mixtures"):
-        table.graph_table(apart)
+    with pytest.raises(chosen_rows.NoRowsError, match="random mixtures"):
+        engine_tables.graph_table(apart)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +223,7 @@ def plot():
 @pytest.mark.parametrize("kind", ["encoder", "attention"])
 def test_figure_from_a_csv(plot, tmp_path, kind):
     source, target = tmp_path / "rows.csv", tmp_path / "figures" / "a.svg"
-    log = common.CsvLog(source)
+    log = CsvLog(source)
     # 1x256 of the plugin is missing: a provider that cannot run leaves a gap.
     for provider, case in [
         ("stock-flash_attn", "1x256"),
@@ -249,8 +253,8 @@ def test_equal_times_are_equal_speeds(plot):
 def test_waterfall_from_a_csv(plot, tmp_path):
     source, target = tmp_path / "rows.csv", tmp_path / "figures" / "a.svg"
     columns = (*waterfall.COLUMNS, *waterfall.ENVIRONMENT_COLUMNS)
-    log = common.CsvLog(source, columns)
-    with pytest.raises(table.NoRowsError, match="measure"):
+    log = CsvLog(source, columns)
+    with pytest.raises(chosen_rows.NoRowsError, match="measure"):
         waterfall.draw(source, target)
     for provider, name, time_ms in [
         ("stock-flash_attn", "GEMM", 20.0),
@@ -295,7 +299,7 @@ def host_rows(*, tower_case="1x256", steps=("norm", "qkv", "attention")):
 
 
 def write_rows(path, rows):
-    log = common.CsvLog(path)
+    log = CsvLog(path)
     for row in rows:
         log.add(row)
     return path
@@ -349,7 +353,7 @@ def test_host_table_is_of_one_bench(tmp_path):
 
 def test_the_last_of_repeated_rows_is_drawn(plot, tmp_path):
     path = tmp_path / "rows.csv"
-    log = common.CsvLog(path)
+    log = CsvLog(path)
     log.add(make_row(samples_ms=[1.0]))
     log.add(make_row(samples_ms=[3.0]))
     (row,) = plot.read_rows(path)
@@ -361,27 +365,27 @@ def test_other_files_are_not_drawn(plot, tmp_path):
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="columns"):
         plot.read_rows(path)
-    common.CsvLog(tmp_path / "empty.csv")
-    with pytest.raises(table.NoRowsError, match="measure"):
+    CsvLog(tmp_path / "empty.csv")
+    with pytest.raises(chosen_rows.NoRowsError, match="measure"):
         plot.read_rows(tmp_path / "empty.csv")
 
 
 def test_rows_of_two_commits_are_not_compared():
     stock = make_row(provider="stock-flash_attn", samples_ms=[4.0])
     old = {**make_row(samples_ms=[1.0]), "commit": "old"}
-    assert table.speed_up(stock, make_row(samples_ms=[2.0])) == 2.0
-    assert table.speed_up(stock, old) is None
-    assert table.speed_up(None, old) is None
-    assert "| 4 | 1 |  |" in table.table([stock, old], "model")
+    assert chosen_rows.speed_up(stock, make_row(samples_ms=[2.0])) == 2.0
+    assert chosen_rows.speed_up(stock, old) is None
+    assert chosen_rows.speed_up(None, old) is None
+    assert "| 4 | 1 |  |" in bench_tables.case_table([stock, old], "model")
     # A mode that nobody measured again does not win by being old.
     stale = {**make_row(mode="fused_graph", samples_ms=[0.1]), "commit": "old"}
-    best = table.Best([stale, stock, make_row(samples_ms=[2.0])])
-    assert best.mean(table.PLUGIN, stock["model"]) == "2.00"
+    best = chosen_rows.Best([stale, stock, make_row(samples_ms=[2.0])])
+    assert best.mean(chosen_rows.PLUGIN, stock["model"]) == "2.00"
 
 
 def test_tables_are_of_one_vllm(tmp_path):
     path = tmp_path / "encoder.csv"
-    log = common.CsvLog(path)
+    log = CsvLog(path)
     log.add(make_row())
     log.add({**make_row(samples_ms=[1.0]), "vllm": "0.33.0"})
     with pytest.raises(SystemExit, match="--vllm"):
@@ -393,7 +397,7 @@ def test_tables_are_of_one_vllm(tmp_path):
 
 def test_figures_are_of_one_vllm(plot, tmp_path):
     source, target = tmp_path / "rows.csv", tmp_path / "a.svg"
-    log = common.CsvLog(source)
+    log = CsvLog(source)
     log.add(make_row())
     log.add({**make_row(), "vllm": "0.33.0", "quack": "0.6.5"})
     with pytest.raises(SystemExit, match="--vllm"):
@@ -401,18 +405,18 @@ def test_figures_are_of_one_vllm(plot, tmp_path):
     plot.draw("encoder", source, target, None, vllm="0.25.1")
     assert "vLLM 0.25.1" in (svg := target.read_text())
     assert "QuACK 0.5.0" in svg and "0.33.0" not in svg
-    columns = (*waterfall.COLUMNS, *common.ENVIRONMENT_COLUMNS)
+    columns = (*waterfall.COLUMNS, *ENVIRONMENT_COLUMNS)
     values = {**make_row(), "blocks": "eager", "class": "GEMM", "ms": 1, "kernels": 1}
-    log = common.CsvLog(tmp_path / "waterfall.csv", columns)
+    log = CsvLog(tmp_path / "waterfall.csv", columns)
     for vllm in ("0.25.1", "0.33.0"):
         log.add({name: {**values, "vllm": vllm}[name] for name in columns})
     with pytest.raises(SystemExit, match="--vllm"):
         waterfall.draw(log.path, target)
     waterfall.draw(log.path, target, "0.33.0")
     assert "vLLM 0.33.0" in target.read_text()
-    with pytest.raises(table.NoRowsError, match="no such rows of vLLM 0.1"):
+    with pytest.raises(chosen_rows.NoRowsError, match="no such rows of vLLM 0.1"):
         waterfall.draw(log.path, target, "0.1")
-    with pytest.raises(table.NoRowsError, match="no such rows of vLLM 0.1"):
+    with pytest.raises(chosen_rows.NoRowsError, match="no such rows of vLLM 0.1"):
         plot.draw("encoder", source, target, None, vllm="0.1")
 
 
@@ -429,7 +433,7 @@ def test_errors_are_the_least_and_the_largest():
     rows = [
         make_row(case=str(i), rel_err=error) for i, error in enumerate([0.02, 0.01])
     ]
-    line = table.error_table(rows).splitlines()[-1]
+    line = bench_tables.error_table(rows).splitlines()[-1]
     assert line == "| Qwen3-VL-8B | - | 1.00 to 2.00 % | - |"
 
 
@@ -472,7 +476,7 @@ def test_each_contender_has_one_colour_of_its_own(plot):
 
 def test_a_contender_keeps_its_colour_in_any_company(plot, tmp_path):
     source = tmp_path / "rows.csv"
-    log = common.CsvLog(source)
+    log = CsvLog(source)
     for provider in ("stock-flash_attn", "stock-flashinfer", "plugin"):
         log.add(make_row(provider=provider))
     for kind in ("encoder", "attention"):

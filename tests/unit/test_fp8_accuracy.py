@@ -12,16 +12,19 @@ pytest.importorskip("vllm")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import common  # noqa: E402
 import fp8_accuracy  # noqa: E402
-from fp8_accuracy import INPUTS, QKV, Size, draw  # noqa: E402
+import fp8_inputs  # noqa: E402
+import fp8_page  # noqa: E402
+from csv_log import CsvLog  # noqa: E402
+from environment import Environment  # noqa: E402
+from fp8_inputs import INPUTS, QKV, Size, draw  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the GPU has the real report"
 )
 
 SMALL = Size(tokens=160, heads=2, grid=16, depth=1)
-ENVIRONMENT = {name: "x" for name in common.Environment.__dataclass_fields__}
+ENVIRONMENT = {name: "x" for name in Environment.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -76,7 +79,7 @@ def skewed():
 
 
 def test_every_method_is_measured(skewed):
-    assert [row["method"] for row in skewed] == list(fp8_accuracy.METHODS)
+    assert [row["method"] for row in skewed] == list(fp8_page.METHODS)
     error = {row["method"]: float(row["err_fp32"]) for row in skewed}
     assert error["bf16"] < 0.005
     assert all(0.01 < error[m] < 0.12 for m in ("block", "dynamic", "static"))
@@ -87,15 +90,15 @@ def test_every_method_is_measured(skewed):
 
 def test_the_page_follows_from_the_file(skewed, tmp_path):
     path = tmp_path / "rows.csv"
-    log = common.CsvLog(path, fp8_accuracy.COLUMNS)
+    log = CsvLog(path, fp8_page.COLUMNS)
     outliers = [{**row, "input": "outliers"} for row in skewed]
     for row in (*skewed, *outliers, *outliers):
         log.add(row)
     tower = {**skewed[1], "level": "tower", "model": "M", "tokens": 4624}
     log.add(tower)
-    rows = fp8_accuracy.read_rows(path)
+    rows = fp8_page.read_rows(path)
     assert len(rows) == 11
-    page = fp8_accuracy.markdown(rows)
+    page = fp8_page.markdown(rows)
     assert "| input | head dim | bf16 | block | dynamic | static | upstream |" in page
     assert "`reference_fp8`" in page and "| M | block |" in page
     ratio = float(skewed[1]["err_fp32"]) / float(skewed[4]["err_fp32"])
@@ -108,10 +111,10 @@ def test_other_files_are_refused(tmp_path):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="columns"):
-        fp8_accuracy.read_rows(path)
+        fp8_page.read_rows(path)
 
 
 def test_images_are_seeded():
-    first, again, other = (fp8_accuracy.draw_image(seed, 64) for seed in (0, 0, 1))
+    first, again, other = (fp8_inputs.draw_image(seed, 64) for seed in (0, 0, 1))
     assert first.size == (64, 64)
     assert first.tobytes() == again.tobytes() != other.tobytes()
