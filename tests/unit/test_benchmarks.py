@@ -538,8 +538,8 @@ def test_metadata_is_cold_once_and_warm_again_and_again(tmp_path):
     remotes = [Remote("stock-flash_attn"), Remote("plugin")]
     bench_host.time_metadata(rows, "a model", 80, remotes, "20x400", grids)
     count = bench_host.METADATA_SAMPLES
-    for remote in remotes:
-        cold, warm = remote.seen[:count], remote.seen[count:]
+    for tower in remotes:
+        cold, warm = tower.seen[:count], tower.seen[count:]
         assert len({*cold, grids}) == count + 1
         assert all(len(batch) == 20 and len(set(batch)) == 1 for batch in cold)
         assert warm == [grids] * count
