@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from _models import DENSE, PACKED, engine
+from _encoders import DENSE, PACKED
+from _models import engine
 from _towers import FAMILIES, cpu_only, small_tower
 from torch import nn
 from vllm.utils.torch_utils import set_default_torch_dtype
