@@ -3,8 +3,9 @@
 
 `attention` compares the op's output, on drawn q, k and v as an attention layer gets
 them; `tower` compares the embeddings of whole vision towers with random weights, on
-drawn images. Upstream's method, vLLM's own, takes part on the same inputs: the largest
-values of 16 passes, not the largest absolute ones.
+drawn images; `layers` those of towers with FP8 linear layers, on a GPU. Upstream's
+method, vLLM's own, takes part on the same inputs: the largest values of 16 passes, not
+the largest absolute ones.
 
     python benchmarks/fp8_accuracy.py
     python benchmarks/fp8_accuracy.py --markdown docs/fp8_accuracy.md
@@ -30,6 +31,7 @@ from csv_log import CsvLog, results_path
 from environment import ROOT, Environment, device
 from failures import Failures
 from fp8_inputs import FULL, INPUTS, QKV, SMOKE, Images, Size, draw
+from fp8_layers import layer_rows
 from fp8_page import COLUMNS, markdown, read_rows
 from op_providers import layer_plan
 from tower_cases import MODELS
@@ -41,6 +43,7 @@ PASSES = 16
 MARGIN = 1.5
 HEAD_DIMS = (72, 80)
 SEEDS = range(8)
+LEVELS = ("attention", "tower", "layers")
 
 
 def upstream_scales(passes: Iterable[QKV]) -> torch.Tensor:
@@ -294,7 +297,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--levels", nargs="+", choices=("attention", "tower"))
+    parser.add_argument("--levels", nargs="+", choices=LEVELS)
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS))
     parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
@@ -316,12 +319,12 @@ def measure(args: argparse.Namespace, log: CsvLog, environment: Environment) -> 
         for row in rows:
             log.add({**row, **asdict(environment)})
             print(
-                f"  {row['method']:<9} {row['kernel']:<14} error {row['err_fp32']}, "
+                f"  {row['method']:<22} {row['kernel']:<14} error {row['err_fp32']}, "
                 f"cosine {row['cos_fp32']}",
                 flush=True,
             )
 
-    levels = args.levels or ("attention", "tower")
+    levels = args.levels or (LEVELS if device().type == "cuda" else LEVELS[:2])
     if "attention" in levels:
         for head_dim in args.head_dims:
             kernels = fp8_kernels(head_dim)
@@ -336,6 +339,11 @@ def measure(args: argparse.Namespace, log: CsvLog, environment: Environment) -> 
             print(model, flush=True)
             with failures.noted(model):
                 add(tower_rows(model, size, failures))
+    if "layers" in levels:
+        for model in args.models:
+            print(model, flush=True)
+            with failures.noted(model):
+                add(layer_rows(model, size, failures, _distances))
     failures.summary()
 
 

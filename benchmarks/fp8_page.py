@@ -10,6 +10,7 @@ from pathlib import Path
 from chosen_rows import Row
 from environment import ENVIRONMENT_COLUMNS
 from fp8_inputs import INPUTS
+from fp8_layers import OUTLIER_CHANNELS, OUTLIER_FACTOR
 
 METHODS = ("bf16", "block", "dynamic", "static", "upstream")
 COLUMNS = (
@@ -59,6 +60,13 @@ def markdown(rows: Sequence[Row]) -> str:
     if tower:
         text = _TOWER_TEXT.format(tokens=tower[0]["tokens"])
         parts += ["## Embeddings of whole towers\n", text, _tower_table(tower)]
+    if layers := [row for row in rows if row["level"] == "layers"]:
+        text = _LAYERS_TEXT.format(
+            tokens=layers[0]["tokens"],
+            channels=OUTLIER_CHANNELS,
+            factor=round(OUTLIER_FACTOR),
+        )
+        parts += ["## Linear layers in FP8\n", text, _layers_table(layers)]
     return "\n".join(parts)
 
 
@@ -106,6 +114,15 @@ _TOWER_TEXT = """\
 Random weights in true dimensions and one drawn image of {tokens} patches, after 15
 others. Static and upstream's scales were recorded in bf16. Windows and short sequences
 stay in bf16, as in an engine.
+"""
+
+
+_LAYERS_TEXT = """\
+Towers as above, whose linear layers are quantised when they are loaded: with one scale
+for a weight (`tensor`, `--quantization fp8`), or one for each of its outputs
+(`channel`, `fp8_per_channel`). `vLLM` are vLLM's own layers with this package's
+attention. On `outliers` {channels} channels of what each norm returns are {factor}
+times as large. One image of {tokens} patches; the error against fp32.
 """
 
 
@@ -177,4 +194,16 @@ def _tower_table(rows: Sequence[Row]) -> str:
             f"| {row['model']} | {row['method']} | {row['kernel']} | "
             f"{' | '.join(pairs)} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def _layers_table(rows: Sequence[Row]) -> str:
+    methods = _unique(row["method"] for row in rows)
+    heads = ["model", "input", *methods]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for model in _unique(row["model"] for row in rows):
+        for name in _unique(row["input"] for row in rows):
+            mine = [r for r in rows if (r["model"], r["input"]) == (model, name)]
+            cells = [_cell([r for r in mine if r["method"] == m]) for m in methods]
+            lines.append(f"| {' | '.join([model, f'`{name}`', *cells])} |")
     return "\n".join(lines) + "\n"

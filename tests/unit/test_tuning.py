@@ -4,11 +4,8 @@
 import functools
 import io
 import json
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,9 @@ pytest.importorskip("vllm")
 
 import torch
 
-from vllm_flashinfer_vit.choices import clock as clocks
 from vllm_flashinfer_vit.choices import table as tuned
-from vllm_flashinfer_vit.choices.clock import GraphClock, Run, order_of_turn
-from vllm_flashinfer_vit.choices.derive import TuneError, derive_classes
+from vllm_flashinfer_vit.choices.clock import GraphClock, Run
+from vllm_flashinfer_vit.choices.derive import TuneError
 from vllm_flashinfer_vit.choices.lookup import choices_for, plan_of
 from vllm_flashinfer_vit.choices.measure import (
     COUNTS,
@@ -34,7 +30,6 @@ from vllm_flashinfer_vit.choices.measure import (
     grid,
     measure,
 )
-from vllm_flashinfer_vit.choices.table import Measurement
 from vllm_flashinfer_vit.commands import tune as tuning
 from vllm_flashinfer_vit.commands.cli import main
 from vllm_flashinfer_vit.commands.tune import Options, build_table, render, to_json
@@ -43,144 +38,8 @@ from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.kernels.flash_fp8_ref import attention_fp8_ref
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.ops.plan import Class
-from vllm_flashinfer_vit.settings import ENV_TUNED_DIR
 
 CPU = torch.device("cpu")
-
-
-def rows(times: Mapping[int, Mapping[str, float]], count: int = 1) -> list[Measurement]:
-    return [Measurement("bfloat16", 80, n, count, us) for n, us in times.items()]
-
-
-def classes(times: Mapping[int, Mapping[str, float]]) -> list[tuple[int | None, str]]:
-    found = derive_classes(rows(times))
-    assert all(c.many is None for c in found)
-    return [(c.max_len, c.kernel) for c in found]
-
-
-def test_each_length_gets_its_fastest_kernel() -> None:
-    assert classes(
-        {
-            64: {"triton_window": 5, "flash_attn": 9},
-            128: {"triton_window": 6, "flash_attn": 9},
-            256: {"cudnn": 8, "flash_attn": 10},
-            512: {"cudnn": 15, "flash_attn": 10},
-        }
-    ) == [(128, "triton_window"), (256, "cudnn"), (None, "flash_attn")]
-
-
-def test_lengths_may_come_in_any_order() -> None:
-    times = {256: {"cudnn": 8, "flash_attn": 10}, 64: {"cudnn": 20, "flash_attn": 10}}
-    assert classes(times) == [(64, "flash_attn"), (None, "cudnn")]
-
-
-def test_a_near_tie_joins_the_class_below() -> None:
-    assert classes(
-        {
-            64: {"reference": 10, "flash_attn": 20},
-            128: {"reference": 10.1, "flash_attn": 10},
-            256: {"reference": 20, "flash_attn": 10},
-        }
-    ) == [(128, "reference"), (None, "flash_attn")]
-
-
-def test_a_near_tie_joins_the_class_above() -> None:
-    assert classes(
-        {
-            64: {"reference": 10, "flash_attn": 10.1},
-            128: {"reference": 20, "flash_attn": 10},
-        }
-    ) == [(None, "flash_attn")]
-
-
-def test_beyond_a_tie_a_class_is_split() -> None:
-    assert classes(
-        {
-            64: {"reference": 10, "flash_attn": 20},
-            128: {"reference": 10.3, "flash_attn": 10},
-            256: {"reference": 10, "flash_attn": 20},
-        }
-    ) == [(64, "reference"), (128, "flash_attn"), (None, "reference")]
-
-
-def test_of_kernels_that_share_a_class_the_faster_one_wins() -> None:
-    assert classes(
-        {
-            64: {"reference": 10, "flash_attn": 10.1},
-            128: {"reference": 10.1, "flash_attn": 10},
-            256: {"reference": 10.1, "flash_attn": 10},
-        }
-    ) == [(None, "flash_attn")]
-
-
-@pytest.mark.parametrize(
-    ("cudnn", "kernel"), [(9.6, "flash_attn"), (9.51, "cudnn"), (9.5, "cudnn")]
-)
-def test_cudnn_must_win_by_five_percent(cudnn: float, kernel: str) -> None:
-    # 10 / 1.05 is 9.524.
-    assert classes({64: {"cudnn": cudnn, "flash_attn": 10}}) == [(None, kernel)]
-
-
-def test_a_tie_does_not_give_cudnn_more() -> None:
-    assert classes(
-        {
-            64: {"cudnn": 5, "flash_attn": 10},
-            128: {"cudnn": 9.6, "flash_attn": 10},
-        }
-    ) == [(64, "cudnn"), (None, "flash_attn")]
-
-
-def test_counts_weigh_alike_by_their_ratios() -> None:
-    few = rows({64: {"reference": 1, "flash_attn": 3}}, 1)
-    many = rows({64: {"reference": 2000, "flash_attn": 1000}}, 1024)
-    assert derive_classes(few + many) == (Class(None, "reference"),)
-
-
-@pytest.mark.parametrize(
-    ("alone", "kernel"), [(9, "hopper_fp8"), (10.1, "flash_attn"), (12, "flash_attn")]
-)
-def test_fp8_must_pay_for_every_count(alone: float, kernel: str) -> None:
-    few = rows({64: {"hopper_fp8": alone, "flash_attn": 10, "triton": 11}}, 1)
-    many = rows({64: {"hopper_fp8": 60, "flash_attn": 110, "triton": 100}}, 16)
-    assert derive_classes(few + many) == (Class(None, kernel),)
-
-
-def test_a_kernel_must_have_run_every_batch_of_a_length() -> None:
-    few = rows({64: {"reference": 1, "flash_attn": 3}}, 1)
-    many = rows({64: {"flash_attn": 3}}, 4)
-    assert derive_classes(few + many) == (Class(None, "flash_attn"),)
-
-
-def test_many_sequences_have_the_fastest_kernel_that_suits_them() -> None:
-    times = {
-        64: {"flash_attn_4": 9, "flash_attn": 10, "triton": 12, "triton_fp8": 9.5},
-        128: {"flash_attn_4": 9, "flash_attn": 14, "triton": 11, "cudnn": 9.5},
-        256: {"flash_attn_4": 20, "flash_attn": 10, "triton": 11},
-    }
-    # Over both lengths, and without cuDNN, which did not run at the first one.
-    assert derive_classes(rows(times)) == (
-        Class(128, "flash_attn_4", "triton"),
-        Class(None, "flash_attn"),
-    )
-    assert derive_classes(rows({64: times[64]})) == (
-        Class(None, "flash_attn_4", "flash_attn"),
-    )
-    alone = {64: {"flash_attn_4": 9, "triton_window": 10}}
-    assert derive_classes(rows(alone)) == (Class(None, "flash_attn_4"),)
-
-
-def test_the_last_class_has_a_kernel_for_any_length() -> None:
-    window = {"triton_window": 5.0}
-    both = {"triton_window": 5.0, "flash_attn": 9.0}
-    assert classes({64: both}) == [(None, "flash_attn")]
-    assert classes({64: both, 96: both, 128: window}) == [
-        (64, "triton_window"),
-        (None, "flash_attn"),
-    ]
-    with pytest.raises(TuneError, match="any length"):
-        classes({64: window})
-    with pytest.raises(TuneError, match="any length"):
-        derive_classes([])
 
 
 def test_the_grid_covers_what_the_table_is_for() -> None:
@@ -466,100 +325,6 @@ def test_combinations_are_measured_once_each() -> None:
     assert options.combinations() == [(torch.float16, 80), (torch.bfloat16, 80)]
 
 
-def test_the_commands_defaults_are_those_of_options(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = []
-
-    def record(options: Options, console: Console) -> None:
-        given.append(options)
-        raise TuneError("enough")
-
-    monkeypatch.setattr(tuning, "run", record)
-    assert CliRunner().invoke(main, ["tune"]).exit_code == 2
-    assert given == [Options()]
-
-
-def test_without_a_gpu_tune_says_so_and_exits_with_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuning, "probe", lambda: replace(STACK, gpus=()))
-    monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path / "tuned"))
-    result = CliRunner().invoke(main, ["tune"])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: tune needs an NVIDIA GPU")
-    assert not (tmp_path / "tuned").exists()
-
-
-class TestBeforeMeasuring:
-    """What would waste the measurements of minutes is said at once."""
-
-    @pytest.fixture
-    def measured(self, monkeypatch: pytest.MonkeyPatch) -> list[Options]:
-        """Options of the runs that came to measuring, on a machine that has a GPU."""
-        runs: list[Options] = []
-
-        def measure(options: Options, *args: Any) -> tuned.Table:
-            runs.append(options)
-            raise TuneError("enough")
-
-        monkeypatch.setattr(tuning, "probe", lambda: STACK)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(tuning, "GraphClock", lambda device: None)
-        monkeypatch.setattr(tuning, "build_table", measure)
-        return runs
-
-    def tune(self, *args: str) -> str:
-        result = CliRunner().invoke(main, ["tune", *args])
-        assert result.exit_code == 2
-        return result.stderr
-
-    @pytest.mark.parametrize(
-        ("name", "what"),
-        [
-            ("/dev/null", "it is a device"),
-            ("folder", "it is a folder"),
-            ("file/h200.json", "Not a directory|File exists"),
-            ("loop.json", "circle of symlinks"),
-        ],
-    )
-    def test_the_output_must_be_a_file(
-        self, name: str, what: str, measured: list[Options], tmp_path: Path
-    ) -> None:
-        (tmp_path / "folder").mkdir()
-        (tmp_path / "file").touch()
-        (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
-        error = self.tune("--output", str(tmp_path / name))
-        assert re.search(what, error)
-        assert name in error
-        assert not measured
-
-    @pytest.mark.parametrize(
-        ("option", "value"), [("--dtypes", "bf16,fp4"), ("--head-dims", "80,100")]
-    )
-    def test_names_and_numbers(
-        self, option: str, value: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def inspect() -> None:
-            raise AssertionError("the machine was inspected first")
-
-        monkeypatch.setattr(tuning, "probe", inspect)
-        error = self.tune(option, value)
-        assert f"{option} has {value.partition(',')[2]!r}" in error
-
-    def test_what_is_good_is_measured(
-        self,
-        measured: list[Options],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path / "new" / "tuned"))
-        assert "enough" in self.tune()
-        assert "enough" in self.tune("--output", str(tmp_path / "h200.json"))
-        assert len(measured) == 2
-        assert not list(tmp_path.rglob("*.json"))
-
-
 @pytest.mark.usefixtures("two_kernels")
 def test_the_command_writes_and_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -606,49 +371,6 @@ def test_what_was_left_out_is_printed(two_kernels: None) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "left out: [cudnn]: no plan" in text
     assert "The choices for NVIDIA H200 are in x.json" in text
-
-
-@pytest.mark.parametrize("count", range(3, 8))
-def test_nobody_runs_after_the_same_one_only(count: int) -> None:
-    contenders = range(count)
-    turns = [order_of_turn(contenders, turn) for turn in range(2 * count)]
-    assert all(sorted(turn) == list(contenders) for turn in turns)
-    for end in (0, -1):
-        assert Counter(turn[end] for turn in turns) == dict.fromkeys(contenders, 2)
-    pairs = Counter(pair for turn in turns for pair in pairwise(turn))
-    for contender in contenders:
-        before, after = (contender - 1) % count, (contender + 1) % count
-        assert pairs[before, contender] == pairs[after, contender] > 0
-
-
-@pytest.mark.parametrize("budget_ms", [0.0, 1e6])
-def test_kernels_take_turns_both_ways(
-    budget_ms: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None: ...
-
-        def elapsed_time(self, end: "Event") -> float:
-            return 0.001
-
-    ran: list[str] = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(clocks, "_BUDGET_MS", budget_ms)
-    clock = GraphClock(torch.device("cpu"))
-
-    def run(name: str) -> Callable[[], torch.Tensor]:
-        return lambda: ran.append(name) or torch.empty(0)
-
-    kernels = ("cudnn", "triton", "flash_attn")
-    found = clock.median_us({name: run(name) for name in kernels})
-    assert found == dict.fromkeys(kernels, 1.0)
-    turns = [tuple(ran[i : i + 3]) for i in range(3, len(ran), 3)]
-    assert len(turns) == (24 if budget_ms else 4)
-    assert turns[1::2] == [turn[::-1] for turn in turns[::2]]
 
 
 @pytest.mark.gpu
