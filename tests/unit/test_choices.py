@@ -142,6 +142,11 @@ def test_the_users_file_comes_before_the_bundled_one(bundled: Path, user: Path) 
     assert choice.reason == (
         "fastest on this machine, measured by tune with vLLM 0.25.1"
     )
+    made_by = {**TABLE.made_by, "command": "vllm-flashinfer-vit tune --quick"}
+    classes = {"bfloat16/80": (Class(None, "cudnn"),)}
+    put(user, replace(TABLE, made_by=made_by, classes=classes))
+    (choice,) = choices_for(GPU, (9, 0), "bfloat16", 80, user)
+    assert "measured by tune --quick with vLLM" in choice.reason
     # What the user did not measure is still the package's.
     assert plan(GPU, (9, 0), "float16", 80, user) == "1024:cudnn,*:flash_attn"
 

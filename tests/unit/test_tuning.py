@@ -387,8 +387,109 @@ def test_the_time_limit_leaves_the_rest_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert {m.head_dim for m in table.measurements} == {80}
     (reason,) = table.left_out
     assert reason.startswith("bfloat16/64: the time limit of 5 s passed")
+    assert "no classes of its own" in reason
     with pytest.raises(TuneError, match="no choice could be measured.*--time-limit"):
         build(Options(dtypes="bf16", head_dims="80", time_limit_s=2))
+
+
+def on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `tune` run on a machine that has a GPU, on the CPU."""
+    times = {**CLOCK, "triton_window": lambda tokens: 99.0}
+    monkeypatch.setattr(tuning, "probe", lambda: STACK)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tuning, "GraphClock", lambda device: ToldClock(times))
+    monkeypatch.setattr(
+        tuning,
+        "build_table",
+        lambda options, stack, clock, device, console: build_table(
+            options, stack, clock, CPU, console
+        ),
+    )
+
+
+@pytest.mark.usefixtures("two_kernels")
+def test_the_command_stops_at_the_time_limit_with_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_this_gpu(monkeypatch)
+    effort = tuning.QUICK._replace(lengths=(8, 16, 64, 256), counts=(1,))
+    monkeypatch.setattr(tuning, "QUICK", effort)
+    path = tmp_path / "h200.json"
+    command = ["tune", "--quick", "--head-dims", "80,64", "--output", str(path)]
+
+    def tune(limit: int) -> Any:
+        # The limit is set at 0, the first head dim takes 1 to 4.
+        seconds = iter(range(100))
+        monkeypatch.setattr(tuning.time, "monotonic", lambda: next(seconds))
+        return CliRunner().invoke(main, [*command, "--time-limit", str(limit)])
+
+    assert tune(2).exit_code == 2
+    assert not path.exists()
+    result = tune(5)
+    assert result.exit_code == 0, result.output
+    assert "left out: bfloat16/64: the time limit of 5 s passed" in result.stdout
+    assert "doctor` says what serves instead" in result.stdout
+    table = tuned.read(tmp_path, "NVIDIA H200")
+    assert table is not None
+    assert list(table.classes) == ["bfloat16/80"]
+    # Of the head dim that was not finished nothing is kept.
+    assert {m.head_dim for m in table.measurements} == {80}
+    # What was there stays, if a later run has nothing.
+    assert tune(2).exit_code == 2
+    assert tuned.read(tmp_path, "NVIDIA H200") == table
+
+
+class TestQuick:
+    def test_it_measures_bf16_at_fewer_lengths(self) -> None:
+        quick, full = Options(quick=True).effort, Options().effort
+        assert Options(quick=True).combinations() == [
+            (torch.bfloat16, head_dim) for head_dim in tuning.HEAD_DIMS
+        ]
+        assert set(quick.lengths) < set(full.lengths)
+        assert set(quick.counts) < set(full.counts)
+        cells = [len(grid(80, e.lengths, e.counts)) for e in (quick, full)]
+        assert 3 * cells[0] < cells[1]
+        # Both classes of windows, and lengths after which FP8 may pay.
+        assert {64, 128, 4096} <= set(quick.lengths)
+        assert (quick.time_limit_s, full.time_limit_s) == (120, 600)
+
+    def test_other_options_go_before_it(self) -> None:
+        options = Options("fp8, bf16", "80", time_limit_s=30, quick=True)
+        assert options.effort == tuning.QUICK._replace(
+            dtypes=("fp8", "bf16"), time_limit_s=30
+        )
+        assert options.command() == (
+            "vllm-flashinfer-vit tune --quick --dtypes fp8,bf16 --head-dims 80"
+        )
+
+    @pytest.mark.usefixtures("two_kernels")
+    def test_its_batches_are_what_is_measured(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        effort = tuning.QUICK._replace(lengths=(8, 16), counts=(1, 2))
+        monkeypatch.setattr(tuning, "QUICK", effort)
+        table = build_table(
+            Options(head_dims="80", quick=True),
+            STACK,
+            ToldClock(CLOCK),
+            CPU,
+            Console(file=io.StringIO()),
+        )
+        cells = [(m.longest, m.num_seqs) for m in table.measurements]
+        assert cells == [(8, 1), (8, 2), (16, 1), (16, 2)]
+        assert set(table.classes) == {"bfloat16/80"}
+        assert "--quick" in table.made_by["command"]
+
+    def test_the_command_takes_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        given = []
+
+        def record(options: Options, console: Console) -> None:
+            given.append(options)
+            raise TuneError("enough")
+
+        monkeypatch.setattr(tuning, "run", record)
+        assert CliRunner().invoke(main, ["tune", "--quick"]).exit_code == 2
+        assert given == [Options(quick=True)]
 
 
 def test_candidates_are_the_gpu_kernels_that_can_run() -> None:

@@ -176,6 +176,20 @@ def fp8_ranges(choices: Iterable[Choice]) -> list[tuple[int, int | None]]:
     return ranges
 
 
+def is_measured(gpu_name: str, tuned_dir: Path | None = None) -> bool:
+    """Whether a file has measurements of exactly this GPU.
+
+    Args:
+        gpu_name: As for `choices_for`.
+        tuned_dir: As for `choices_for`.
+
+    Raises:
+        TableError: A file of measurements cannot be used.
+    """
+    folders = (tuned.BUNDLED,) if tuned_dir is None else (tuned_dir, tuned.BUNDLED)
+    return any(tuned.read(folder, gpu_name) for folder in folders)
+
+
 def other_versions(
     stack: Stack,
     dtype: "torch.dtype | str",
@@ -279,7 +293,9 @@ def _tables(
 
 
 def _measured(table: tuned.Table) -> str:
-    return f"measured by tune with vLLM {table.made_by['vllm']}"
+    is_quick = "--quick" in str(table.made_by.get("command")).split()
+    command = "tune --quick" if is_quick else "tune"
+    return f"measured by {command} with vLLM {table.made_by['vllm']}"
 
 
 def forced(choices: Iterable[Choice], kernel: str) -> tuple[Choice, ...]:
