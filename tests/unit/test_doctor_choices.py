@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from _doctor import NO_GPU, judge, text_of
-from _stacks import HOPPER, STACK
+from _stacks import ADA, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER, STACK
 
 from vllm_flashinfer_vit.choices import lookup
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.commands.doctor import HEAD_DIMS
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
-from vllm_flashinfer_vit.machine.stack import Stack
+from vllm_flashinfer_vit.machine.stack import Gpu, Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 from vllm_flashinfer_vit.settings import (
     ENV_FP8_SCALES,
@@ -21,6 +21,8 @@ from vllm_flashinfer_vit.settings import (
     ENV_KERNEL,
     ENV_TUNED_DIR,
 )
+
+H100 = HOPPER._replace(name="NVIDIA H100 80GB HBM3")
 
 
 def test_a_kernel_that_is_dropped_from_the_table_is_noted(
@@ -72,6 +74,29 @@ def test_choices_that_were_measured_with_other_versions_are_noted(
     del classes[tuned.key(FP8_DTYPE, 80)]
     tuned.write(tuned.Table(made_by, classes), path)
     assert noted(stack, **env) == [note]
+
+
+@pytest.mark.parametrize("gpu", [AMPERE, ADA, BLACKWELL, BLACKWELL_RTX, H100])
+def test_a_gpu_that_nobody_measured_is_told_how(gpu: Gpu, tmp_path: Path) -> None:
+    stack = replace(STACK, gpus=(gpu,))
+    env = {ENV_TUNED_DIR: str(tmp_path)}
+
+    def noted(stack: Stack, env: dict[str, str]) -> list[str]:
+        return [note for note in judge(stack, env=env).notes if "--quick" in note]
+
+    (note,) = noted(stack, env)
+    assert note.startswith(f"Nobody measured these kernels on {gpu.name}. ")
+    assert "`vllm-flashinfer-vit tune --quick`" in note
+    assert not noted(STACK, env)
+    assert not noted(NO_GPU, env)
+    assert not noted(stack, {**env, ENV_KERNEL: "flash_attn"})
+    path = tmp_path / tuned.file_name(gpu.name)
+    path.write_text("{")
+    assert not noted(stack, env)
+    made_by = {"gpu": gpu.name, "vllm": "0.25.1"}
+    classes = {"bfloat16/80": (tuned.Class(None, "cudnn"),)}
+    tuned.write(tuned.Table(made_by, classes), path)
+    assert not noted(stack, env)
 
 
 def test_what_serves_many_sequences_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

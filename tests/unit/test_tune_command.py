@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the command `tune` takes, and what it says before it measures."""
 
+import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,13 @@ pytest.importorskip("vllm")
 import torch
 
 from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.clock import GraphClock
 from vllm_flashinfer_vit.choices.derive import TuneError
+from vllm_flashinfer_vit.choices.measure import candidates
 from vllm_flashinfer_vit.commands import tune as tuning
 from vllm_flashinfer_vit.commands.cli import main
-from vllm_flashinfer_vit.commands.tune import Options
+from vllm_flashinfer_vit.commands.tune import Options, build_table
+from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.settings import ENV_TUNED_DIR
 
 
@@ -115,3 +119,69 @@ class TestBeforeMeasuring:
         assert "enough" in self.tune("--output", str(tmp_path / "h200.json"))
         assert len(measured) == 2
         assert not list(tmp_path.rglob("*.json"))
+
+
+def test_candidates_are_the_gpu_kernels_that_can_run() -> None:
+    found = candidates(STACK, torch.bfloat16, 80)
+    assert {"cudnn", "flash_attn", "triton_window"} <= set(found)
+    assert "reference" not in found
+    old = replace(STACK, cudnn_backend=90800)
+    assert "cudnn" not in candidates(old, torch.bfloat16, 80)
+    assert "triton_window" not in candidates(STACK, torch.bfloat16, 256)
+    assert not fp8_names().intersection(found)
+
+
+def test_candidates_of_fp8_layers_are_those_of_bf16_and_the_fp8_kernels() -> None:
+    fp8 = torch.float8_e4m3fn
+    found = candidates(STACK, fp8, 80)
+    assert set(found) > set(candidates(STACK, torch.bfloat16, 80))
+    assert "triton_fp8" in found and "reference_fp8" not in found
+    ampere = STACK.gpus[0]._replace(capability=(8, 0))
+    with pytest.raises(TuneError, match="no FP8 kernel"):
+        candidates(replace(STACK, gpus=(ampere,)), fp8, 80)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (Options(dtypes="bf16,fp32"), "--dtypes has 'fp32': use bf16 or fp16 or fp8"),
+        (Options(dtypes=""), "--dtypes has ''"),
+        (Options(head_dims="80,x"), "--head-dims has 'x'"),
+        (Options(head_dims="84"), "multiples of 8"),
+        (Options(head_dims="264"), "multiples of 8 from 8 to 256"),
+    ],
+)
+def test_bad_options_name_the_good_values(options: Options, what: str) -> None:
+    with pytest.raises(TuneError, match=what):
+        options.combinations()
+
+
+def test_combinations_are_measured_once_each() -> None:
+    options = Options(dtypes="fp16,bf16,fp16", head_dims="80,80")
+    assert options.combinations() == [(torch.float16, 80), (torch.bfloat16, 80)]
+
+
+@pytest.mark.gpu
+def test_this_gpu_is_measured(tmp_path: Path) -> None:
+    from vllm_flashinfer_vit.machine.probe import probe
+
+    device = torch.device("cuda:0")
+    stack = probe()
+    table = build_table(
+        Options(dtypes="bf16", head_dims="80"),
+        stack,
+        GraphClock(device),
+        device,
+        Console(file=io.StringIO()),
+        lengths=(64, 256),
+        counts=(1, 16),
+    )
+    tuned.write(table, tmp_path / tuned.file_name(stack.gpus[0].name))
+    assert tuned.read(tmp_path, stack.gpus[0].name) == table
+    kernels = candidates(stack, torch.bfloat16, 80)
+    assert table.left_out == ()
+    for row in table.measurements:
+        expected = {k for k in kernels if row.longest <= 128 or k != "triton_window"}
+        assert set(row.us) == expected
+        # A replay takes microseconds; a cold cache cannot make it milliseconds.
+        assert all(0.5 < us < 1000 for us in row.us.values())

@@ -19,14 +19,13 @@ pytest.importorskip("vllm")
 import torch
 
 from vllm_flashinfer_vit.choices import table as tuned
-from vllm_flashinfer_vit.choices.clock import GraphClock, Run
+from vllm_flashinfer_vit.choices.clock import Run
 from vllm_flashinfer_vit.choices.derive import TuneError
 from vllm_flashinfer_vit.choices.lookup import choices_for, plan_of
 from vllm_flashinfer_vit.choices.measure import (
     COUNTS,
     LENGTHS,
     Cell,
-    candidates,
     grid,
     measure,
 )
@@ -34,7 +33,6 @@ from vllm_flashinfer_vit.commands import tune as tuning
 from vllm_flashinfer_vit.commands.cli import main
 from vllm_flashinfer_vit.commands.tune import Options, build_table, render, to_json
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
-from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.kernels.flash_fp8_ref import attention_fp8_ref
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.ops.plan import Class
@@ -246,28 +244,109 @@ def test_the_time_limit_leaves_the_rest_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert {m.head_dim for m in table.measurements} == {80}
     (reason,) = table.left_out
     assert reason.startswith("bfloat16/64: the time limit of 5 s passed")
+    assert "no classes of its own" in reason
     with pytest.raises(TuneError, match="no choice could be measured.*--time-limit"):
         build(Options(dtypes="bf16", head_dims="80", time_limit_s=2))
 
 
-def test_candidates_are_the_gpu_kernels_that_can_run() -> None:
-    found = candidates(STACK, torch.bfloat16, 80)
-    assert {"cudnn", "flash_attn", "triton_window"} <= set(found)
-    assert "reference" not in found
-    old = replace(STACK, cudnn_backend=90800)
-    assert "cudnn" not in candidates(old, torch.bfloat16, 80)
-    assert "triton_window" not in candidates(STACK, torch.bfloat16, 256)
-    assert not fp8_names().intersection(found)
+def on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `tune` run on a machine that has a GPU, on the CPU."""
+    times = {**CLOCK, "triton_window": lambda tokens: 99.0}
+    monkeypatch.setattr(tuning, "probe", lambda: STACK)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tuning, "GraphClock", lambda device: ToldClock(times))
+    monkeypatch.setattr(
+        tuning,
+        "build_table",
+        lambda options, stack, clock, device, console: build_table(
+            options, stack, clock, CPU, console
+        ),
+    )
 
 
-def test_candidates_of_fp8_layers_are_those_of_bf16_and_the_fp8_kernels() -> None:
-    fp8 = torch.float8_e4m3fn
-    found = candidates(STACK, fp8, 80)
-    assert set(found) > set(candidates(STACK, torch.bfloat16, 80))
-    assert "triton_fp8" in found and "reference_fp8" not in found
-    ampere = STACK.gpus[0]._replace(capability=(8, 0))
-    with pytest.raises(TuneError, match="no FP8 kernel"):
-        candidates(replace(STACK, gpus=(ampere,)), fp8, 80)
+@pytest.mark.usefixtures("two_kernels")
+def test_the_command_stops_at_the_time_limit_with_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_this_gpu(monkeypatch)
+    effort = tuning.QUICK._replace(lengths=(8, 16, 64, 256), counts=(1,))
+    monkeypatch.setattr(tuning, "QUICK", effort)
+    path = tmp_path / "h200.json"
+    command = ["tune", "--quick", "--head-dims", "80,64", "--output", str(path)]
+
+    def tune(limit: int) -> Any:
+        # The limit is set at 0, the first head dim takes 1 to 4.
+        seconds = iter(range(100))
+        monkeypatch.setattr(tuning.time, "monotonic", lambda: next(seconds))
+        return CliRunner().invoke(main, [*command, "--time-limit", str(limit)])
+
+    assert tune(2).exit_code == 2
+    assert not path.exists()
+    result = tune(5)
+    assert result.exit_code == 0, result.output
+    assert "left out: bfloat16/64: the time limit of 5 s passed" in result.stdout
+    assert "doctor` says what serves instead" in result.stdout
+    table = tuned.read(tmp_path, "NVIDIA H200")
+    assert table is not None
+    assert list(table.classes) == ["bfloat16/80"]
+    # Of the head dim that was not finished nothing is kept.
+    assert {m.head_dim for m in table.measurements} == {80}
+    # What was there stays, if a later run has nothing.
+    assert tune(2).exit_code == 2
+    assert tuned.read(tmp_path, "NVIDIA H200") == table
+
+
+class TestQuick:
+    def test_it_measures_bf16_at_fewer_lengths(self) -> None:
+        quick, full = Options(quick=True).effort, Options().effort
+        assert Options(quick=True).combinations() == [
+            (torch.bfloat16, head_dim) for head_dim in tuning.HEAD_DIMS
+        ]
+        assert set(quick.lengths) < set(full.lengths)
+        assert set(quick.counts) < set(full.counts)
+        cells = [len(grid(80, e.lengths, e.counts)) for e in (quick, full)]
+        assert 3 * cells[0] < cells[1]
+        # Both classes of windows, and lengths after which FP8 may pay.
+        assert {64, 128, 4096} <= set(quick.lengths)
+        assert (quick.time_limit_s, full.time_limit_s) == (120, 600)
+
+    def test_other_options_go_before_it(self) -> None:
+        options = Options("fp8, bf16", "80", time_limit_s=30, quick=True)
+        assert options.effort == tuning.QUICK._replace(
+            dtypes=("fp8", "bf16"), time_limit_s=30
+        )
+        assert options.command() == (
+            "vllm-flashinfer-vit tune --quick --dtypes fp8,bf16 --head-dims 80"
+        )
+
+    @pytest.mark.usefixtures("two_kernels")
+    def test_its_batches_are_what_is_measured(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        effort = tuning.QUICK._replace(lengths=(8, 16), counts=(1, 2))
+        monkeypatch.setattr(tuning, "QUICK", effort)
+        table = build_table(
+            Options(head_dims="80", quick=True),
+            STACK,
+            ToldClock(CLOCK),
+            CPU,
+            Console(file=io.StringIO()),
+        )
+        cells = [(m.longest, m.num_seqs) for m in table.measurements]
+        assert cells == [(8, 1), (8, 2), (16, 1), (16, 2)]
+        assert set(table.classes) == {"bfloat16/80"}
+        assert "--quick" in table.made_by["command"]
+
+    def test_the_command_takes_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        given = []
+
+        def record(options: Options, console: Console) -> None:
+            given.append(options)
+            raise TuneError("enough")
+
+        monkeypatch.setattr(tuning, "run", record)
+        assert CliRunner().invoke(main, ["tune", "--quick"]).exit_code == 2
+        assert given == [Options(quick=True)]
 
 
 def test_fp8_layers_have_entries_of_their_own(
@@ -303,26 +382,6 @@ def test_fp8_kernels_are_judged_by_a_limit_of_their_own(
         torch.float8_e4m3fn, 80, ["reference_fp8"], [Cell(64, 2)], ToldClock(times), CPU
     )
     assert "allowed 0.1" in left_out[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        (Options(dtypes="bf16,fp32"), "--dtypes has 'fp32': use bf16 or fp16 or fp8"),
-        (Options(dtypes=""), "--dtypes has ''"),
-        (Options(head_dims="80,x"), "--head-dims has 'x'"),
-        (Options(head_dims="84"), "multiples of 8"),
-        (Options(head_dims="264"), "multiples of 8 from 8 to 256"),
-    ],
-)
-def test_bad_options_name_the_good_values(options: Options, what: str) -> None:
-    with pytest.raises(TuneError, match=what):
-        options.combinations()
-
-
-def test_combinations_are_measured_once_each() -> None:
-    options = Options(dtypes="fp16,bf16,fp16", head_dims="80,80")
-    assert options.combinations() == [(torch.float16, 80), (torch.bfloat16, 80)]
 
 
 @pytest.mark.usefixtures("two_kernels")
@@ -371,29 +430,3 @@ def test_what_was_left_out_is_printed(two_kernels: None) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "left out: [cudnn]: no plan" in text
     assert "The choices for NVIDIA H200 are in x.json" in text
-
-
-@pytest.mark.gpu
-def test_this_gpu_is_measured(tmp_path: Path) -> None:
-    from vllm_flashinfer_vit.machine.probe import probe
-
-    device = torch.device("cuda:0")
-    stack = probe()
-    table = build_table(
-        Options(dtypes="bf16", head_dims="80"),
-        stack,
-        GraphClock(device),
-        device,
-        Console(file=io.StringIO()),
-        lengths=(64, 256),
-        counts=(1, 16),
-    )
-    tuned.write(table, tmp_path / tuned.file_name(stack.gpus[0].name))
-    assert tuned.read(tmp_path, stack.gpus[0].name) == table
-    kernels = candidates(stack, torch.bfloat16, 80)
-    assert table.left_out == ()
-    for row in table.measurements:
-        expected = {k for k in kernels if row.longest <= 128 or k != "triton_window"}
-        assert set(row.us) == expected
-        # A replay takes microseconds; a cold cache cannot make it milliseconds.
-        assert all(0.5 < us < 1000 for us in row.us.values())
