@@ -34,11 +34,14 @@ class Series(NamedTuple):
         name: Without prefix, and without the `_total` that Prometheus asks for.
         labels: The names of its labels.
         summary: What it counts: its help text, and its line in the documentation.
+        known: Values of its only label. They are there from the start, at 0, since
+            Prometheus sees no increase in what begins at 1.
     """
 
     name: str
     labels: tuple[str, ...]
     summary: str
+    known: tuple[str, ...] = ()
 
     @property
     def exported(self) -> str:
@@ -52,6 +55,7 @@ SERIES = (
         ("served_by",),
         "Encoder attention layers that were built for FLASHINFER: served by "
         "vllm-flashinfer-vit, or by vLLM's own kernel (vllm).",
+        ("vllm-flashinfer-vit", "vllm"),
     ),
     Series(
         "encoder_passes",
@@ -93,6 +97,7 @@ SERIES = (
         "query and key lengths differ. block_input: passes that the block programs do "
         "not take. graph_size: batches with more frames than graphs have room for. "
         "graph_pixels: batches whose pixels are floats, where graphs hold bytes.",
+        ("key_lengths", "block_input", "graph_size", "graph_pixels"),
     ),
     Series(
         "triton_kernels_after_start",
@@ -136,7 +141,11 @@ class Metrics:
             )
             for one in SERIES
         }
-        self._children: dict[Key, Any] = {}
+        self._children: dict[Key, Any] = {
+            (one.name, value): self._exported[one.name].labels(value)
+            for one in SERIES
+            for value in one.known
+        }
         self._said: Counter[Key] = Counter()
         self._says_next_at_s = 0.0
 
