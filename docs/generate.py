@@ -93,6 +93,17 @@ def optimisations() -> str:
     return "\n".join(lines)
 
 
+def counters() -> str:
+    """Write a line for each counter, as /metrics has them."""
+    from vllm_flashinfer_vit.engine.metrics import SERIES
+
+    lines = ["| counter | labels | what it counts |", "|---|---|---|"]
+    for one in SERIES:
+        labels = ", ".join(one.labels) or "-"
+        lines.append(f"| `{one.exported}` | {labels} | {one.summary} |")
+    return "\n".join(lines)
+
+
 def compatibility() -> str:
     """Write a line for each vLLM that was read: what runs with it, and who says so."""
     from vllm_flashinfer_vit.kernels.catalog import KERNELS
@@ -144,6 +155,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "patches": patches,
     "optimisations": optimisations,
     "compatibility": compatibility,
+    "counters": counters,
 }
 
 
