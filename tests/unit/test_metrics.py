@@ -32,6 +32,27 @@ metrics.add(("graph_hits",))
 """
 
 
+SERVER = """
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from vllm.entrypoints.serve.instrumentator.metrics import attach_router
+app = FastAPI()
+attach_router(app)
+text = TestClient(app).get("/metrics").text
+assert "vllm_flashinfer_vit:graph_hits_total 1.0" in text, text
+"""
+
+PARENT = f"""
+import subprocess, sys
+from prometheus_client import generate_latest
+from vllm.v1.metrics import prometheus
+prometheus.setup_multiprocess_prometheus()
+subprocess.run([sys.executable, "-c", '''{CHILD}'''], check=True)
+text = generate_latest(prometheus.get_prometheus_registry()).decode()
+assert "vllm_flashinfer_vit:graph_hits_total 1.0" in text, text
+"""
+
+
 def child(code: str, folder: Path | None) -> None:
     env = {k: v for k, v in os.environ.items() if k != module.ENV_FOLDER}
     if folder is not None:
@@ -54,16 +75,28 @@ def test_another_process_reads_what_two_engines_count(tmp_path: Path) -> None:
     assert registry.get_sample_value("vllm_flashinfer_vit:graph_misses_total") == 0
 
 
-def test_the_registry_that_vllm_serves(tmp_path: Path) -> None:
-    """What `/metrics` of the API server's process answers."""
+def test_vllms_metrics_have_them(tmp_path: Path) -> None:
+    """The process of vLLM's API server counts nothing itself."""
     pytest.importorskip("vllm")
+    pytest.importorskip("httpx")
     child(CHILD, tmp_path)
+    child(SERVER, tmp_path)
+
+
+def test_processes_that_start_after_vllm_made_a_folder() -> None:
+    """With several API servers: their parent imports prometheus_client before that."""
+    pytest.importorskip("vllm")
+    child(PARENT, None)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     child(
-        "from prometheus_client import generate_latest\n"
-        "from vllm.v1.metrics.prometheus import get_prometheus_registry\n"
-        "text = generate_latest(get_prometheus_registry()).decode()\n"
-        "assert 'vllm_flashinfer_vit:graph_hits_total 1.0' in text, text\n",
-        tmp_path,
+        "from vllm_flashinfer_vit.engine.metrics import of_process\n"
+        "metrics = of_process()\n"
+        "assert not metrics.is_exported\n"
+        "metrics.add(('graph_hits',))\n"
+        "assert metrics.totals['graph_hits',] == 1\n",
+        tmp_path / "missing",
     )
 
 

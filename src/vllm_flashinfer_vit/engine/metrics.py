@@ -127,25 +127,23 @@ class Metrics:
             registry: What they are registered in, None for the process's own.
         """
         # Only here: vLLM may set the folder after this package was imported.
-        from prometheus_client import REGISTRY, values
-        from prometheus_client import Counter as Exported
+        from prometheus_client import values
 
         self.is_exported = values.ValueClass is not values.MutexValue
         self.totals: Counter[Key] = Counter()
-        self._exported = {
-            one.name: Exported(
-                PREFIX + one.name,
-                one.summary,
-                one.labels,
-                registry=REGISTRY if registry is None else registry,
+        self._exported: dict[str, Any] = {}
+        try:
+            self._exported = _exported(registry)
+        except OSError as error:
+            # No counter is worth an engine that does not start.
+            self.is_exported = False
+            logger.warning(
+                "vllm-flashinfer-vit cannot write its counters to the folder that %s "
+                "names, so they are in the log only: %s",
+                ENV_FOLDER,
+                error,
             )
-            for one in SERIES
-        }
-        self._children: dict[Key, Any] = {
-            (one.name, value): self._exported[one.name].labels(value)
-            for one in SERIES
-            for value in one.known
-        }
+        self._children: dict[Key, Any] = {}
         self._said: Counter[Key] = Counter()
         self._says_next_at_s = 0.0
 
@@ -156,14 +154,17 @@ class Metrics:
             key: Its name, and the values of its labels.
             amount: At least 0.
         """
+        self.totals[key] += amount
         child = self._children.get(key)
         if child is None:
             name, *labels = key
-            counter = self._exported[name]
-            child = counter.labels(*labels) if labels else counter
+            child = self._exported.get(name)
+            if child is None:
+                return
+            if labels:
+                child = child.labels(*labels)
             self._children[key] = child
         child.inc(amount)
-        self.totals[key] += amount
 
     def say_if_due(self) -> None:
         """Log the counters, once in `LOG_INTERVAL_S` and where nobody exports them."""
@@ -186,6 +187,23 @@ class Metrics:
         )
         self._said = self.totals.copy()
         self._says_next_at_s = time.monotonic() + LOG_INTERVAL_S
+
+
+def _exported(registry: "CollectorRegistry | None") -> dict[str, Any]:
+    from prometheus_client import REGISTRY
+    from prometheus_client import Counter as Exported
+
+    made = {}
+    for one in SERIES:
+        made[one.name] = counter = Exported(
+            PREFIX + one.name,
+            one.summary,
+            one.labels,
+            registry=REGISTRY if registry is None else registry,
+        )
+        for value in one.known:
+            counter.labels(value)
+    return made
 
 
 @functools.cache
