@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every Triton kernel for GPUs that are not here.
+"""Compile every Triton kernel, and the one in Gluon, for GPUs that are not here.
 
 A process of its own, since Triton interprets or compiles by how it was imported. The
 kernels' own functions run on tensors of the CPU; where they would launch, the kernel is
