@@ -259,7 +259,8 @@ def test_plain_english(page: Path) -> None:
 
 
 def commands_of_tables(page: str) -> list[str]:
-    commands = re.findall(r"^`python (benchmarks/table.py [^`]+)`$", page, re.MULTILINE)
+    found = re.findall(r"^`python (benchmarks/table.py [^`]+)`$", page, re.MULTILINE)
+    commands = [" ".join(command.split()) for command in found]
     assert commands == re.findall(r"<!-- python (.+) -->", page)
     return commands
 

@@ -27,7 +27,7 @@ class PaddedManager(EncoderCudaGraphManager):
     def adopt(self) -> None:
         """Take over a manager that vLLM has just built."""
         self.counting = Counting.of(self.vllm_config)
-        # What graphs hold, by budget and path.
+        # What the graphs hold that vLLM captures by its method, by budget and path.
         self._captured: dict[tuple[int, str], dict[Kind, int]] = {}
         logics = self.config.padding_logics
         for key in self.config.buffer_keys:
@@ -63,7 +63,7 @@ class PaddedManager(EncoderCudaGraphManager):
         except ReplaySizeError as error:
             raise ReplaySizeError(self._explain(error, token_budget)) from None
         if output is not None:
-            self.counting.replayed(self._captured[token_budget, path])
+            self.counting.replayed(self._captured.get((token_budget, path), {}))
         return output
 
     def _frames(self, token_budget: int) -> int:
