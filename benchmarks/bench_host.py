@@ -27,22 +27,17 @@ from typing import Any
 
 import torch
 
-import bench_encoder
-from bench_attention import make_problem
-from bench_encoder import Bench, Grids, Remote
-from common import (
-    DTYPES,
-    CsvLog,
-    Environment,
-    Failures,
-    device,
-    host_ms,
-    print_row,
-    result_row,
-    results_path,
-)
+import tower_cases
+from csv_log import DTYPES, CsvLog, print_row, result_row, results_path
+from environment import Environment, device
+from failures import Failures
 from host_layers import DTYPE, build_layers, provider_names, ready_calls, serves
 from host_load import load_text, watched_load
+from op_problems import make_problem
+from timing import host_ms
+from tower_bench import TURNS, Bench
+from tower_cases import Grids
+from tower_worker import RemoteTower
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import resolve_spec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
@@ -63,11 +58,11 @@ SMOKE_CASES = {"2x24": (24, 24)}
 MODELS = ("Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct")
 TOWERS: dict[str, Grids] = {
     # Even the plugin's blocks take the device less time than the host.
-    "1x64": bench_encoder.SMOKE_CASES["1x64"],
-    "1x256": bench_encoder.CASES["1x256"],
-    "1x1024": bench_encoder.CASES["1x1024"],
+    "1x64": tower_cases.SMOKE_CASES["1x64"],
+    "1x256": tower_cases.CASES["1x256"],
+    "1x1024": tower_cases.CASES["1x1024"],
 }
-METADATA = {name: bench_encoder.CASES[name] for name in ("1x256", "20x400")}
+METADATA = {name: tower_cases.CASES[name] for name in ("1x256", "20x400")}
 SMOKE_GRIDS = {"1x64": TOWERS["1x64"]}
 # What the rows of `steps` are measured on; their case is the step.
 STEPS_CASE = "1x256"
@@ -186,7 +181,7 @@ def time_metadata(
     rows: Rows,
     model: str,
     head_dim: int,
-    remotes: Sequence[Remote],
+    remotes: Sequence[RemoteTower],
     case: str,
     grids: Grids,
 ) -> None:
@@ -198,10 +193,10 @@ def time_metadata(
     ]
     for kind, batches in ("cold", cold), ("warm", [grids] * len(cold)):
         print(f"{model} {case}-{kind} metadata", flush=True)
-        samples: dict[Remote, list[float]] = {remote: [] for remote in remotes}
+        samples: dict[RemoteTower, list[float]] = {remote: [] for remote in remotes}
         with watched_load():
-            for turn in range(bench_encoder.TURNS):
-                part = batches[turn :: bench_encoder.TURNS]
+            for turn in range(TURNS):
+                part = batches[turn::TURNS]
                 for remote in order_of_turn(remotes, turn):
                     samples[remote] += remote.call("metadata_ms", grids, part)
         for remote, taken in samples.items():
@@ -319,7 +314,7 @@ def time_steps(rows: Rows, failures: Failures, args: argparse.Namespace) -> None
 
 def tower_models(args: argparse.Namespace) -> Sequence[str]:
     """Return the models of the towers: those asked for, or bench_encoder's."""
-    own = bench_encoder.MODELS[1:2] if args.smoke else bench_encoder.MODELS
+    own = tower_cases.MODELS[1:2] if args.smoke else tower_cases.MODELS
     return args.models or own
 
 

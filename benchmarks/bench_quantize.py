@@ -16,29 +16,13 @@ from typing import NamedTuple
 
 import torch
 
-from bench_attention import (
-    CASES,
-    SMOKE_CASES,
-    Problem,
-    make_problem,
-    rotate_fp32,
-    stock_rotary,
-)
-from common import (
-    COLUMNS,
-    DTYPES,
-    Clock,
-    CsvLog,
-    Environment,
-    Failures,
-    Run,
-    check_error,
-    device,
-    relative_error,
-    result_row,
-    results_path,
-    take_turns,
-)
+from correctness import check_error, relative_error
+from csv_log import COLUMNS, DTYPES, CsvLog, result_row, results_path
+from environment import Environment, device
+from failures import Failures
+from op_problems import CASES, SMOKE_CASES, Problem, make_problem, rotate_fp32
+from op_providers import stock_rotary
+from timing import Clock, Run, take_turns
 from vllm_flashinfer_vit.choices.clock import capture
 from vllm_flashinfer_vit.kernels.quantize_ref import column_order
 

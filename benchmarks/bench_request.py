@@ -27,19 +27,21 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from remote import Remote
 
-from bench_encoder import MODELS
-from common import ENVIRONMENT_COLUMNS, CsvLog, Environment, Failures, results_path
+from csv_log import CsvLog, results_path
+from environment import ENVIRONMENT_COLUMNS, Environment
+from failures import Failures
 from make_checkpoint import make_checkpoint
+from remote import Remote
 from serve_inputs import WORKLOADS, write_requests
 from setups import Setup
+from tower_cases import MODELS
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 
@@ -101,6 +103,13 @@ class Engine:
         # It has no option of its own.
         arguments.enable_mm_processor_stats = True
         self._llm = LLM(**vars(arguments))
+
+    def running(self) -> AbstractContextManager[None]:
+        """Hold nothing: an engine is ready once it is made."""
+        return nullcontext()
+
+    def ready(self) -> None:
+        """Do nothing, see `running`."""
 
     def measure(self, requests: str) -> list[dict[str, float]]:
         """Return the stages of each request of a file, in milliseconds."""

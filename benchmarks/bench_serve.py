@@ -4,7 +4,7 @@
 Each setup is a server of its own, with a language model of true size and dummy weights.
 All of them stay up, and take turns: one is asked at a time, by vLLM's own
 `vllm bench serve`, for one token after images that no server has seen. A setup is a
-contender's name, as in bench_encoder.py, and how its encoder runs: `graph` with vLLM's
+contender's name, as in contenders.py, and how its encoder runs: `graph` with vLLM's
 encoder CUDA graphs, stock's blocks compiled where that vLLM can, or `eager`, vLLM's
 default. With `-q8` at its end a contender serves `--quantization fp8`.
 
@@ -33,11 +33,13 @@ from typing import Any
 
 import torch
 
-from bench_encoder import MODELS
-from common import ENVIRONMENT_COLUMNS, CsvLog, Environment, Failures, results_path
+from csv_log import CsvLog, results_path
+from environment import ENVIRONMENT_COLUMNS, Environment
+from failures import Failures
 from make_checkpoint import make_checkpoint
 from serve_inputs import WORKLOADS, image_tokens, write_requests
 from setups import Setup
+from tower_cases import MODELS
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 

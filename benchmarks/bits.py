@@ -23,19 +23,12 @@ from pathlib import Path
 
 import torch
 
-from bench_encoder import CASES, MODELS, SMOKE_CASES, Grids
-from common import (
-    DTYPES,
-    ENVIRONMENT_COLUMNS,
-    STACK_COLUMNS,
-    CsvLog,
-    Environment,
-    Failures,
-    device,
-    is_replay,
-    results_path,
-)
-from table import of_one_vllm
+from chosen_rows import of_one_vllm
+from csv_log import DTYPES, CsvLog, results_path
+from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS, Environment, device
+from failures import Failures
+from timing import is_replay
+from tower_cases import CASES, MODELS, SMOKE_CASES, Grids
 
 # The only imports of the package: an older commit may have them elsewhere.
 from vllm_flashinfer_vit.choices.clock import capture

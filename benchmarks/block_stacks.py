@@ -270,7 +270,7 @@ class BlockStack(nn.Module):
 
 @dataclass(frozen=True)
 class StackTower:
-    """What `bench_encoder` asks of a tower, of a stack.
+    """What `tower_worker` asks of a tower, of a stack.
 
     Attributes:
         spec: Its depth and the width of its stream.

@@ -26,24 +26,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import (
-    ENVIRONMENT_COLUMNS,
-    CsvLog,
-    Environment,
-    Failures,
-    relative_error,
-    results_path,
-)
+from correctness import relative_error
+from csv_log import CsvLog, results_path
 from engines import (
     BACKENDS,
     ENTRY_POINT,
-    MODELS,
     Job,
     compiles_blocks,
     fill_tower,
     random_pixels,
     start,
 )
+from environment import ENVIRONMENT_COLUMNS, Environment
+from failures import Failures
+from tower_cases import MODELS
 
 # Engine arguments by configuration.
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -15,11 +15,6 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-MODELS = (
-    "Qwen/Qwen2-VL-7B-Instruct",
-    "Qwen/Qwen2.5-VL-7B-Instruct",
-    "Qwen/Qwen3-VL-8B-Instruct",
-)
 BACKENDS = {"stock-flash_attn": "FLASH_ATTN", "plugin": "FLASHINFER"}
 ENTRY_POINT = "flashinfer_vit"
 

@@ -3,8 +3,9 @@
 
 `attention` compares the op's output, on drawn q, k and v as an attention layer gets
 them; `tower` compares the embeddings of whole vision towers with random weights, on
-drawn images. Upstream's method, vLLM's own, takes part on the same inputs: the largest
-values of 16 passes, not the largest absolute ones.
+drawn images; `layers` those of towers with FP8 linear layers, on a GPU. Upstream's
+method, vLLM's own, takes part on the same inputs: the largest values of 16 passes, not
+the largest absolute ones.
 
     python benchmarks/fp8_accuracy.py
     python benchmarks/fp8_accuracy.py --markdown docs/fp8_accuracy.md
@@ -12,153 +13,37 @@ values of 16 passes, not the largest absolute ones.
 """
 
 import argparse
-import csv
 import json
 import math
 import os
-import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from common import (
-    ENVIRONMENT_COLUMNS,
-    ROOT,
-    CsvLog,
-    Environment,
-    Failures,
-    attention_fp32,
-    device,
-    layer_plan,
-    relative_error,
-    results_path,
-)
+from correctness import attention_fp32, relative_error
+from csv_log import CsvLog, results_path
+from environment import ROOT, Environment, device
+from failures import Failures
+from fp8_inputs import FULL, INPUTS, QKV, SMOKE, Images, Size, draw
+from fp8_layers import layer_rows
+from fp8_page import COLUMNS, markdown, read_rows
+from op_providers import layer_plan
+from tower_cases import MODELS
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX
 
 # What vLLM looks back on, for upstream's method and the dynamic one alike.
 PASSES = 16
 # vLLM's default head room for scales that are saved.
 MARGIN = 1.5
-METHODS = ("bf16", "block", "dynamic", "static", "upstream")
 HEAD_DIMS = (72, 80)
 SEEDS = range(8)
-MODELS = (
-    "Qwen/Qwen2-VL-7B-Instruct",
-    "Qwen/Qwen2.5-VL-7B-Instruct",
-    "Qwen/Qwen3-VL-8B-Instruct",
-)
-COLUMNS = (
-    "level",
-    "input",
-    "seed",
-    "method",
-    "kernel",
-    "model",
-    "head_dim",
-    "tokens",
-    "err_fp32",
-    "cos_fp32",
-    "err_bf16",
-    "cos_bf16",
-    *ENVIRONMENT_COLUMNS,
-)
-# The bar for block scales' error on outliers, as a part of that of upstream's method.
-BAR = 0.8
-
-
-class QKV(NamedTuple):
-    """One pass of a layer: q, k and v, each `[T, H, D]` bf16 and rotated."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-
-class Size(NamedTuple):
-    """How much is drawn."""
-
-    tokens: int
-    heads: int
-    grid: int  # rows and columns of patches of an image
-    depth: int | None  # blocks of a tower
-
-
-FULL = Size(tokens=4096, heads=16, grid=68, depth=None)
-SMOKE = Size(tokens=256, heads=4, grid=16, depth=2)
-
-
-class Input(NamedTuple):
-    """A kind of q, k and v.
-
-    Attributes:
-        text: What it is, for the page.
-        change: Makes it, in place, of `[T, H, D]` from N(0, 1). The generator, on the
-            CPU, draws what is the same in all passes.
-    """
-
-    text: str
-    change: Callable[[torch.Tensor, torch.Generator], None]
-
-
-def _outliers(x: torch.Tensor, fixed: torch.Generator) -> None:
-    channels = x.view(x.shape[0], -1)
-    picked = torch.randperm(channels.shape[1], generator=fixed)[:2].to(x.device)
-    magnitude = (25 + 75 * torch.rand(2, generator=fixed)).to(x.device)
-    sign = (torch.randint(0, 2, (2,), generator=fixed) * 2 - 1).to(x.device)
-    channels[:, picked] = magnitude * (sign + 0.2 * channels[:, picked])
-
-
-def _skewed(x: torch.Tensor, fixed: torch.Generator) -> None:
-    x[..., ::4] -= 8
-
-
-def _massive(x: torch.Tensor, fixed: torch.Generator) -> None:
-    picked = torch.randperm(x.shape[0], generator=fixed)[:4].to(x.device)
-    x[picked] *= 1000
-
-
-INPUTS: Mapping[str, Input] = {
-    "normal": Input("N(0, 1)", lambda x, fixed: None),
-    "outliers": Input(
-        "N(0, 1), but two channels each of q, k and v, out of those of all heads, hold "
-        "m (s + 0.2 n) with n from N(0, 1); the magnitude m, 25 to 100, and the sign s "
-        "are drawn once for a channel, as a bias fixes them in a model",
-        _outliers,
-    ),
-    "skewed": Input(
-        "N(0, 1), but every fourth channel is N(-8, 1), all negative", _skewed
-    ),
-    "massive": Input(
-        "N(0, 1), but four tokens are a thousand times as large", _massive
-    ),
-}
-
-
-def draw(name: str, seed: int, index: int, size: Size, head_dim: int) -> QKV:
-    """Draw a pass.
-
-    Args:
-        name: A key of `INPUTS`.
-        seed: Which layer; it fixes what is the same in all passes.
-        index: Which pass.
-        size: How much.
-        head_dim: D.
-    """
-    fixed = torch.Generator().manual_seed(seed)
-    random = torch.Generator(device()).manual_seed(1000 * seed + index)
-    shape = (size.tokens, size.heads, head_dim)
-    parts = []
-    for _ in range(3):
-        x = torch.randn(shape, generator=random, device=device())
-        INPUTS[name].change(x, fixed)
-        parts.append(x.bfloat16())
-    return QKV(*parts)
+LEVELS = ("attention", "tower", "layers")
 
 
 def upstream_scales(passes: Iterable[QKV]) -> torch.Tensor:
@@ -298,43 +183,6 @@ def _distances(
     }
 
 
-def draw_image(seed: int, side: int) -> Any:
-    """Draw an RGB image: soft colours, fine texture, hard-edged boxes."""
-    from PIL import Image
-
-    random = torch.Generator().manual_seed(seed)
-    soft = torch.rand(1, 3, 6, 6, generator=random)
-    pixels = torch.nn.functional.interpolate(
-        soft, (side, side), mode="bicubic", align_corners=False
-    )[0]
-    pixels += 0.1 * torch.randn(3, side, side, generator=random)
-    for _ in range(12):
-        top, left, height, width = torch.randint(
-            0, side // 2, (4,), generator=random
-        ).tolist()
-        colour = torch.rand(3, 1, 1, generator=random)
-        pixels[:, top : top + height, left : left + width] = colour
-    rgb = (pixels.clamp(0, 1) * 255).byte().permute(1, 2, 0)
-    return Image.fromarray(rgb.numpy())
-
-
-class Images:
-    """Drawn images as a model's image processor cuts them into patches."""
-
-    def __init__(self, spec: Any, size: Size) -> None:
-        """Load the processor."""
-        from vllm_flashinfer_vit.commands.images import image_processor
-
-        self._processor = image_processor(spec, None)
-        self._side = spec.patch_size * size.grid
-
-    def __call__(self, seed: int) -> tuple[torch.Tensor, list[list[int]]]:
-        """Return patches and grids of an image."""
-        image = draw_image(seed, self._side)
-        found = self._processor(images=[image], return_tensors="pt")
-        return found["pixel_values"], found["image_grid_thw"].tolist()
-
-
 @contextmanager
 def recorded(tower: Any) -> Iterator[dict[str, list[QKV]]]:
     """Record extremes of a tower's rotated q, k and v, by layer and pass.
@@ -444,165 +292,12 @@ def tower_rows(
                 yield row(method, tower, out)
 
 
-Row = Mapping[str, str]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Read a results file; of repeated measurements the last one counts.
-
-    Raises:
-        ValueError: The file has other columns.
-    """
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        rows = list(reader)
-    if tuple(reader.fieldnames or ()) != COLUMNS:
-        raise ValueError(f"{path} is not a file of FP8 accuracy: its columns differ")
-    keys = COLUMNS[: COLUMNS.index("tokens") + 1]
-    return list({tuple(row[key] for key in keys): row for row in rows}.values())
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """Write the page `docs/fp8_accuracy.md` from a results file."""
-    attention = [row for row in rows if row["level"] == "attention"]
-    tower = [row for row in rows if row["level"] == "tower"]
-    parts = ["# Accuracy of FP8 attention\n", _preamble(rows)]
-    for kernel in _unique(r["kernel"] for r in attention if r["method"] != "bf16"):
-        mine = [r for r in attention if r["kernel"] == kernel or r["method"] == "bf16"]
-        parts += [f"## Attention output, `{kernel}`\n", _attention_table(mine)]
-        if bar := _bar(mine):
-            parts.append(bar)
-    if tower:
-        text = _TOWER_TEXT.format(tokens=tower[0]["tokens"])
-        parts += ["## Embeddings of whole towers\n", text, _tower_table(tower)]
-    return "\n".join(parts)
-
-
-def _unique(values: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(values))
-
-
-def _preamble(rows: Sequence[Row]) -> str:
-    machines = _unique(
-        f"{row['gpu']}, vLLM {row['vllm']}, torch {row['torch']}, Triton "
-        f"{row['triton']}, cuDNN {row['cudnn']}, commit {row['commit']}"
-        for row in rows
-    )
-    inputs = "\n".join(f"- `{name}`: {kind.text}." for name, kind in INPUTS.items())
-    return _PREAMBLE.format(machines="; ".join(machines), inputs=inputs)
-
-
-_PREAMBLE = """\
-Written by `python benchmarks/fp8_accuracy.py --markdown docs/fp8_accuracy.md` from rows
-that the same script measured: {machines}.
-
-An error is `|out - fp32| / |fp32|` over the whole output: the mean over seeds and the
-worst, and in brackets the mean over rows of one minus the cosine. fp32 starts from the
-same bf16 inputs. Where scales come from:
-
-- `bf16`: no FP8; the kernel that this package picks.
-- `block`: one for each block of 128 tokens and head, from that block alone.
-- `dynamic`: one for each tensor, from the largest absolute value of 16 passes, the
-  measured one being the last.
-- `static`: one for each tensor, 1.5 times what the largest absolute value of 16 other
-  passes needs.
-- `upstream`: as `dynamic`, but from the largest signed value, as in vLLM. The attention
-  after it is the same, so that only the scales differ.
-
-Inputs of the attention, one sequence, rounded to bf16; q and k count as rotated:
-
-{inputs}
-
-e4m3 keeps three bits of mantissa over fifteen binades, of which q and k use eleven, up
-to 28. A scale that is a few times too large costs next to nothing; one that is too
-small cuts the largest values off, and upstream's is, wherever the largest value is
-negative.
-"""
-
-_TOWER_TEXT = """\
-Random weights in true dimensions and one drawn image of {tokens} patches, after 15
-others. Static and upstream's scales were recorded in bf16. Windows and short sequences
-stay in bf16, as in an engine.
-"""
-
-
-def _attention_table(rows: Sequence[Row]) -> str:
-    found: dict[tuple[str, str], dict[str, list[Row]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for row in rows:
-        found[row["input"], row["head_dim"]][row["method"]].append(row)
-    methods = [
-        m for m in METHODS if any(m in by_method for by_method in found.values())
-    ]
-    lines = [
-        f"| input | head dim | {' | '.join(methods)} |",
-        "|" + "---|" * (len(methods) + 2),
-    ]
-    for (name, head_dim), by_method in found.items():
-        cells = " | ".join(_cell(by_method[method]) for method in methods)
-        lines.append(f"| `{name}` | {head_dim} | {cells} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(rows: Sequence[Row]) -> str:
-    if not rows:
-        return "-"
-    errors = [float(row["err_fp32"]) for row in rows]
-    angle = statistics.mean(1 - float(row["cos_fp32"]) for row in rows)
-    worst = f", worst {max(errors):.2g}" if len(errors) > 1 else ""
-    return f"{statistics.mean(errors):.2g}{worst} ({angle:.1g})"
-
-
-def error_ratio(rows: Sequence[Row], name: str) -> float | None:
-    """Return block scales' mean error over upstream's on an input, None if unknown."""
-    errors = {
-        method: [
-            float(row["err_fp32"])
-            for row in rows
-            if row["input"] == name and row["method"] == method
-        ]
-        for method in ("block", "upstream")
-    }
-    if not all(errors.values()):
-        return None
-    return statistics.mean(errors["block"]) / statistics.mean(errors["upstream"])
-
-
-def _bar(rows: Sequence[Row]) -> str | None:
-    ratio = error_ratio(rows, "outliers")
-    if ratio is None:
-        return None
-    verdict = "within" if ratio <= BAR else "above"
-    return (
-        f"On `outliers`, the mean error of block scales is {ratio:.2f} times that of "
-        f"upstream's method, {verdict} the bar of {BAR}.\n"
-    )
-
-
-def _tower_table(rows: Sequence[Row]) -> str:
-    lines = [
-        "| model | scales | kernels | against fp32 | against bf16 |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        pairs = (
-            f"{float(row[f'err_{ref}']):.2g} ({1 - float(row[f'cos_{ref}']):.1g})"
-            for ref in ("fp32", "bf16")
-        )
-        lines.append(
-            f"| {row['model']} | {row['method']} | {row['kernel']} | "
-            f"{' | '.join(pairs)} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--levels", nargs="+", choices=("attention", "tower"))
+    parser.add_argument("--levels", nargs="+", choices=LEVELS)
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS))
     parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
@@ -624,12 +319,12 @@ def measure(args: argparse.Namespace, log: CsvLog, environment: Environment) -> 
         for row in rows:
             log.add({**row, **asdict(environment)})
             print(
-                f"  {row['method']:<9} {row['kernel']:<14} error {row['err_fp32']}, "
+                f"  {row['method']:<22} {row['kernel']:<14} error {row['err_fp32']}, "
                 f"cosine {row['cos_fp32']}",
                 flush=True,
             )
 
-    levels = args.levels or ("attention", "tower")
+    levels = args.levels or (LEVELS if device().type == "cuda" else LEVELS[:2])
     if "attention" in levels:
         for head_dim in args.head_dims:
             kernels = fp8_kernels(head_dim)
@@ -644,6 +339,11 @@ def measure(args: argparse.Namespace, log: CsvLog, environment: Environment) -> 
             print(model, flush=True)
             with failures.noted(model):
                 add(tower_rows(model, size, failures))
+    if "layers" in levels:
+        for model in args.models:
+            print(model, flush=True)
+            with failures.noted(model):
+                add(layer_rows(model, size, failures, _distances))
     failures.summary()
 
 

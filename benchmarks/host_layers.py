@@ -6,8 +6,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from bench_attention import Problem, gate, reference
-from common import DTYPES, Failures, Run, check_error, device, relative_error
+from correctness import check_error, relative_error
+from csv_log import DTYPES
+from environment import device
+from failures import Failures
+from op_problems import Problem, reference
+from op_providers import gate
+from timing import Run
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
 from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.settings import ENV_KERNEL

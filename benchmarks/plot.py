@@ -29,8 +29,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from common import COLUMNS
-from table import of_one_vllm
+from chosen_rows import of_one_vllm
+from csv_log import COLUMNS
 from waterfall import CLASS_COLOURS, text_colour
 
 GREY = "#767676"

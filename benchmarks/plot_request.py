@@ -14,8 +14,8 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from bench_request import STAGES, WHOLE
+from chosen_rows import Row, newest, of_one_vllm, read
 from plot import STYLE, say_where, write_svg
-from table import Row, newest, of_one_vllm, read
 from waterfall import CLASS_COLOURS, text_colour
 
 NAMES = (

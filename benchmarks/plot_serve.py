@@ -13,8 +13,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
+from chosen_rows import Row, newest, of_one_vllm, read
 from plot import GREY, STYLE, colour_of, say_where, write_svg
-from table import Row, newest, of_one_vllm, read
 
 # Column, label, and whether a row is of one request at a time.
 PANELS = (

@@ -12,8 +12,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from chosen_rows import Row, newest, of_one_vllm, read
 from plot import STYLE, colour_of, say_where, write_svg
-from table import Row, newest, of_one_vllm, read
 
 # Column and label.
 PANELS = (("rss_mib", "host memory, GiB"), ("device_mib", "device memory, GiB"))

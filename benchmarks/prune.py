@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from common import STACK_COLUMNS
+from environment import STACK_COLUMNS
 
 # What was measured, in the columns that a file has of these.
 IDENTITY = (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bench_encoder import Contender
+from contenders import Contender
 from engines import ENTRY_POINT, compiles_blocks
 
 # Enough for what is asked at once; fixed, since several engines share the GPU.
@@ -21,7 +21,7 @@ class Setup:
     """An engine.
 
     Attributes:
-        provider: A contender's name, see `bench_encoder.Contender`.
+        provider: A contender's name, see `contenders.Contender`.
         mode: How its encoder runs, `graph` or `eager`.
     """
 

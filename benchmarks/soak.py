@@ -32,8 +32,9 @@ from typing import Any
 
 import torch
 
-from bench_encoder import MODELS
-from common import ENVIRONMENT_COLUMNS, CsvLog, Environment, Failures, results_path
+from csv_log import CsvLog, results_path
+from environment import ENVIRONMENT_COLUMNS, Environment
+from failures import Failures
 from soak_checkpoint import write_checkpoint
 from soak_client import (
     MAX_DIFFERENCE,
@@ -48,6 +49,7 @@ from soak_inputs import Request, body, draw_request
 from soak_memory import MAX_GROWTH, MemoryLog, growth
 from soak_scales import Mischief, saved_layers
 from soak_servers import SETUP, SoakServer, built, commands, scale_file, serving
+from tower_cases import MODELS
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 
 REQUESTS = 10_000

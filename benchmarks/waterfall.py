@@ -18,16 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from bench_encoder import CASES, MODELS, SMOKE_CASES, Contender, Remote
-from common import (
-    ENVIRONMENT_COLUMNS,
-    CsvLog,
-    Environment,
-    Failures,
-    device,
-    results_path,
-)
-from table import of_one_vllm
+from chosen_rows import of_one_vllm
+from contenders import Contender
+from csv_log import CsvLog, results_path
+from environment import ENVIRONMENT_COLUMNS, Environment, device
+from failures import Failures
+from tower_cases import CASES, MODELS, SMOKE_CASES
+from tower_worker import RemoteTower
 
 # The first that is found in a kernel's name decides.
 CLASSES: Mapping[str, re.Pattern[str]] = {
@@ -99,7 +96,7 @@ def measure(
     remotes = {}
     for provider, blocks in contenders:
         contender = Contender.of(provider, "bf16", blocks)
-        remotes[provider, blocks] = Remote(contender, model, depth)
+        remotes[provider, blocks] = RemoteTower(contender, model, depth)
     ready = {}
     for names, remote in remotes.items():
         with failures.noted(" ".join((model, case, *names))):

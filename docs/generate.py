@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import chosen_rows  # noqa: E402
 import table as results  # noqa: E402
 
 # Packages of a column of `compatibility`, in the order of its head.
@@ -92,6 +93,17 @@ def optimisations() -> str:
     return "\n".join(lines)
 
 
+def counters() -> str:
+    """Write a line for each counter, as /metrics has them."""
+    from vllm_flashinfer_vit.engine.metrics import SERIES
+
+    lines = ["| counter | labels | what it counts |", "|---|---|---|"]
+    for one in SERIES:
+        labels = ", ".join(one.labels) or "-"
+        lines.append(f"| `{one.exported}` | {labels} | {one.summary} |")
+    return "\n".join(lines)
+
+
 def compatibility() -> str:
     """Write a line for each vLLM that was read: what runs with it, and who says so."""
     from vllm_flashinfer_vit.kernels.catalog import KERNELS
@@ -105,7 +117,7 @@ def compatibility() -> str:
 
     measured: dict[str, set[str]] = {}
     for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.csv")):
-        for row in results.read(path):
+        for row in chosen_rows.read(path):
             measured.setdefault(row["vllm"], set()).add(row["gpu"])
     count = len(all_patches())
     on_cudnn = sorted(name for name, one in KERNELS.items() if one.needs.on_cudnn)
@@ -143,6 +155,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "patches": patches,
     "optimisations": optimisations,
     "compatibility": compatibility,
+    "counters": counters,
 }
 
 
@@ -157,7 +170,7 @@ def rendered(script: str, arguments: str) -> str:
         kind, source, *options = words
         try:
             return results.render([kind, str(ROOT / source), *options])
-        except results.NoRowsError:
+        except chosen_rows.NoRowsError:
             return "Not measured yet."
     if script == "docs/generate.py" and words and words[0] in TABLES:
         return TABLES[words[0]]()

@@ -19,7 +19,12 @@ from vllm_flashinfer_vit.models import (
     siglip,
     transformers_towers,
 )
-from vllm_flashinfer_vit.patches import encoder_graphs, fp8_scales, platform
+from vllm_flashinfer_vit.patches import (
+    counters,
+    encoder_graphs,
+    fp8_scales,
+    platform,
+)
 from vllm_flashinfer_vit.patches.patch import (
     Patch,
     PatchError,
@@ -39,6 +44,7 @@ _MODEL_PATCHES = (
     *siglip.PATCHES,
     *interleaved.PATCHES,
     *encoder_graphs.PATCHES,
+    *counters.PATCHES,
 )
 # Inherited by the processes that an engine starts: the first one speaks for all.
 _ENV_WARNED = "_VLLM_FLASHINFER_VIT_WARNED"

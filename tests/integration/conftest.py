@@ -1,10 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of tests whose towers have blocks that run as programs."""
+"""Where tensors are, what is logged, and how blocks run as programs."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+
+
+@pytest.fixture
+def on_device() -> Iterator[None]:
+    """Make tensors where the layer is."""
+    from _towers import DEVICE, HAS_GPU
+
+    with torch.device(DEVICE) if HAS_GPU else nullcontext():
+        yield
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What the package logs; vLLM's loggers do not propagate to pytest's handler."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
+    logger = logging.getLogger("vllm.plugins.flashinfer_vit")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a layer does when it is built: whom it serves, what it patches, what it says."""
 
-import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from _models import DENSE, PACKED, engine
+from _encoders import DENSE, PACKED
+from _models import engine
 from _towers import FAMILIES, cpu_only, small_tower
 from torch import nn
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -49,18 +49,6 @@ def unpatched(flashinfer: Tower) -> Iterator[None]:
     # vLLM's context manager leaves it changed after an error.
     torch.set_default_dtype(dtype)
     plugin.apply_model_patches(Settings())
-
-
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    """What the package logs; vLLM's loggers do not propagate to pytest's handler."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
-    logger = logging.getLogger("vllm.plugins.flashinfer_vit")
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
 
 
 def build(tower: Tower, **kwargs: Any) -> Any:

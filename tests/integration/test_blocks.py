@@ -19,7 +19,8 @@ from _blocks import (
     tables,
     without,
 )
-from _models import PACKED, Encoder, Result, encode, engine, noise
+from _encoders import PACKED
+from _models import Encoder, Result, encode, engine, noise
 from _towers import cpu_only
 from torch import nn
 

@@ -8,19 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from _models import (
-    CROSS,
-    DENSE,
-    PACKED,
-    WHISPER,
-    Encoder,
-    OpCount,
-    Result,
-    encode,
-    engine,
-    noise,
-    patches,
-)
+from _encoders import CROSS, DENSE, PACKED, WHISPER
+from _models import Encoder, OpCount, Result, encode, engine, noise, patches
 
 from cases import relative_error
 from vllm_flashinfer_vit.plugin import all_patches, apply_model_patches

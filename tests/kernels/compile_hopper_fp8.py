@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -56,10 +57,14 @@ def _source(head_dim: int) -> GluonASTSource:
     return GluonASTSource(hopper_fp8._hopper_fp8_kernel, signature, constants)
 
 
-def main() -> None:
+def compile_for(head_dim: int) -> Any:
+    """Compile it for compute capability 9.0, the only one that has its instructions."""
     target = GPUTarget("cuda", 90, 32)
-    source = _source(int(sys.argv[1]))
-    kernel = triton.compile(source, target, options={"num_warps": 4})
+    return triton.compile(_source(head_dim), target, options={"num_warps": 4})
+
+
+def main() -> None:
+    kernel = compile_for(int(sys.argv[1]))
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(kernel.asm["ptx"])
         ptx.flush()

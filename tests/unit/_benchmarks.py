@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the benchmarks are, and a row as they write it."""
+"""Where the benchmarks are, and rows and a file as they write them."""
 
 import sys
 from pathlib import Path
@@ -7,9 +7,10 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import common  # noqa: E402
+from csv_log import CsvLog, result_row  # noqa: E402
+from environment import Environment  # noqa: E402
 
-ENVIRONMENT = common.Environment(
+ENVIRONMENT = Environment(
     gpu="NVIDIA H200",
     vllm="0.25.1",
     torch="2.11.0",
@@ -36,4 +37,35 @@ def make_row(**changes):
         "rel_err": 0.0123,
         **changes,
     }
-    return common.result_row(ENVIRONMENT, **arguments)
+    return result_row(ENVIRONMENT, **arguments)
+
+
+def host_rows(*, tower_case="1x256", steps=("norm", "qkv", "attention")):
+    towers = [
+        ("stock-flash_attn", "host", 0.307),
+        ("stock-flash_attn", "fused_host", 0.2),
+    ]
+    towers.append(("plugin", "host", 0.05))
+    changes = [
+        {"provider": provider, "mode": mode, "samples_ms": [p50]}
+        for provider, mode, p50 in towers
+    ]
+    rows = [make_row(bench="tower_host", case=tower_case, **row) for row in changes]
+    for index, step in enumerate(steps):
+        time_ms = 0.01 * (index + 1)
+        rows.append(
+            make_row(bench="step_host", case=step, mode="host", samples_ms=[time_ms])
+        )
+    # One layer's time, and another case's tower: neither is drawn.
+    rows.append(make_row(bench="host", case="1x256", mode="host", samples_ms=[0.777]))
+    rows.append(
+        make_row(bench="tower_host", case="1x64", mode="host", samples_ms=[0.888])
+    )
+    return rows
+
+
+def write_rows(path, rows):
+    log = CsvLog(path)
+    for row in rows:
+        log.add(row)
+    return path

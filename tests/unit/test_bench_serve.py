@@ -17,10 +17,12 @@ from _vllm_serve import serve_arguments
 from PIL import Image
 
 import bench_serve
-import common
+import chosen_rows
+import engine_tables
 import serve_inputs
-import table
 from bench_serve import SETUPS, Samples, Server, server_command
+from csv_log import CsvLog
+from failures import Failures
 from serve_inputs import WORKLOADS, Workload, image_tokens, write_requests
 from setups import Setup
 
@@ -183,15 +185,15 @@ def test_requests_are_sent_by_vllm(
     args = bench_serve.parse_args(
         ["--workloads", "photograph", "--concurrency", "2", "--requests", "5"]
     )
-    log = common.CsvLog(tmp_path / "serve.csv", bench_serve.COLUMNS)
-    failures = common.Failures()
+    log = CsvLog(tmp_path / "serve.csv", bench_serve.COLUMNS)
+    failures = Failures()
     server = started("import time; time.sleep(600)", tmp_path, answering)
     bench_serve.measure([server], tmp_path, MODEL, args, log, failures, ENVIRONMENT)
     server.stop()
     assert failures.lines == []
     # Four that warm up, and two turns.
     assert Answer.seen == [[(96, 64)]] * 14
-    (row,) = table.read(log.path)
+    (row,) = chosen_rows.read(log.path)
     assert (row["provider"], row["mode"]) == ("plugin", "eager")
     assert (row["requests"], row["completed"]) == ("10", "10")
     tokens = float(row["image_tokens_s"]) / float(row["req_s"])
@@ -275,7 +277,7 @@ def test_servers_are_compared_with_stocks_best_setup() -> None:
         serve_row("stock-flash_attn:graph", 64, 8, 800),
         serve_row("plugin:graph", 64, 15, 500),
     ]
-    head, _, alone, busy = table.serve_table(rows).splitlines()
+    head, _, alone, busy = engine_tables.serve_table(rows).splitlines()
     assert "| stock-flash_attn eager | stock-flash_attn graph | plugin graph |" in head
     assert alone.endswith(
         "| 1 |  | 100.0 (200.0) | 90.0 (180.0) | 60.0 (120.0) | 1.50 |"
@@ -288,5 +290,5 @@ def test_servers_of_two_commits_are_not_compared() -> None:
         serve_row("stock-flash_attn:graph", 1, 4, 90, commit="0000000"),
         serve_row("plugin:graph", 1, 5, 60),
     ]
-    *_, line = table.serve_table(rows).splitlines()
+    *_, line = engine_tables.serve_table(rows).splitlines()
     assert line.endswith("| 90.0 (180.0) | 60.0 (120.0) |  |")

@@ -12,14 +12,14 @@ import torch
 from _benchmarks import BENCHMARKS, ENVIRONMENT
 
 import bits
-import common
+from csv_log import CsvLog
 
 MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
 
 
 def write_rows(path: Path, commit: str, hashes: dict[str, str], **changes: str) -> None:
     environment = replace(ENVIRONMENT, commit=commit)
-    log = common.CsvLog(path, bits.COLUMNS)
+    log = CsvLog(path, bits.COLUMNS)
     for case, sha256 in hashes.items():
         row = {
             "model": MODEL,

@@ -108,6 +108,17 @@ def test_blackwell_takes_cudnn_for_long_sequences(capability: tuple[int, int]) -
     assert choices_for("B", capability, "bfloat16", 80)[-1].kernel == "cudnn"
 
 
+@pytest.mark.parametrize(("head_dim", "window"), [(96, 128), (104, 64), (128, 64)])
+def test_wide_heads_go_to_stocks_kernel_earlier_where_nobody_measured(
+    head_dim: int, window: int, bundled: Path
+) -> None:
+    for capability in ((8, 0), (8, 6), (8, 9), (9, 0)):
+        text = plan("Some GPU", capability, "bfloat16", head_dim)
+        assert text == f"{window}:triton_window,*:flash_attn"
+    # cuDNN is not clearly faster there, on an H200.
+    assert plan("B", (10, 0), "bfloat16", head_dim) == "128:triton_window,*:cudnn"
+
+
 def test_the_bundled_file_of_this_gpu_counts(bundled: Path) -> None:
     put(bundled, TABLE)
     choices = choices_for(GPU, (9, 0), "bfloat16", 80)
@@ -131,6 +142,11 @@ def test_the_users_file_comes_before_the_bundled_one(bundled: Path, user: Path) 
     assert choice.reason == (
         "fastest on this machine, measured by tune with vLLM 0.25.1"
     )
+    made_by = {**TABLE.made_by, "command": "vllm-flashinfer-vit tune --quick"}
+    classes = {"bfloat16/80": (Class(None, "cudnn"),)}
+    put(user, replace(TABLE, made_by=made_by, classes=classes))
+    (choice,) = choices_for(GPU, (9, 0), "bfloat16", 80, user)
+    assert "measured by tune --quick with vLLM" in choice.reason
     # What the user did not measure is still the package's.
     assert plan(GPU, (9, 0), "float16", 80, user) == "1024:cudnn,*:flash_attn"
 

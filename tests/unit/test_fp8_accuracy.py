@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The accuracy report: its inputs, upstream's method, its rows and its page."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,16 +13,21 @@ pytest.importorskip("vllm")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import common  # noqa: E402
 import fp8_accuracy  # noqa: E402
-from fp8_accuracy import INPUTS, QKV, Size, draw  # noqa: E402
+import fp8_inputs  # noqa: E402
+import fp8_layers  # noqa: E402
+import fp8_page  # noqa: E402
+from csv_log import CsvLog  # noqa: E402
+from environment import Environment  # noqa: E402
+from failures import Failures  # noqa: E402
+from fp8_inputs import INPUTS, QKV, Size, draw  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the GPU has the real report"
 )
 
 SMALL = Size(tokens=160, heads=2, grid=16, depth=1)
-ENVIRONMENT = {name: "x" for name in common.Environment.__dataclass_fields__}
+ENVIRONMENT = {name: "x" for name in Environment.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -76,7 +82,7 @@ def skewed():
 
 
 def test_every_method_is_measured(skewed):
-    assert [row["method"] for row in skewed] == list(fp8_accuracy.METHODS)
+    assert [row["method"] for row in skewed] == list(fp8_page.METHODS)
     error = {row["method"]: float(row["err_fp32"]) for row in skewed}
     assert error["bf16"] < 0.005
     assert all(0.01 < error[m] < 0.12 for m in ("block", "dynamic", "static"))
@@ -87,15 +93,24 @@ def test_every_method_is_measured(skewed):
 
 def test_the_page_follows_from_the_file(skewed, tmp_path):
     path = tmp_path / "rows.csv"
-    log = common.CsvLog(path, fp8_accuracy.COLUMNS)
+    log = CsvLog(path, fp8_page.COLUMNS)
     outliers = [{**row, "input": "outliers"} for row in skewed]
     for row in (*skewed, *outliers, *outliers):
         log.add(row)
     tower = {**skewed[1], "level": "tower", "model": "M", "tokens": 4624}
     log.add(tower)
-    rows = fp8_accuracy.read_rows(path)
+    rows = fp8_page.read_rows(path)
     assert len(rows) == 11
-    page = fp8_accuracy.markdown(rows)
+    layers = [
+        {**tower, "level": "layers", "method": method, "input": name}
+        for method in ("bf16", "tensor, vLLM", "tensor")
+        for name in ("images", "outliers")
+    ]
+    page = fp8_page.markdown(rows)
+    assert "in FP8\n" not in page
+    page = fp8_page.markdown([*rows, *layers])
+    assert "| model | input | bf16 | tensor, vLLM | tensor |" in page
+    assert "| M | `outliers` |" in page
     assert "| input | head dim | bf16 | block | dynamic | static | upstream |" in page
     assert "`reference_fp8`" in page and "| M | block |" in page
     ratio = float(skewed[1]["err_fp32"]) / float(skewed[4]["err_fp32"])
@@ -108,10 +123,56 @@ def test_other_files_are_refused(tmp_path):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="columns"):
-        fp8_accuracy.read_rows(path)
+        fp8_page.read_rows(path)
 
 
 def test_images_are_seeded():
-    first, again, other = (fp8_accuracy.draw_image(seed, 64) for seed in (0, 0, 1))
+    first, again, other = (fp8_inputs.draw_image(seed, 64) for seed in (0, 0, 1))
     assert first.size == (64, 64)
     assert first.tobytes() == again.tobytes() != other.tobytes()
+
+
+def test_linear_layers_are_measured_beside_those_of_vllm(monkeypatch):
+    from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
+    from vllm_flashinfer_vit.towers import tower as towers
+
+    monkeypatch.setenv(ENV_DISABLE_PATCHES, "add_norm")
+    build, asked = towers.build_tower, []
+
+    def on_cpu(spec, *, quantization=None, attn_dtype=None, **options):
+        # A CPU has neither.
+        asked.append((quantization, attn_dtype, os.environ[ENV_DISABLE_PATCHES]))
+        if quantization == "fp8_per_channel" and attn_dtype is None:
+            raise RuntimeError("vLLM cannot")
+        return build(spec, **options)
+
+    monkeypatch.setattr(towers, "build_tower", on_cpu)
+    failures = Failures()
+    rows = list(
+        fp8_layers.layer_rows(
+            "Qwen/Qwen3-VL-8B-Instruct", SMALL, failures, fp8_accuracy._distances
+        )
+    )
+    assert len(failures.lines) == 4
+    names = ["bf16", "tensor, vLLM", "tensor", "tensor, FP8 attention"]
+    names.append("channel, FP8 attention")
+    assert [row["method"] for row in rows] == names * 2
+    assert asked[2:5] == [
+        ("fp8", None, "fp8_linear"),
+        ("fp8", None, "add_norm"),
+        ("fp8", "fp8", "add_norm"),
+    ]
+    plain, outliers = rows[0], rows[5]
+    assert plain["err_fp32"] != outliers["err_fp32"]
+    assert set(plain) | set(ENVIRONMENT) == set(fp8_page.COLUMNS)
+
+
+def test_outliers_are_of_norms_in_blocks_alone():
+    visual = torch.nn.Module()
+    block = torch.nn.ModuleDict({"norm1": torch.nn.LayerNorm(64)})
+    visual.blocks = torch.nn.ModuleList([block])
+    visual.norm = torch.nn.LayerNorm(64)
+    fp8_layers.add_outliers(visual)
+    weight = block["norm1"].weight
+    assert int((weight == 30).sum()) == 8 and int((weight == 1).sum()) == 56
+    assert (visual.norm.weight == 1).all() and not block["norm1"].bias.any()

@@ -15,18 +15,9 @@ from vllm_flashinfer_vit.choices.usable import NotServedError  # noqa: E402
 from vllm_flashinfer_vit.fp8 import policy as fp8  # noqa: E402
 from vllm_flashinfer_vit.fp8 import scale_files as scales  # noqa: E402
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError  # noqa: E402
-from vllm_flashinfer_vit.fp8.state import (  # noqa: E402
-    EngineScales,
-    ScaleState,
-    made_by_engine,
-)
+from vllm_flashinfer_vit.fp8.state import EngineScales, ScaleState, made_by_engine  # noqa: E402
 from vllm_flashinfer_vit.kernels.formats import DynamicScales  # noqa: E402
-from vllm_flashinfer_vit.settings import (  # noqa: E402
-    ENV_FP8_SCALES,
-    ENV_FP8_SKIP_LAYERS,
-    ENV_KERNEL,
-    Settings,
-)
+from vllm_flashinfer_vit.settings import ENV_FP8_SCALES, ENV_FP8_SKIP_LAYERS, Settings  # noqa: E402
 
 NAME = "visual.blocks.3.attn.attn"
 PLANS = {
@@ -78,32 +69,6 @@ def put_scales(folder: Path, *names: str) -> Path:
     made_by = {**made_by_engine("some/model"), "command": "test"}
     scales.write(scales.from_amax(amax, 1.0, made_by), path)
     return path
-
-
-class TestResolve:
-    """What is an error where some kernels cannot run."""
-
-    def resolve(
-        self, monkeypatch: pytest.MonkeyPatch, refused: str, *left: Any
-    ) -> tuple[Choice, ...]:
-        choices = tuple(Choice(kernel, None, "") for kernel in left)
-        refusals = {refused: f"{refused}: it cannot"}
-        monkeypatch.setattr(fp8, "usable_choices", lambda *_, **__: (choices, refusals))
-        return fp8.resolve_fp8.__wrapped__(96, torch.bfloat16, None, None)
-
-    def test_no_fp8_kernel_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(NotServedError, match="triton_fp8: it cannot"):
-            self.resolve(monkeypatch, "triton_fp8", "triton")
-
-    def test_nothing_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(NotServedError, match="flash_attn: it cannot"):
-            self.resolve(monkeypatch, "flash_attn")
-
-    def test_there_was_none_to_be_refused(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (choice,) = self.resolve(monkeypatch, "flash_attn", "flash_attn_4")
-        assert choice.kernel == "flash_attn_4"
 
 
 class TestPolicy:
@@ -233,19 +198,6 @@ class TestSkippedLayers:
         engine.compile_mm_encoder = True
         with pytest.raises(NotServedError, match="compile_mm_encoder"):
             policy(fp8_skip_layers=frozenset({"3"}))
-
-
-class TestForcedKernel:
-    def test_must_be_one_of_fp8(self) -> None:
-        with pytest.raises(NotServedError, match=f"{ENV_KERNEL}=triton contradicts"):
-            fp8.resolve_fp8(72, torch.bfloat16, "triton", None)
-
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-    def test_that_cannot_run_says_why(self) -> None:
-        with pytest.raises(
-            NotServedError, match=r"triton_fp8: it needs an NVIDIA GPU.*Leave"
-        ):
-            fp8.resolve_fp8(72, torch.bfloat16, "triton_fp8", None)
 
 
 class TestState:

@@ -12,19 +12,24 @@ import torch
 import vllm
 from _benchmarks import BENCHMARKS  # noqa: F401, it puts the benchmarks on the path
 
-import common
 import engine_check
+import engines
 import graph_check
+import graph_encoder
+import graph_engine
+import graph_requests
+from csv_log import CsvLog
 from simulated_graphs import build_manager, capture, simulated_graphs
+from tower_cases import MODELS
 
 
 def test_mixtures_are_seeded_and_fit() -> None:
-    requests = graph_check.mixtures(300, seed=0)
-    assert requests == graph_check.mixtures(300, seed=0)
-    assert requests != graph_check.mixtures(300, seed=1)
+    requests = graph_requests.mixtures(300, seed=0)
+    assert requests == graph_requests.mixtures(300, seed=0)
+    assert requests != graph_requests.mixtures(300, seed=1)
     assert {modality for modality, _ in requests} == {"image", "video"}
     for _, grids in requests:
-        assert 0 < graph_check.patches(grids) <= 4 * graph_check.MAX_TOKENS
+        assert 0 < graph_requests.patches(grids) <= 4 * graph_requests.MAX_TOKENS
         assert all(h % 2 == w % 2 == 0 for _, h, w in grids)
 
 
@@ -32,9 +37,10 @@ def test_fine_budgets_pad_the_mixtures_little() -> None:
     from vllm_flashinfer_vit.graphs.sizes import fine_budgets
 
     tokens = [
-        graph_check.patches(grids) // 4 for _, grids in graph_check.mixtures(300, 0)
+        graph_requests.patches(grids) // 4
+        for _, grids in graph_requests.mixtures(300, 0)
     ]
-    budgets = fine_budgets(64, graph_check.MAX_TOKENS)
+    budgets = fine_budgets(64, graph_requests.MAX_TOKENS)
     padded = [next(b for b in budgets if b >= n) for n in tokens]
     assert sum(padded) / sum(tokens) < 1.25
     ratios = [b / n for b, n in zip(padded, tokens, strict=True)]
@@ -55,9 +61,9 @@ def test_graph_rows_are_judged() -> None:
 
 
 def test_compared_requests_are_summed_up() -> None:
-    equal = graph_check.Found(0.0, True, 0.0, True, 80, 50, 6, 1)
-    other = graph_check.Found(math.nan, False, 1e-3, False, 20, 20, 1, 0)
-    assert graph_check.summary([equal, equal, other]) == {
+    equal = graph_encoder.Found(0.0, True, 0.0, True, 80, 50, 6, 1)
+    other = graph_encoder.Found(math.nan, False, 1e-3, False, 20, 20, 1, 0)
+    assert graph_engine.summary([equal, equal, other]) == {
         "padded_over_real": "1.5000",
         "graph_hits": 13,
         "graph_misses": 2,
@@ -67,7 +73,7 @@ def test_compared_requests_are_summed_up() -> None:
         "same_kernel_bitwise": "0.667",
     }
     without_graphs = equal._replace(padded=0, real=0)
-    assert graph_check.summary([without_graphs])["padded_over_real"] == ""
+    assert graph_engine.summary([without_graphs])["padded_over_real"] == ""
 
 
 @pytest.fixture
@@ -80,7 +86,7 @@ def unpatched() -> Iterator[None]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's platform is the GPU here")
 @pytest.mark.usefixtures("unpatched")
-@pytest.mark.parametrize("model", graph_check.MODELS)
+@pytest.mark.parametrize("model", MODELS)
 def test_graphs_are_compared_by_their_kernels(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +105,7 @@ def test_graphs_are_compared_by_their_kernels(
     monkeypatch.setattr(
         ops, "_prepare_kernel", lambda name: functools.partial(prepare, name)
     )
-    tower = graph_check.small_tower(graph_check.Job(model, "limits", "plugin"))
+    tower = graph_engine.small_tower(engines.Job(model, "limits", "plugin"))
     for layer in tower.attention_layers().values():
         layer._plan = Plan.decode("20:reference,100:triton,*:flash_attn")
     # Graphs of 64 and 256 patches hold all but the last image, which is too large.
@@ -107,16 +113,16 @@ def test_graphs_are_compared_by_their_kernels(
     with simulated_graphs(), tower.running(), torch.inference_mode():
         manager = build_manager(tower, max_tokens=256, budgets=(16, 64), max_items=4)
         capture(manager, tower)
-        encoder = graph_check.Encoder(
+        encoder = graph_encoder.Encoder(
             manager, manager.model.wrapped, torch.device("cpu")
         )
         inputs = encoder.inputs(("image", grids), 0)
         with encoder.batches() as batches:
             encoder.graph(inputs)
-        found = graph_check.compare(encoder, inputs)
+        found = graph_encoder.compare(encoder, inputs)
         graph = encoder.graph
         monkeypatch.setattr(encoder, "graph", lambda inputs: graph(inputs).flip(0))
-        wrong = graph_check.compare(encoder, inputs)
+        wrong = graph_encoder.compare(encoder, inputs)
     served = [(batch.items, batch.graph and batch.graph.patches) for batch in batches]
     assert served == [([1, 2, 3, 4], 64), ([5, 0], 256), ([6], None)]
     assert found.rel_err > 1e-4
@@ -126,9 +132,9 @@ def test_graphs_are_compared_by_their_kernels(
 
 
 def test_totals_are_of_common_prefixes() -> None:
-    assert graph_check.prefixes(300) == [100, 200, 300]
-    assert graph_check.prefixes(250) == [100, 200, 250]
-    assert graph_check.prefixes(8) == [8]
+    assert graph_requests.prefixes(300) == [100, 200, 300]
+    assert graph_requests.prefixes(250) == [100, 200, 250]
+    assert graph_requests.prefixes(8) == [8]
 
 
 def test_gpus_are_named_as_the_environment_does(
@@ -147,19 +153,19 @@ def test_gpus_are_named_as_the_environment_does(
 def test_graphs_of_either_runner_are_found() -> None:
     manager = object()
     old = SimpleNamespace(encoder_cudagraph_manager=manager)
-    assert graph_check.manager_of(old) is manager
+    assert graph_engine.manager_of(old) is manager
     encoder_runner = SimpleNamespace(cudagraph_manager=manager)
     state = SimpleNamespace(encoder_runner=encoder_runner)
     new = SimpleNamespace(model_state=state)
-    assert graph_check.manager_of(new) is manager
+    assert graph_engine.manager_of(new) is manager
     encoder_runner.cudagraph_manager = None
     with pytest.raises(RuntimeError, match="SimpleNamespace has no encoder CUDA graph"):
-        graph_check.manager_of(new)
+        graph_engine.manager_of(new)
 
 
 def test_the_encoder_alone_is_checked_where_vllm_has_a_runner_for_it() -> None:
     runner = Path(vllm.__file__).parent / "v1" / "worker" / "mm_encoder_model_runner.py"
-    assert ("encoder_only" in graph_check.CONFIGS) is runner.exists()
+    assert ("encoder_only" in graph_engine.CONFIGS) is runner.exists()
 
 
 def test_vllm_knows_the_arguments_of_engines() -> None:
@@ -167,7 +173,7 @@ def test_vllm_knows_the_arguments_of_engines() -> None:
     from vllm.config import CompilationConfig
 
     known, compiling = EngineArgs.__dataclass_fields__, CompilationConfig
-    for arguments in (*graph_check.CONFIGS.values(), *engine_check.CONFIGS.values()):
+    for arguments in (*graph_engine.CONFIGS.values(), *engine_check.CONFIGS.values()):
         assert known.keys() >= arguments.keys()
         of_compiler = arguments.get("compilation_config", {})
         assert compiling.__dataclass_fields__.keys() >= of_compiler.keys()
@@ -175,8 +181,8 @@ def test_vllm_knows_the_arguments_of_engines() -> None:
 
 def test_finished_engines_are_not_started_again(tmp_path: Path) -> None:
     path = tmp_path / "graphs.csv"
-    job = graph_check.Job("Qwen/Qwen3-VL-8B-Instruct", "limits", "plugin")
-    log = common.CsvLog(path, graph_check.COLUMNS)
+    job = engines.Job("Qwen/Qwen3-VL-8B-Instruct", "limits", "plugin")
+    log = CsvLog(path, graph_check.COLUMNS)
     row = dict.fromkeys(graph_check.COLUMNS, "")
     row |= {"commit": "abc", "model": job.model, "config": job.config}
     log.add({**row, "provider": job.provider, "case": "image 16x16"})
@@ -187,6 +193,6 @@ def test_finished_engines_are_not_started_again(tmp_path: Path) -> None:
 
 
 def test_stock_is_timed_where_it_is_right() -> None:
-    jobs = graph_check.jobs_for(graph_check.MODELS, tuple(graph_check.CONFIGS))
-    assert len(jobs) == 3 * (len(graph_check.CONFIGS) + 1)
+    jobs = graph_check.jobs_for(MODELS, tuple(graph_engine.CONFIGS))
+    assert len(jobs) == 3 * (len(graph_engine.CONFIGS) + 1)
     assert {j.config for j in jobs if j.provider != "plugin"} == {"automatic"}

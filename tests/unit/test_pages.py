@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from _benchmarks import BENCHMARKS
 
-import table
+import chosen_rows
+import engine_tables
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS, fp8_names
 
 ROOT = BENCHMARKS.parent
@@ -32,17 +33,17 @@ by_page = pytest.mark.parametrize(
 )
 
 
-def rows(name: str, vllm: str = "0.25.1") -> list[table.Row]:
-    found = table.read(RESULTS / f"{name}.csv")
+def rows(name: str, vllm: str = "0.25.1") -> list[chosen_rows.Row]:
+    found = chosen_rows.read(RESULTS / f"{name}.csv")
     return [row for row in found if row["vllm"] == vllm]
 
 
 def test_the_accuracy_page_is_written_from_its_rows() -> None:
-    import fp8_accuracy
+    import fp8_page
 
     page = ROOT / "docs" / "fp8_accuracy.md"
-    found = fp8_accuracy.read_rows(RESULTS / "fp8_accuracy.csv")
-    assert fp8_accuracy.markdown(found) == page.read_text()
+    found = fp8_page.read_rows(RESULTS / "fp8_accuracy.csv")
+    assert fp8_page.markdown(found) == page.read_text()
 
 
 @by_page
@@ -69,7 +70,9 @@ def test_the_head_dims_that_tune_measures_are_those_of_the_catalog() -> None:
 
 
 def test_what_was_measured_has_rows() -> None:
-    found = {row["vllm"] for path in RESULTS.glob("*.csv") for row in table.read(path)}
+    found = {
+        row["vllm"] for path in RESULTS.glob("*.csv") for row in chosen_rows.read(path)
+    }
     lines = generate.compatibility().splitlines()[2:]
     measured = {line.split("|")[1].strip() for line in lines if "measured" in line}
     assert measured == found
@@ -102,10 +105,10 @@ def test_readme_is_one_page_and_says_what_runs() -> None:
 
 def test_readme_says_that_no_case_is_slower() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
-    best = table.Best(rows("encoder", "0.33.0"))
+    best = chosen_rows.Best(rows("encoder", "0.33.0"))
     for model, provider in itertools.product(best.models, best.challengers):
         for case in best.cases(model):
-            ratio = table.speed_up(
+            ratio = chosen_rows.speed_up(
                 best.stock(model, case), best.of(provider, model, case)
             )
             assert ratio is not None and ratio > 1, (model, case, provider)
@@ -116,11 +119,11 @@ def test_readme_says_that_no_case_is_slower() -> None:
     ours = {
         key: time
         for key, time in eager.items()
-        if key[0] == "eager" and key[3] in (table.PLUGIN, table.PLUGIN_FP8)
+        if key[0] == "eager" and key[3] in (chosen_rows.PLUGIN, chosen_rows.PLUGIN_FP8)
     }
     for (_, model, case, _), time in ours.items():
         stock = (
-            eager.get((mode, model, case, table.BASELINE))
+            eager.get((mode, model, case, chosen_rows.BASELINE))
             for mode in ("eager", "fused")
         )
         assert time < min(other for other in stock if other is not None)
@@ -132,7 +135,7 @@ def test_readme_says_that_no_case_is_slower() -> None:
 
 
 def test_pages_say_what_servers_gain() -> None:
-    lines = table.serve_table(rows("serve", "0.33.0")).splitlines()[2:]
+    lines = engine_tables.serve_table(rows("serve", "0.33.0")).splitlines()[2:]
     gains = {
         tuple(cells[2:4]): round(100 * float(cells[-2]) - 100)
         for cells in ([cell.strip() for cell in line.split("|")] for line in lines)
@@ -150,9 +153,9 @@ def test_error_in_bf16_is_below_stock_in_every_case(vllm: str) -> None:
         if r["mode"] == "graph"
     }
     pairs = [
-        (error, found[model, case, table.BASELINE])
+        (error, found[model, case, chosen_rows.BASELINE])
         for (model, case, provider), error in found.items()
-        if provider == table.PLUGIN
+        if provider == chosen_rows.PLUGIN
     ]
     assert len(pairs) == 33
     assert all(ours < stock for ours, stock in pairs)
@@ -160,7 +163,7 @@ def test_error_in_bf16_is_below_stock_in_every_case(vllm: str) -> None:
 
 def test_changelog_has_the_geometric_means_of_the_rows() -> None:
     text = " ".join((ROOT / "CHANGELOG.md").read_text().split())
-    best = table.Best(rows("encoder"))
+    best = chosen_rows.Best(rows("encoder"))
     for model in best.models:
         name = model.removeprefix("Qwen/").removesuffix("-Instruct")
         means = [best.mean(provider, model) for provider in best.challengers]
@@ -189,14 +192,14 @@ def test_result_files_keep_the_newest_rows_of_each_stack() -> None:
 
     for path in sorted(RESULTS.glob("*.csv")):
         if path.stem != "bits":
-            found = [dict(row) for row in table.read(path)]
+            found = [dict(row) for row in chosen_rows.read(path)]
             assert prune.newest_rows(found) == found, f"prune {path.name}"
 
 
 def test_rows_of_eager_mode_stand_in_one_file() -> None:
     keys = ("vllm", "mode", "model", "case", "provider", "dtype")
     found, others = (
-        {tuple(row[key] for key in keys) for row in table.read(RESULTS / name)}
+        {tuple(row[key] for key in keys) for row in chosen_rows.read(RESULTS / name)}
         for name in ("eager.csv", "encoder.csv")
     )
     both = {key[1] for key in found & others}
@@ -256,7 +259,8 @@ def test_plain_english(page: Path) -> None:
 
 
 def commands_of_tables(page: str) -> list[str]:
-    commands = re.findall(r"^`python (benchmarks/table.py [^`]+)`$", page, re.MULTILINE)
+    found = re.findall(r"^`python (benchmarks/table.py [^`]+)`$", page, re.MULTILINE)
+    commands = [" ".join(command.split()) for command in found]
     assert commands == re.findall(r"<!-- python (.+) -->", page)
     return commands
 

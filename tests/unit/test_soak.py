@@ -21,7 +21,9 @@ from _soak import PATCH, Fake, asks
 from _vllm_serve import serve_arguments
 
 import bench_serve
-import common
+import chosen_rows
+import csv_log
+import failures
 import plot_soak
 import prune
 import soak
@@ -30,7 +32,6 @@ import soak_inputs
 import soak_memory
 import soak_scales
 import soak_servers
-import table
 from soak_client import Target
 from soak_inputs import Request
 from soak_memory import MemoryLog, growth
@@ -245,18 +246,18 @@ def test_a_models_soak_ends_with_its_rows(
     monkeypatch.setattr(soak_memory.MemoryLog.__init__, "__defaults__", (no_gpu,))
     args = soak.parse_args(["--requests", "30"])
     logs = {
-        "soak": common.CsvLog(tmp_path / "soak.csv", soak.COLUMNS),
-        "memory": common.CsvLog(tmp_path / "memory.csv", soak.MEMORY_COLUMNS),
+        "soak": csv_log.CsvLog(tmp_path / "soak.csv", soak.COLUMNS),
+        "memory": csv_log.CsvLog(tmp_path / "memory.csv", soak.MEMORY_COLUMNS),
     }
-    failures = common.Failures()
-    soak.soak_model(MODEL, args, logs, failures, ENVIRONMENT)
-    (row,) = table.read(logs["soak"].path)
+    failed = failures.Failures()
+    soak.soak_model(MODEL, args, logs, failed, ENVIRONMENT)
+    (row,) = chosen_rows.read(logs["soak"].path)
     assert (row["sent"], row["answered"], row["sampled"]) == ("30", "30", "2")
     # What the log said before does not count.
     assert row["built_after_start"] == "0"
-    assert [r["server"] for r in table.read(logs["memory"].path)] == ["1", "2"]
+    assert [r["server"] for r in chosen_rows.read(logs["memory"].path)] == ["1", "2"]
     expected = [f"{MODEL}: the server on 8301 has ended"] if crashed else []
-    assert failures.lines == expected
+    assert failed.lines == expected
     assert row["faults"] == str(len(expected))
 
 
@@ -275,10 +276,10 @@ def memory_row(server: str, **changes: object) -> dict[str, object]:
 
 
 def test_memory_is_drawn_from_its_rows(tmp_path: Path, monkeypatch) -> None:
-    log = common.CsvLog(tmp_path / "soak_memory.csv", soak.MEMORY_COLUMNS)
+    log = csv_log.CsvLog(tmp_path / "soak_memory.csv", soak.MEMORY_COLUMNS)
     for server in ("1", "2", "1"):
         log.add(memory_row(server))
-    kept = prune.newest_rows(table.read(log.path))
+    kept = prune.newest_rows(chosen_rows.read(log.path))
     assert [row["server"] for row in kept] == ["2", "1"]
     target = tmp_path / "soak.svg"
     monkeypatch.setattr(sys, "argv", ["plot_soak.py", str(log.path), str(target)])

@@ -91,7 +91,10 @@ def runs(
             given = kwargs
             if args:
                 given = {**kwargs, **dict(zip(parameters[1:], args, strict=False))}
-            if program is None or not program.takes(given[stream], given):
+            if program is None:
+                return original(self, *args, **kwargs)
+            if not program.takes(given[stream], given):
+                program.count_refused(given[stream])
                 return original(self, *args, **kwargs)
             out = program.run(given[stream], given)
             return (out, None) if spec.returns_pair else out

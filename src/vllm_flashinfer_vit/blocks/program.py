@@ -12,7 +12,7 @@ their fp32 sums once, after the bias and the activation that they apply.
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -32,6 +32,21 @@ from vllm_flashinfer_vit.ops.batch import Batch
 _MAX_TABLES = 4
 
 
+class Counts(Protocol):
+    """Counts a tower's passes; see `engine.counting.LayerCounts`."""
+
+    def passed(
+        self,
+        path: Literal["blocks"],
+        num_tokens: int,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: torch.Tensor | None,
+        seq_len: int,
+    ) -> None: ...
+
+    def fell_back(self, reason: str) -> None: ...
+
+
 class Attention(Protocol):
     """What the program needs of an attention layer."""
 
@@ -41,6 +56,9 @@ class Attention(Protocol):
     dtype: torch.dtype
     rotary_dtype: torch.dtype | None
     is_watched: bool
+
+    @property
+    def counts(self) -> Counts: ...
 
     @property
     def prepares_for(self) -> tuple[object, ...] | None: ...
@@ -202,6 +220,8 @@ class BlockProgram:
             now = tower.begin(x)
             normed, scales = _read_by(now, self._qkv)
             norms.write_norm(self._norm1, x.view(now.normed.shape), normed, scales)
+            if self._index == 0:
+                self._count(now, x, given)
         qkv = self._project(now)
         context, settled = self._attend(now, x, qkv, given)
         attended = self._projected(now, settled, context)
@@ -211,12 +231,27 @@ class BlockProgram:
         following = tower.blocks.get(self._index + 1)
         if following is None:
             tower.end(now)
+            self._count(now, x, given)
             return norms.add(x, (attended, out), scaled)
         norm = following._norm1
         total = torch.empty_like(x)
         self._sum(now, x, (attended, out), norm, total, following._qkv, scaled)
         tower.hand_on(now, self._index + 1, total)
         return total
+
+    def _count(self, now: Pass, x: torch.Tensor, given: Mapping[str, Any]) -> None:
+        """Count the pass at a tower's first block, and at its last."""
+        cu_seqlens, max_seqlen = given.get("cu_seqlens"), given.get("max_seqlen")
+        seq_len = 0 if self.spec.is_packed else x.shape[1]
+        self._attention.counts.passed(
+            "blocks", len(now.qkv), cu_seqlens, max_seqlen, seq_len
+        )
+
+    def count_refused(self, x: torch.Tensor) -> None:
+        """Count a pass whose stream the tower's blocks do not take."""
+        # A rank without an image has no tokens, and compiled blocks have no program.
+        if self._index == 0 and not torch.compiler.is_compiling() and x.numel():
+            self._attention.counts.fell_back("block_input")
 
     def _layer_scales(self) -> norms.LayerScales:
         names = self.spec.layer_scales

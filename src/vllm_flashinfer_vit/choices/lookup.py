@@ -66,6 +66,10 @@ _OTHER = (
     Choice("flash_attn", None, f"{_UNMEASURED}; vLLM's own default kernel"),
 )
 
+# At these head dims its blocks of 128 tokens spill registers on every GPU, and on an
+# H200 vLLM's FlashAttention is faster from 65 tokens on, for any number of sequences.
+_OTHER_ABOVE_96 = (_OTHER[0]._replace(max_len=64), *_OTHER[1:])
+
 # The longest sequence that stays in the activations' dtype where nothing is measured:
 # quantising then costs about what the faster matmuls save.
 _FP8_ABOVE = 4095
@@ -113,7 +117,9 @@ def choices_for(
     entry = _look_up(gpu_name, capability, dtype, head_dim, tuned_dir)
     if entry is not None:
         return entry.choices(head_dim)
-    return _BLACKWELL if capability[0] in (10, 12) else _OTHER
+    if capability[0] in (10, 12):
+        return _BLACKWELL
+    return _OTHER if head_dim <= 96 else _OTHER_ABOVE_96
 
 
 def fp8_choices_for(
@@ -168,6 +174,20 @@ def fp8_ranges(choices: Iterable[Choice]) -> list[tuple[int, int | None]]:
             ranges.append((first, choice.max_len))
         shorter = choice.max_len or 0
     return ranges
+
+
+def is_measured(gpu_name: str, tuned_dir: Path | None = None) -> bool:
+    """Whether a file has measurements of exactly this GPU.
+
+    Args:
+        gpu_name: As for `choices_for`.
+        tuned_dir: As for `choices_for`.
+
+    Raises:
+        TableError: A file of measurements cannot be used.
+    """
+    folders = (tuned.BUNDLED,) if tuned_dir is None else (tuned_dir, tuned.BUNDLED)
+    return any(tuned.read(folder, gpu_name) for folder in folders)
 
 
 def other_versions(
@@ -273,7 +293,9 @@ def _tables(
 
 
 def _measured(table: tuned.Table) -> str:
-    return f"measured by tune with vLLM {table.made_by['vllm']}"
+    is_quick = "--quick" in str(table.made_by.get("command")).split()
+    command = "tune --quick" if is_quick else "tune"
+    return f"measured by {command} with vLLM {table.made_by['vllm']}"
 
 
 def forced(choices: Iterable[Choice], kernel: str) -> tuple[Choice, ...]:

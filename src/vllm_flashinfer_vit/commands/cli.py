@@ -248,8 +248,12 @@ def doctor(
 @main.command()
 def tune(
     dtypes: Annotated[
-        str, typer.Option(help="Dtypes to measure, comma-separated.")
-    ] = "bf16,fp16,fp8",
+        str | None,
+        typer.Option(
+            help="Dtypes to measure, comma-separated.",
+            show_default="bf16,fp16,fp8; with --quick bf16",
+        ),
+    ] = None,
     head_dims: Annotated[
         str, typer.Option(help="Head dims to measure, comma-separated.")
     ] = ",".join(map(str, HEAD_DIMS)),
@@ -258,9 +262,21 @@ def tune(
         typer.Option(help="File to write instead of this GPU's in the user's folder."),
     ] = None,
     time_limit: Annotated[
-        float,
-        typer.Option(min=1, help="Seconds; what is not measured by then is left out."),
-    ] = 600.0,
+        float | None,
+        typer.Option(
+            min=1,
+            help="Seconds; a dtype and head dim not finished by then is left out.",
+            show_default="600; with --quick 120",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Fewer lengths and numbers of sequences: a first table in about two "
+            "minutes.",
+        ),
+    ] = False,
     as_json: _AsJson = False,
 ) -> None:
     """Measure which kernel is fastest on this GPU; engines then choose by that.
@@ -270,7 +286,7 @@ def tune(
     with _command() as console:
         from vllm_flashinfer_vit.commands.tune import Options, render, run, to_json
 
-        options = Options(dtypes, head_dims, output, time_limit)
+        options = Options(dtypes, head_dims, output, time_limit, quick)
         report = run(options, console)
     if as_json:
         typer.echo(json.dumps(to_json(report), indent=2))

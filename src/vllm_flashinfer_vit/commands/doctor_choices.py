@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_flashinfer_vit.choices.lookup import other_versions
+from vllm_flashinfer_vit.choices.lookup import is_measured, other_versions
 from vllm_flashinfer_vit.choices.table import TableError, file_name
 from vllm_flashinfer_vit.choices.usable import serves_fp8, usable_choices
 from vllm_flashinfer_vit.kernels import catalog
@@ -35,6 +35,7 @@ def examine_choices(
     single = [
         fp8_note,
         *_version_notes(stack, settings),
+        _unmeasured_note(stack, settings),
         _tuned_dir_note(stack, settings, env),
     ]
     return rows + fp8_rows, problems, [*notes, *filter(None, single)]
@@ -143,6 +144,22 @@ def _version_notes(stack: Stack, settings: Settings | None) -> list[str | None]:
         # A problem of the choices already.
         return []
     return list(dict.fromkeys(texts))
+
+
+def _unmeasured_note(stack: Stack, settings: Settings | None) -> str | None:
+    """Say how to measure a GPU of which there is no file."""
+    if not stack.gpus or settings is None or settings.kernel is not None:
+        return None
+    try:
+        if is_measured(stack.gpus[0].name, settings.tuned_dir):
+            return None
+    except TableError:
+        # A problem of the choices already.
+        return None
+    return (
+        f"Nobody measured these kernels on {stack.gpus[0].name}. `vllm-flashinfer-vit "
+        "tune --quick` does in about two minutes; without --quick it measures more."
+    )
 
 
 def _tuned_dir_note(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -55,11 +55,34 @@ DTYPES: Mapping[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }
-TIME_LIMIT_S = 600.0
 
 
 class TimeIsUpError(RuntimeError):
     """The time limit passed."""
+
+
+class Effort(NamedTuple):
+    """How much is measured, where no option says it.
+
+    Attributes:
+        dtypes: Keys of `DTYPES`.
+        lengths: Longest sequences, ascending, in tokens.
+        counts: Numbers of sequences.
+        time_limit_s: Seconds until what is not measured yet is left out.
+    """
+
+    dtypes: Sequence[str]
+    lengths: Sequence[int]
+    counts: Sequence[int]
+    time_limit_s: float
+
+
+FULL = Effort(tuple(DTYPES), LENGTHS, COUNTS, 600.0)
+# A quarter of the batches of a head dim. Towers run in bf16 unless told otherwise, and
+# few kernels win for a range of lengths that is shorter than a doubling.
+QUICK = Effort(
+    ("bf16",), (64, 128, 256, 512, 1024, 2048, 4096, 16384), (1, 16, 256), 120.0
+)
 
 
 @dataclass(frozen=True)
@@ -67,16 +90,30 @@ class Options:
     """What to measure, and where the table goes.
 
     Attributes:
-        dtypes: Keys of `DTYPES`, comma-separated.
+        dtypes: Keys of `DTYPES`, comma-separated; None for the effort's.
         head_dims: Head dims in elements, comma-separated.
         output: The table's file; None for this GPU's file in the user's folder.
-        time_limit_s: Seconds until what is not measured yet is left out.
+        time_limit_s: Seconds until what is not measured yet is left out; None for the
+            effort's.
+        quick: Whether the effort is `QUICK`.
     """
 
-    dtypes: str = ",".join(DTYPES)
+    dtypes: str | None = None
     head_dims: str = ",".join(map(str, HEAD_DIMS))
     output: Path | None = None
-    time_limit_s: float = TIME_LIMIT_S
+    time_limit_s: float | None = None
+    quick: bool = False
+
+    @property
+    def effort(self) -> Effort:
+        """What is measured, options included."""
+        effort = QUICK if self.quick else FULL
+        if self.dtypes is not None:
+            names = (name.strip() for name in self.dtypes.split(","))
+            effort = effort._replace(dtypes=tuple(names))
+        if self.time_limit_s is not None:
+            effort = effort._replace(time_limit_s=self.time_limit_s)
+        return effort
 
     def combinations(self) -> list[tuple[torch.dtype, int]]:
         """Return dtypes and head dims in the order in which they are measured.
@@ -84,7 +121,7 @@ class Options:
         Raises:
             TuneError: A name or number is not valid.
         """
-        names = [name.strip() for name in self.dtypes.split(",")]
+        names = self.effort.dtypes
         for name in names:
             if name not in DTYPES:
                 raise TuneError(f"--dtypes has {name!r}: use {' or '.join(DTYPES)}")
@@ -103,7 +140,8 @@ class Options:
     def command(self) -> str:
         """Return the command that measures the same again."""
         return (
-            f"vllm-flashinfer-vit tune --dtypes {self.dtypes.replace(' ', '')} "
+            f"vllm-flashinfer-vit tune{' --quick' if self.quick else ''} "
+            f"--dtypes {','.join(self.effort.dtypes)} "
             f"--head-dims {self.head_dims.replace(' ', '')}"
         )
 
@@ -171,8 +209,8 @@ def build_table(
     clock: Clock,
     device: torch.device,
     console: Console,
-    lengths: Sequence[int] = LENGTHS,
-    counts: Sequence[int] = COUNTS,
+    lengths: Sequence[int] | None = None,
+    counts: Sequence[int] | None = None,
 ) -> Table:
     """Measure each dtype and head dim and derive its classes.
 
@@ -182,13 +220,15 @@ def build_table(
         clock: The clock.
         device: Where to measure.
         console: For the progress bar.
-        lengths: Longest sequences to measure, ascending, in tokens.
-        counts: Numbers of sequences to measure.
+        lengths: Longest sequences to measure, ascending, in tokens; None for the
+            effort's.
+        counts: Numbers of sequences to measure; None for the effort's.
 
     Raises:
         TuneError: Nothing could be measured, or not within the time limit.
     """
-    until = time.monotonic() + options.time_limit_s
+    effort = options.effort
+    until = time.monotonic() + effort.time_limit_s
     measurements: list[Measurement] = []
     classes: dict[str, tuple[Class, ...]] = {}
     left_out: list[str] = []
@@ -200,7 +240,8 @@ def build_table(
         console=console,
     )
     with bar, torch.inference_mode():
-        plans = [(*c, grid(c[1], lengths, counts)) for c in options.combinations()]
+        batches = lengths or effort.lengths, counts or effort.counts
+        plans = [(*c, grid(c[1], *batches)) for c in options.combinations()]
         task = bar.add_task("", total=sum(len(cells) for *_, cells in plans))
         for dtype, head_dim, cells in plans:
             name = tuned.key(dtype_name(dtype), head_dim)
@@ -208,8 +249,9 @@ def build_table(
             def advance(cell: Cell, name: str = name) -> None:
                 if time.monotonic() > until:
                     raise TimeIsUpError(
-                        f"the time limit of {options.time_limit_s:g} s passed before "
-                        "it was measured; raise --time-limit"
+                        f"the time limit of {effort.time_limit_s:g} s passed before "
+                        "all of it was measured, so it has no classes of its own; "
+                        "raise --time-limit"
                     )
                 bar.update(task, advance=1, description=f"{name}, {cell}")
 
@@ -274,6 +316,8 @@ def render(report: Report, console: Console) -> None:
     console.print(text)
     for line in report.table.left_out:
         console.print(f"left out: {line}", markup=False, soft_wrap=True)
+    if report.table.left_out:
+        console.print("`vllm-flashinfer-vit doctor` says what serves instead.")
     gpu = report.table.made_by["gpu"]
     console.print(
         f"The choices for {gpu} are in {report.path}", markup=False, soft_wrap=True

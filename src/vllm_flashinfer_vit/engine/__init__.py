@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM calls: the answer to a model's question, the layer, the warm-up.
 
-Also what a layer asks of its module (`owner`), and vLLM's form of a batch. It knows no
-patch and no model: `plugin.py` hands it what to call. It imports blocks and below.
+Also vLLM's form of a batch, and what operators read (`counting`, `metrics`). It knows
+no patch and no model: `plugin.py` hands it what to call. It imports blocks and below.
 """

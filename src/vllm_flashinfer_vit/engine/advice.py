@@ -1,16 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's user is told who leaves speed lying about."""
+"""What an engine's user is told of settings: which do nothing, and which would help."""
 
 import os
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
 from vllm_flashinfer_vit.machine.versions import runner_note
+from vllm_flashinfer_vit.settings import unknown_variables
 
 FLAG = """--compilation-config '{"cudagraph_mm_encoder": true}'"""
 # One image of 1x256, 1x1024 or 1x4096 patches: benchmarks/results/h200/eager.csv,
 # provider `plugin`, the least and the most of eager over graph.
 SPEED_UP = (1.1, 3.5)
+
+
+def ignored(vllm_config: Any) -> Iterator[str]:
+    """Say which settings have no effect.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig` of an engine that asks for FLASHINFER.
+
+    Yields:
+        A sentence for each.
+    """
+    for problem in unknown_variables():
+        yield problem.what
+    if (
+        vllm_config.compilation_config.cudagraph_mm_encoder
+        and vllm_config.use_v2_model_runner
+        and (note := runner_note(version("vllm"), os.environ))
+    ):
+        yield note
 
 
 def graphs_off(vllm_config: Any) -> str | None:

@@ -2,10 +2,8 @@
 """The encoder attention layer that vLLM builds in place of `MMEncoderAttention`."""
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import ClassVar
 
 import torch
@@ -23,17 +21,17 @@ from vllm_flashinfer_vit.blocks.program import BlockProgram
 from vllm_flashinfer_vit.choices.lookup import Choice, plan_of
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.engine.activation import Activation
-from vllm_flashinfer_vit.engine.advice import graphs_off
+from vllm_flashinfer_vit.engine.advice import graphs_off, ignored
+from vllm_flashinfer_vit.engine.counting import Counting, count_stock_layer
 from vllm_flashinfer_vit.engine.element_offsets import token_offsets
 from vllm_flashinfer_vit.engine.selection import flashinfer_requested, served
 from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.fp8 import policy as fp8
 from vllm_flashinfer_vit.fp8.state import EngineScales, ScaleState
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
-from vllm_flashinfer_vit.machine.versions import runner_note
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.ops.batch import Batch
-from vllm_flashinfer_vit.settings import ENV_STRICT, Settings, unknown_variables
+from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -52,6 +50,7 @@ class FlashInferViTAttention(MMEncoderAttention):
 
     Attributes:
         activation: What every layer calls while it is built.
+        counts: Counts passes through its tower.
         program: What runs the block that the layer is a part of, if anything does.
         rotary_dtype: That of the cos and sin that q and k arrive with, unturned; None
             where they are turned, or never are.
@@ -94,6 +93,7 @@ class FlashInferViTAttention(MMEncoderAttention):
         self._fp8_policy = policy
         config = get_current_vllm_config()
         self._warm_up = WarmUp.of(config)
+        self.counts = Counting.of(config).enroll(prefix, self._plan)
         self._patch()
         self._engine_scales: EngineScales | None = None
         self._fp8_state: ScaleState | None = None
@@ -102,7 +102,8 @@ class FlashInferViTAttention(MMEncoderAttention):
             self._fp8_state = self._engine_scales.enroll(prefix, head_size, policy)
         for name in {name for choice in choices for name in choice.kernels}:
             KERNELS[name].decide(head_size)
-        _warn_of_what_is_ignored()
+        for problem in ignored(config):
+            logger.warning_once("%s", problem)
         self._say(choices)
 
     def _patch(self) -> None:
@@ -235,6 +236,10 @@ class FlashInferViTAttention(MMEncoderAttention):
         Raises:
             ValueError: The tensors do not fit each other; the layer is named.
         """
+        # In this order, so that code compiled for one block has no guard on its place.
+        if not torch.compiler.is_compiling() and self.counts.is_end:
+            given = batch.cu_seqlens, batch.max_seqlen, batch.seq_len
+            self.counts.passed("attention", batch.q.shape[0], *given)
         if self._watch is not None:
             return self._watch(self, self._attend, batch)
         return self._attend(batch)
@@ -360,6 +365,7 @@ class FlashInferViTAttention(MMEncoderAttention):
             self.layer_name,
             reason,
         )
+        self.counts.fell_back("key_lengths")
         # The FLASH_ATTN path in vLLM's tree takes the key length from the query.
         return self._forward_sdpa(query, key, value)
 
@@ -415,6 +421,8 @@ def _prepare_stock(settings: Settings) -> None:
     """Do what an engine needs whose encoders run on vLLM's own layer."""
     if settings.fix_graph_padding:
         FlashInferViTAttention.activation.graph_patches()
+    if flashinfer_requested():
+        count_stock_layer()
     # On other platforms, vLLM has FP8 encoder attention of its own.
     serving = current_platform.is_cuda() or current_platform.is_cpu()
     if serving and fp8.requested() and not flashinfer_requested():
@@ -435,15 +443,3 @@ def _name_in_compile_cache(patches: tuple[str, ...], plan: str) -> None:
     if config is None or not isinstance(config.additional_config, dict):
         return
     config.additional_config["vllm_flashinfer_vit"] = [__version__, *patches, plan]
-
-
-def _warn_of_what_is_ignored() -> None:
-    for problem in unknown_variables():
-        logger.warning_once("%s", problem.what)
-    config = get_current_vllm_config()
-    if (
-        config.compilation_config.cudagraph_mm_encoder
-        and config.use_v2_model_runner
-        and (note := runner_note(version("vllm"), os.environ))
-    ):
-        logger.warning_once("%s", note)

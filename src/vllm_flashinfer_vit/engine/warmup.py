@@ -22,6 +22,7 @@ from vllm_flashinfer_vit.ops.batch import Batch
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
 SCHEMA = "vllm-flashinfer-vit/counters/1"
+_PACKAGE = f"{__name__.partition('.')[0]}."
 # The shortest length that a kernel has a variant for, and where none but the last
 # class is left.
 _SHORTEST, _LONGEST = 16, 4096
@@ -74,11 +75,13 @@ class _TritonCount:
     """Chained in front of whoever listens to Triton already."""
 
     def __init__(self, then: Any) -> None:
-        self.count = 0
+        self.count = self.own = 0
         self._then = then
 
     def __call__(self, **event: Any) -> Any:
         self.count += 1
+        module = getattr(event.get("fn"), "module", None) or ""
+        self.own += module.startswith(_PACKAGE)
         logger.debug("Triton compiled %s", event.get("repr"))
         return self._then(**event) if self._then is not None else None
 
@@ -98,6 +101,13 @@ def counters() -> Counters:
 
     plans = plan_stats()
     return Counters(_triton_count().count, plans.built, plans.workspace_bytes)
+
+
+def built() -> tuple[int, int]:
+    """Return variants of this package's Triton kernels, and cuDNN's plans, so far."""
+    from vllm_flashinfer_vit.kernels.cudnn import plan_stats
+
+    return _triton_count().own, plan_stats().built
 
 
 def lengths(bounds: tuple[int, ...]) -> list[int]:

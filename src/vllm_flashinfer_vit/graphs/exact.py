@@ -16,6 +16,7 @@ from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 from vllm_flashinfer_vit.graphs.padded import PaddedManager
 from vllm_flashinfer_vit.graphs.sizes import (
     ReplayError,
+    ReplaySizeError,
     even_split,
     fill,
     fine_budgets,
@@ -41,6 +42,7 @@ class ExactManager(PaddedManager):
 
     def adopt(self) -> None:
         """Take over a manager that vLLM has just built."""
+        super().adopt()
         # In place of vLLM's own for Qwen2.5-VL, too, which look at no size.
         for key in self.config.buffer_keys:
             self.config.padding_logics[key] = partial(fill, key)
@@ -154,11 +156,16 @@ class ExactManager(PaddedManager):
             raise type(error)(f"{error}, or unset {ENV_STRICT}") from None
         logger.warning_once("%s. The batch runs without a CUDA graph.", str(error))
         self.graph_misses += len(self._get_item_specs(mm_kwargs))
+        is_size = isinstance(error, ReplaySizeError)
+        self.counting.add(1, "fallbacks", "graph_size" if is_size else "graph_pixels")
         with torch.inference_mode():
             return self.model.encoder_eager_forward(mm_kwargs)
 
     def _count(self, patches: int, token_budget: int) -> None:
-        self.real_tokens += patches // self.model.unit
+        real_tokens = patches // self.model.unit
+        self.counting.add(real_tokens, "graph_real_tokens")
+        self.counting.add(token_budget, "graph_padded_tokens")
+        self.real_tokens += real_tokens
         self.padded_tokens += token_budget
         self.replays += 1
         if self.replays % _STATS_INTERVAL == 0:

@@ -63,13 +63,24 @@ def ready(batch: Batch) -> Ready:
     """Derive on the device, and on the host without waiting for it, what is missing."""
     q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len = batch
     num_tokens = q.shape[0]
-    longest = num_tokens
+    longest = longest_of(num_tokens, cu_seqlens, max_seqlen, seq_len)
     if cu_seqlens is None:
-        longest = seq_len
         cu_seqlens = torch.arange(
             0, num_tokens + 1, seq_len, dtype=torch.int32, device=q.device
         )
-    elif max_seqlen is not None and max_seqlen.is_cpu:
-        # Some models hand over 0 where vLLM's default backend needs no length.
-        longest = min(int(max_seqlen), num_tokens) or num_tokens
     return Ready(q, k, v, cos, sin, cu_seqlens, longest)
+
+
+def longest_of(
+    num_tokens: int,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: torch.Tensor | int | None,
+    seq_len: int,
+) -> int:
+    """Return what bounds the sequence lengths on the host, in tokens; see `Batch`."""
+    if cu_seqlens is None:
+        return seq_len
+    if isinstance(max_seqlen, int) or (max_seqlen is not None and max_seqlen.is_cpu):
+        # Some models hand over 0 where vLLM's default backend needs no length.
+        return min(int(max_seqlen), num_tokens) or num_tokens
+    return num_tokens

@@ -27,6 +27,10 @@ class Class(NamedTuple):
     kernel: str
     many: str | None = None
 
+    def kernel_for(self, mean_len: float) -> str:
+        """Return the kernel of a batch with so many rows to a sequence."""
+        return self.many if self.many and mean_len < LEAST_MEAN_LEN else self.kernel
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -81,11 +85,19 @@ class Plan:
         Raises:
             ValueError: The plan has no class for the length.
         """
-        if mean_len is None:
-            mean_len = max_len
-        for bound, kernel, many in self.classes:
-            if bound is None or max_len <= bound:
-                return many if many and mean_len < LEAST_MEAN_LEN else kernel
+        return self.class_for(max_len).kernel_for(
+            max_len if mean_len is None else mean_len
+        )
+
+    def class_for(self, max_len: int) -> Class:
+        """Return the class of batches whose sequences have at most `max_len` tokens.
+
+        Raises:
+            ValueError: The plan has none.
+        """
+        for found in self.classes:
+            if found.max_len is None or max_len <= found.max_len:
+                return found
         raise ValueError(f"plan {self.text!r} has no class for {max_len} tokens")
 
 

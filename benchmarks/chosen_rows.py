@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads result files, and chooses the rows that tables and figures compare.
+
+Of repeated measurements the newest counts. A speed-up is only known for two rows of one
+commit: measurements of two runs differ by more than what is compared.
+"""
+
+import csv
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+Row = Mapping[str, str]
+BASELINE = "stock-flash_attn"
+PLUGIN = "plugin"
+PLUGIN_FP8 = "plugin-fp8"
+# Ends the name of a provider whose linear layers are quantised, too.
+QUANTIZED = "-q8"
+# Rows that are equal in these measured the same.
+KEYS = ("model", "case", "provider", "mode", "dtype")
+
+
+class NoRowsError(SystemExit):
+    """A results file has no rows that a table is to show."""
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a results file, oldest first."""
+    with path.open(newline="", encoding="utf-8") as source:
+        return list(csv.DictReader(source))
+
+
+def newest(rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]]) -> list[Row]:
+    """Keep the last row of each key: files are appended to."""
+    return list({key(row): row for row in rows}.values())
+
+
+def of_one_vllm(rows: Iterable[Row], vllm: str | None, path: Path) -> list[Row]:
+    """Return the rows of one version of vLLM.
+
+    Args:
+        rows: Rows of `path`.
+        vllm: The version; None if there is only one.
+        path: For the message.
+
+    Raises:
+        NoRowsError: There are no rows.
+        SystemExit: There are several versions, and none was named.
+    """
+    rows = [row for row in rows if vllm in (None, row["vllm"])]
+    if not rows:
+        of_vllm = f" of vLLM {vllm}" if vllm else ""
+        raise NoRowsError(f"{path} has no such rows{of_vllm}; measure them first")
+    if len(versions := sorted({row["vllm"] for row in rows})) > 1:
+        raise SystemExit(f"{path} has vLLM {', '.join(versions)}: name one with --vllm")
+    return rows
+
+
+def speed_up(base: Row | None, row: Row | None, column: str = "p50_ms") -> float | None:
+    """Return how many times as fast `row` is; None if they are not of one run."""
+    if base is None or row is None or base["commit"] != row["commit"]:
+        return None
+    return float(base[column]) / float(row[column])
+
+
+class Best:
+    """Stock's best time of all backends and modes, and this package's over it.
+
+    The modes are those that replay a graph, or those that do not, as this package's own
+    mode does or does not: its program in a graph, or without one. Of each model only
+    the rows of the commit count that measured this package in that mode last. Towers
+    with quantised linear layers are compared with each other alone.
+    """
+
+    def __init__(
+        self, rows: Iterable[Row], own_mode: str = "graph", quantized: bool = False
+    ) -> None:
+        end = QUANTIZED if quantized else ""
+        rows = [
+            row
+            for row in rows
+            if what_is_timed(row["mode"]) == what_is_timed(own_mode)
+            and row["provider"].endswith(QUANTIZED) == quantized
+            and (row["provider"].startswith("stock-") or row["mode"] == own_mode)
+        ]
+        last = {
+            row["model"]: row["commit"]
+            for row in rows
+            if row["provider"] == PLUGIN + end
+        }
+        rows = [row for row in rows if row["commit"] == last.get(row["model"])]
+        self.rows = newest(rows, lambda row: tuple(row[name] for name in KEYS))
+        present = {row["provider"] for row in self.rows}
+        challengers = PLUGIN + end, PLUGIN_FP8 + end
+        self.challengers = [p for p in challengers if p in present]
+        self.models = list(dict.fromkeys(row["model"] for row in self.rows))
+
+    def cases(self, model: str) -> list[str]:
+        """Return a model's cases that stock runs."""
+        mine = (row for row in self.rows if row["model"] == model)
+        cases = dict.fromkeys(row["case"] for row in mine)
+        return [case for case in cases if self.stock(model, case)]
+
+    def stock(self, model: str, case: str) -> Row | None:
+        """Return stock's fastest row."""
+        return self._fastest(model, case, lambda name: name.startswith("stock-"))
+
+    def of(self, provider: str, model: str, case: str) -> Row | None:
+        """Return the fastest row of a provider."""
+        return self._fastest(model, case, lambda name: name == provider)
+
+    def mean(self, provider: str, model: str) -> str:
+        """Return the geometric mean of a provider's speed-ups."""
+        ratios = (
+            speed_up(self.stock(model, case), self.of(provider, model, case))
+            for case in self.cases(model)
+        )
+        return mean([ratio for ratio in ratios if ratio is not None])
+
+    def _fastest(
+        self, model: str, case: str, is_wanted: Callable[[str], bool]
+    ) -> Row | None:
+        mine = (
+            row
+            for row in self.rows
+            if (row["model"], row["case"]) == (model, case)
+            and is_wanted(row["provider"])
+        )
+        return min(mine, key=lambda row: float(row["p50_ms"]), default=None)
+
+
+def what_is_timed(mode: str) -> str:
+    """Return what a mode times: `graph` replays, `eager` calls, or the `host` alone."""
+    return next((end for end in ("graph", "host") if mode.endswith(end)), "eager")
+
+
+def mean(values: Sequence[float]) -> str:
+    """The geometric mean with two digits, empty without values."""
+    return f"{statistics.geometric_mean(values):.2f}" if values else ""

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is compared: providers' names, how blocks run, and what a tower then must be."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from chosen_rows import QUANTIZED
+
+# How the blocks run: vLLM's default, its fused ops on as by `enforce_eager`, compiled.
+BLOCKS = ("eager", "fused", "compiled")
+MODES = ("eager", "graph", "fused", "fused_graph", "compiled", "compiled_graph")
+PACKAGE = "vllm_flashinfer_vit"
+REFERENCE = "reference"
+# A backend, and a version of FlashAttention where it is not vLLM's choice.
+STOCK = re.compile(r"stock-(\w*[a-z])((?<=-flash_attn)\d)?")
+# What `QUANTIZED` at a provider's end stands for, as `--quantization`.
+QUANTIZATION = "fp8"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What one process holds.
+
+    Attributes:
+        provider: Name in the rows, or `REFERENCE`.
+        backend: The encoder attention backend that its engine configuration names.
+        is_stock: Whether the plugin stays out of the process.
+        dtype: A key of `DTYPES`, or `fp32`.
+        blocks: One of `BLOCKS`.
+        attn_dtype: The engine's encoder attention dtype, None or `fp8`.
+        flash_attn_version: FlashAttention's version, None for vLLM's choice.
+        quantization: As `--quantization`, None or `QUANTIZATION`.
+        environment: Variables of the process.
+    """
+
+    provider: str
+    backend: str
+    is_stock: bool
+    dtype: str
+    blocks: str = "eager"
+    attn_dtype: str | None = None
+    flash_attn_version: int | None = None
+    quantization: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, provider: str, dtype: str, blocks: str = "eager") -> "Contender":
+        """Return the contender of a provider's name.
+
+        Raises:
+            ValueError: There is no such provider.
+        """
+        tower = provider.removesuffix(QUANTIZED)
+        quantization = None if tower == provider else QUANTIZATION
+        origin, _, kernel = tower.partition("-")
+        if stock := STOCK.fullmatch(tower):
+            backend, version = stock.groups()
+            return cls(
+                provider,
+                backend.upper(),
+                True,
+                dtype,
+                blocks,
+                flash_attn_version=int(version) if version else None,
+                quantization=quantization,
+                # vLLM then loads no plugin by itself.
+                environment={"VLLM_PLUGINS": ""},
+            )
+        if origin == "plugin":
+            attn_dtype = "fp8" if kernel.endswith("fp8") else None
+            is_forced = kernel not in ("", "fp8")
+            env = {"VLLM_FLASHINFER_VIT_KERNEL": kernel} if is_forced else {}
+            return cls(
+                provider,
+                "FLASHINFER",
+                False,
+                dtype,
+                blocks,
+                attn_dtype=attn_dtype,
+                quantization=quantization,
+                environment=env,
+            )
+        raise ValueError(
+            f"provider {provider!r}: use stock-<backend>, stock-flash_attn4, plugin, "
+            f"plugin-fp8 or plugin-<kernel>, and {QUANTIZED} after each for linear "
+            "layers in FP8"
+        )
+
+
+def check_promises(
+    contender: Contender, layer: Any, blocks: Iterable[torch.nn.Module]
+) -> None:
+    """Check that a tower is what its contender's name says.
+
+    Args:
+        contender: What was asked for.
+        layer: One of the tower's attention layers.
+        blocks: The tower's blocks.
+
+    Raises:
+        RuntimeError: It is not.
+    """
+    is_stock = not type(layer).__module__.startswith(PACKAGE)
+    if is_stock != contender.is_stock:
+        raise RuntimeError(
+            f"{contender.provider} got attention layers of {type(layer)}"
+        )
+    version = contender.flash_attn_version
+    if version not in (None, layer._fa_version):
+        raise RuntimeError(
+            f"vLLM runs these layers on FlashAttention {layer._fa_version} here, "
+            f"not {version}"
+        )
+    blocks = list(blocks)
+    if contender.quantization is not None:
+        modules = [layer for block in blocks for layer in block.modules()]
+        linear = [layer for layer in modules if hasattr(layer, "output_size")]
+        if {layer.weight.dtype for layer in linear} != {torch.float8_e4m3fn}:
+            raise RuntimeError("some linear layers of these blocks are not quantised")
+    if contender.blocks == "compiled" and any(
+        getattr(block, "do_not_compile", True) for block in blocks
+    ):
+        raise RuntimeError("this vLLM does not compile the blocks of this tower")
+
+
+def blocks_of(mode: str) -> str:
+    """Return which of `BLOCKS` a mode runs, eager ones if it names none."""
+    blocks = mode.removesuffix("graph").removesuffix("host").removesuffix("_")
+    return blocks or "eager"
+
+
+def default_providers(on_gpu: bool) -> tuple[str, ...]:
+    """Return the providers that can run here: stock by its backends, and the plugin."""
+    if not on_gpu:
+        return "stock-torch_sdpa", "plugin"
+    from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
+
+    four = ("stock-flash_attn4",) if is_fa_version_supported(4) else ()
+    return "stock-flash_attn", *four, "stock-flashinfer", "plugin"

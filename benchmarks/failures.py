@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a benchmark could not run, and why."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Failures:
+    """What did not run and why, for the end of the output."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, what: str, reason: str) -> None:
+        """Note and print one failure; a line of reason is enough."""
+        line = f"{what}: {reason.strip().splitlines()[0]}"
+        self.lines.append(line)
+        print(f"  not run: {line}", flush=True)
+
+    @contextmanager
+    def noted(self, what: str) -> Iterator[None]:
+        """Note an exception and go on, unless the GPU is lost with it."""
+        try:
+            yield
+        except Exception as error:
+            self.add(what, f"{type(error).__name__}: {error}")
+            if torch.cuda.is_initialized():
+                # Raises if every further call of this process would fail.
+                torch.cuda.synchronize()
+
+    def summary(self) -> None:
+        """Print every failure once more."""
+        if self.lines:
+            print("\nNot run:")
+            for line in dict.fromkeys(self.lines):
+                print(f"  {line}")

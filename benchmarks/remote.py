@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that holds something costly, a tower or an engine, and answers calls."""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+
+class Held(Protocol):
+    """What such a process holds."""
+
+    def running(self) -> AbstractContextManager[object]:
+        """Hold what calls need."""
+
+    def ready(self) -> object:
+        """Prepare for calls, within `running`; return the first answer."""
+
+
+def serve(
+    make: Callable[..., Held], arguments: Sequence[object], pipe: Connection
+) -> None:
+    """Make it, and answer `(method, arguments)` until the other end closes."""
+    try:
+        held = make(*arguments)
+        with held.running():
+            pipe.send((True, held.ready()))
+            while True:
+                method, given = pipe.recv()
+                try:
+                    pipe.send((True, getattr(held, method)(*given)))
+                except Exception as error:
+                    pipe.send((False, f"{type(error).__name__}: {error}"))
+    except EOFError:
+        return
+    except Exception as error:
+        pipe.send((False, f"{type(error).__name__}: {error}"))
+
+
+class RemoteError(RuntimeError):
+    """The process could not do what it was asked, or is gone."""
+
+
+class Remote:
+    """This side of such a process's pipe."""
+
+    def __init__(
+        self,
+        make: Callable[..., Held],
+        arguments: Sequence[object],
+        environment: Mapping[str, str],
+        answer_within_s: float,
+    ) -> None:
+        """Start the process; `wait` says whether it is ready.
+
+        Args:
+            make: Called there; it and its arguments can be pickled.
+            arguments: See `make`.
+            environment: Variables to set there.
+            answer_within_s: Seconds that an answer may take.
+        """
+        self._answer_within_s = answer_within_s
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(make, arguments, theirs))
+        with _environment(environment):
+            self._process.start()
+        theirs.close()
+
+    def call(self, method: str, *arguments: object) -> Any:
+        """Return what a method of it returns.
+
+        Raises:
+            RemoteError: It raised, took too long, or the process is gone.
+        """
+        try:
+            self._pipe.send((method, arguments))
+        except OSError:
+            raise self._gone() from None
+        return self.wait()
+
+    def wait(self) -> Any:
+        """Return the next answer; the first one means ready.
+
+        Raises:
+            RemoteError: As `call`.
+        """
+        try:
+            if not self._pipe.poll(self._answer_within_s):
+                self._process.kill()
+                raise RemoteError(f"no answer within {self._answer_within_s:.0f} s")
+            done, answer = self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._gone() from None
+        if not done:
+            raise RemoteError(answer)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def _gone(self) -> RemoteError:
+        self._process.join(10)
+        return RemoteError(f"its process ended with {self._process.exitcode}")
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times towers case by case: contenders take turns on one GPU, one at a time."""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from contenders import BLOCKS, REFERENCE, Contender, blocks_of
+from csv_log import CsvLog, print_row, result_row
+from environment import Environment
+from failures import Failures
+from host_load import watched_load
+from timing import is_host, is_replay, rounds_within
+from tower_cases import Grids
+from tower_worker import RemoteTower
+from vllm_flashinfer_vit.choices.clock import order_of_turn
+
+# The bar for the plugin's error, in units of the error of stock FLASH_ATTN.
+ERROR_BAR = 2.0
+# Below this a process is called once unmeasured when its turn comes.
+WARM_UP_BELOW_MS = 20.0
+# Even, so that half of them run backwards.
+TURNS = 6
+
+
+@dataclass
+class Bench:
+    """One run of a benchmark of towers: where rows go, and what is timed."""
+
+    log: CsvLog
+    environment: Environment
+    failures: Failures
+    modes: Sequence[str]
+    stock_modes: Sequence[str]
+    dtype: str
+    budget_s: float
+    bench: str = "encoder"
+    error_ratios: dict[str, float] = field(default_factory=dict)
+
+    def run_model(
+        self,
+        model: str,
+        providers: Sequence[str],
+        cases: Mapping[str, Grids],
+        depth: int | None,
+    ) -> None:
+        """Time one model's towers on every case."""
+        with self.towers(model, providers, depth) as (head_dim, remotes):
+            self.run_cases(model, head_dim, remotes, cases)
+
+    @contextmanager
+    def towers(
+        self, model: str, providers: Sequence[str], depth: int | None
+    ) -> Iterator[tuple[int, list[RemoteTower]]]:
+        """Hold the reference's process and those that a mode needs.
+
+        Yields:
+            The head dim, and the processes with a tower, the reference's first; none
+            without the reference.
+        """
+        sdpa = Contender.of("stock-torch_sdpa", "fp32")
+        contenders = [replace(sdpa, provider=REFERENCE)]
+        modes = (*self.modes, *self.stock_modes)
+        for blocks in BLOCKS:
+            for name in providers:
+                contender = Contender.of(name, self.dtype, blocks)
+                if any(self.runs(contender, mode) for mode in modes):
+                    contenders.append(contender)
+        # All at once, since importing and building take longer than measuring.
+        remotes = [RemoteTower(contender, model, depth) for contender in contenders]
+        try:
+            ready, head_dim = [], 0
+            for remote in remotes:
+                with self.failures.noted(f"{model} {_title(remote)}"):
+                    head_dim = remote.wait()
+                    ready.append(remote)
+            has_reference = ready and ready[0].contender.provider == REFERENCE
+            yield head_dim, ready if has_reference else []
+        finally:
+            for remote in remotes:
+                remote.close()
+
+    def run_cases(
+        self,
+        model: str,
+        head_dim: int,
+        remotes: Sequence[RemoteTower],
+        cases: Mapping[str, Grids],
+    ) -> None:
+        """Time towers of `towers` on every case."""
+        if not remotes:
+            return
+        reference, *others = remotes
+        for case, grids in cases.items():
+            print(f"{model} {case}", flush=True)
+            with (
+                self.failures.noted(f"{model} {case} {REFERENCE}"),
+                tempfile.TemporaryDirectory() as folder,
+            ):
+                path = str(Path(folder, "reference.safetensors"))
+                reference.call("load", grids, None)
+                flops = reference.call("write_reference", path)
+                self._run_case(model, case, grids, others, path, flops, head_dim)
+
+    def _run_case(
+        self,
+        model: str,
+        case: str,
+        grids: Grids,
+        remotes: Sequence[RemoteTower],
+        reference: str,
+        flops: float,
+        head_dim: int,
+    ) -> None:
+        loaded = []
+        for remote in remotes:
+            with self.failures.noted(f"{model} {case} {_title(remote)}"):
+                if kernels := remote.call("load", grids, reference):
+                    print(f"  {_title(remote)} runs {kernels}")
+                loaded.append(remote)
+        for mode in (*self.modes, *self.stock_modes):
+            errors: dict[RemoteTower, float] = {}
+            for remote in loaded:
+                if self.runs(remote.contender, mode):
+                    with self.failures.noted(f"{model} {case} {_title(remote)} {mode}"):
+                        errors[remote] = remote.call("check", mode)
+            with self.failures.noted(f"{model} {case} {mode}"):
+                # A replay does not wait for the host.
+                watched = errors and not is_replay(mode)
+                with watched_load() if watched else nullcontext():
+                    samples = self._take_turns(list(errors), mode)
+                for remote, taken in samples.items():
+                    row = result_row(
+                        self.environment,
+                        bench=self.bench,
+                        case=case,
+                        provider=remote.contender.provider,
+                        model=model,
+                        head_dim=head_dim,
+                        dtype=self.dtype,
+                        mode=mode,
+                        samples_ms=taken,
+                        flops=0 if is_host(mode) else flops,
+                        rel_err=errors[remote],
+                    )
+                    self.log.add(row)
+                    print_row(row)
+                self._compare(f"{model} {case} {mode}", errors)
+
+    def runs(self, contender: Contender, mode: str) -> bool:
+        """Whether a contender is to be timed in a mode."""
+        is_wanted = mode in self.modes or (
+            contender.is_stock and mode in self.stock_modes
+        )
+        return is_wanted and contender.blocks == blocks_of(mode)
+
+    def _take_turns(
+        self, remotes: Sequence[RemoteTower], mode: str
+    ) -> dict[RemoteTower, list[float]]:
+        samples: dict[RemoteTower, list[float]] = {remote: [] for remote in remotes}
+        if not remotes:
+            return samples
+        slow_ms = {r: r.call("sample", mode, 1, True)[0] for r in remotes}
+        rounds = rounds_within(sum(slow_ms.values()), self.budget_s, TURNS, 50)
+        for turn in range(TURNS):
+            count = len(range(turn, rounds, TURNS))
+            for remote in order_of_turn(remotes, turn):
+                warm_up = slow_ms[remote] < WARM_UP_BELOW_MS
+                samples[remote] += remote.call("sample", mode, count, warm_up)
+        return samples
+
+    def _compare(self, what: str, errors: Mapping[RemoteTower, float]) -> None:
+        by_name = {remote.contender.provider: err for remote, err in errors.items()}
+        stock = by_name.get("stock-flash_attn", by_name.get("stock-torch_sdpa"))
+        if stock and "plugin" in by_name:
+            self.error_ratios[what] = by_name["plugin"] / stock
+
+    def summary(self) -> None:
+        """Print how the plugin's errors compare with stock's, then what did not run."""
+        if self.error_ratios:
+            worst = max(self.error_ratios, key=lambda what: self.error_ratios[what])
+            over = sum(ratio > ERROR_BAR for ratio in self.error_ratios.values())
+            print(
+                f"\nError of the plugin over that of stock: at most "
+                f"{self.error_ratios[worst]:.2f} ({worst}); {over} of "
+                f"{len(self.error_ratios)} over the bar of {ERROR_BAR}"
+            )
+        self.failures.summary()
+
+
+def _title(remote: RemoteTower) -> str:
+    return f"{remote.contender.provider} {remote.contender.blocks}"

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks of towers run: models, and the grids of each case."""
+
+Grids = tuple[tuple[int, int, int], ...]
+
+# Frames, rows and columns of patches of each image. 8160 patches are 1920 x 1080 pixels
+# in patches of 16; the mixed images are those of op_problems.py.
+CASES: dict[str, Grids] = {
+    "1x256": ((1, 16, 16),),
+    "1x1024": ((1, 32, 32),),
+    "1x4096": ((1, 64, 64),),
+    "1x8160": ((1, 68, 120),),
+    "1x15376": ((1, 124, 124),),
+    "1x35344": ((1, 188, 188),),
+    "8x1024": ((1, 32, 32),) * 8,
+    "8x4096": ((1, 64, 64),) * 8,
+    "20x400": ((1, 20, 20),) * 20,
+    "video16x1024": ((16, 32, 32),),
+    "mixed": (
+        (1, 16, 16),
+        (1, 36, 36),
+        (1, 44, 80),
+        (1, 68, 120),
+        (1, 64, 64),
+        (1, 22, 38),
+    ),
+}
+SMOKE_CASES: dict[str, Grids] = {"1x64": ((1, 8, 8),), "video2x48": ((2, 6, 8),)}
+MODELS = (
+    "Qwen/Qwen2-VL-7B-Instruct",
+    "Qwen/Qwen2.5-VL-7B-Instruct",
+    "Qwen/Qwen3-VL-8B-Instruct",
+)

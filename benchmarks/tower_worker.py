@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A contender's tower in a process of its own, and what is asked of it there."""
+
+import functools
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from block_stacks import STACKS, StackTower, build_stack
+from contenders import PACKAGE, Contender, check_promises
+from correctness import check_error, relative_error
+from csv_log import DTYPES, attention_flops
+from environment import device
+from remote import Remote
+from timing import Clock, Run, host_ms, is_host, is_replay
+from tower_cases import CASES, Grids
+from vllm_flashinfer_vit.choices.clock import capture
+
+# A tower that is wrong is off by more than this; bf16 over 32 blocks by a few percent.
+GATE = 0.2
+# Stock's own with quantised layers and random weights is off by 23 % (Qwen2.5-VL).
+QUANTIZED_GATE = 0.3
+ANSWER_WITHIN_S = 300.0
+
+
+class Worker:
+    """A tower in its own process, and what is asked of it there."""
+
+    def __init__(self, contender: Contender, model: str, depth: int | None) -> None:
+        """Build the tower and make sure that it is the one that the name promises."""
+        from vllm_flashinfer_vit.towers.spec import resolve_spec
+        from vllm_flashinfer_vit.towers.tower import build_tower
+
+        torch.set_float32_matmul_precision("highest")
+        self._dtype = DTYPES.get(contender.dtype, torch.float32)
+        how: dict[str, Any] = {
+            "backend": contender.backend,
+            "dtype": self._dtype,
+            "device": device(),
+            "compile": contender.blocks == "compiled",
+            "fused_ops": contender.blocks == "fused",
+            "plugin": not contender.is_stock,
+            "attn_dtype": contender.attn_dtype,
+            "flash_attn_version": contender.flash_attn_version,
+            "quantization": contender.quantization,
+        }
+        self.tower: Any
+        if model in STACKS:
+            self.tower = build_stack(model, depth=depth, **how)
+        else:
+            is_random = not Path(model).is_dir()
+            spec = resolve_spec(model, random_weights=is_random, depth=depth)
+            self.tower = build_tower(spec, **how)
+        layers = self.tower.attention_layers()
+        self._layer = next(iter(layers.values()))
+        check_promises(contender, self._layer, self.tower.visual.blocks)
+        self._blocks = contender.blocks
+        self._gate = GATE if contender.quantization is None else QUANTIZED_GATE
+        self._clock = Clock(device())
+        self._runs: dict[str, Run] = {}
+        self._pixels = self._reference = torch.empty(0)
+        self._grids: list[list[int]] = []
+
+    def running(self) -> AbstractContextManager[None]:
+        """Hold what a call of the tower needs."""
+        return self.tower.running()  # type: ignore[no-any-return]
+
+    def ready(self) -> int:
+        """Compile the blocks, if they are to be, by a large batch.
+
+        By the first batch Inductor decides which weights it pads. An engine's first
+        one, in its profiling run, is the largest that it allows.
+
+        Returns:
+            Attention's head dim.
+        """
+        if self._blocks == "compiled":
+            self.load(CASES["8x4096"], None)
+            self._eager()
+        return int(self._layer.head_size)
+
+    def load(self, grids: Grids, reference: str | None) -> str:
+        """Draw a case's pixels, and read the output that is right for them.
+
+        Returns:
+            The kernels that this package picks for the case; empty for stock.
+        """
+        self._runs.clear()
+        if torch.cuda.is_available():
+            # The other contenders' processes share this GPU's memory.
+            torch.cuda.empty_cache()
+        self._grids = [list(grid) for grid in grids]
+        patches = sum(math.prod(grid) for grid in grids)
+        random = torch.Generator(device()).manual_seed(0)
+        shape = (patches, self.tower.spec.patch_dim)
+        pixels = torch.randn(shape, device=device(), generator=random)
+        # Rounded, so that every dtype sees the same values.
+        self._pixels = pixels.bfloat16().to(self._dtype)
+        if reference is not None:
+            self._reference = load_file(reference, device=str(device()))["output"]
+        if not type(self._layer).__module__.startswith(PACKAGE):
+            return ""
+        kernels = self.tower.kernels(self._grids)
+        return ", ".join(f"{layers}: {name}" for layers, name in kernels.items())
+
+    def write_reference(self, path: str) -> float:
+        """Write this tower's output; return the operations that it takes."""
+        output = self._eager()
+        save_file({"output": output.float().contiguous().cpu()}, path)
+        del output
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return self._flops()
+
+    def check(self, mode: str) -> float:
+        """Make a mode ready, and return its output's relative error."""
+        run = capture(self._with_metadata()) if is_replay(mode) else self._eager
+        rel_err = relative_error(run(), self._reference)
+        check_error(rel_err, self._gate)
+        self._runs[mode] = run
+        return rel_err
+
+    def sample(self, mode: str, count: int, warm_up: bool) -> list[float]:
+        """Return times of `count` calls in milliseconds, of the host for each block."""
+        run = self._runs[mode]
+        if warm_up:
+            run()
+        if is_host(mode):
+            return [host_ms(run) / self.tower.spec.depth for _ in range(count)]
+        return [self._clock.sample_ms(run, mode) for _ in range(count)]
+
+    def metadata_ms(self, known: Grids, batches: Sequence[Grids]) -> list[float]:
+        """Return the host's time to prepare each batch's metadata, in milliseconds.
+
+        Args:
+            known: Prepared first, unmeasured.
+            batches: What is prepared once each, in this order.
+        """
+        visual: Any = self.tower.visual
+        first, *calls = (
+            functools.partial(visual.prepare_encoder_metadata, list(map(list, grids)))
+            for grids in (known, *batches)
+        )
+        first()
+        return [host_ms(call) for call in calls]
+
+    def kernel_times(self, calls: int) -> dict[str, float]:
+        """Return the device's time in a call without a graph, by kernel.
+
+        Args:
+            calls: How many calls to average.
+
+        Returns:
+            Milliseconds by the kernel's name; without a GPU by the op's name.
+        """
+        on_gpu = torch.cuda.is_available()
+        activity = torch.profiler.ProfilerActivity
+        self._eager()
+        with torch.profiler.profile(
+            activities=[activity.CUDA if on_gpu else activity.CPU]
+        ) as profile:
+            for _ in range(calls):
+                self._eager()
+            if on_gpu:
+                torch.cuda.synchronize()
+        times = {}
+        for event in profile.key_averages():
+            time_us = event.self_cpu_time_total
+            if on_gpu:
+                time_us = event.self_device_time_total
+            if time_us > 0:
+                times[event.key] = time_us / calls / 1e3
+        return times
+
+    def _eager(self) -> torch.Tensor:
+        return self.tower.visual(self._pixels, self._grids)
+
+    def _with_metadata(self) -> Run:
+        # vLLM too prepares the metadata outside its encoder graphs.
+        metadata = self.tower.visual.prepare_encoder_metadata(self._grids)
+        # A whole tower has all in its metadata.
+        grids = self._grids if isinstance(self.tower, StackTower) else None
+        return lambda: self.tower.visual(
+            self._pixels, grids, encoder_metadata=dict(metadata)
+        )
+
+    def _flops(self) -> float:
+        visual = self.tower.visual
+        patches = self._pixels.shape[0]
+        tokens = patches // self.tower.spec.merge_size**2
+        total = 0.0
+        for name, parameter in visual.named_parameters():
+            if parameter.dim() < 2 or name.startswith(("pos_embed", "embeddings.")):
+                continue
+            per_patch = name.startswith(("blocks.", "patch_embed."))
+            total += 2 * parameter.numel() * (patches if per_patch else tokens)
+        metadata = visual.prepare_encoder_metadata(self._grids)
+        full_blocks = getattr(visual, "fullatt_block_indexes", None)
+        for index in range(self.tower.spec.depth):
+            is_full = full_blocks is None or index in full_blocks
+            ends = metadata.get("cu_seqlens" if is_full else "cu_window_seqlens")
+            lens = [h * w for t, h, w in self._grids for _ in range(t)]
+            if ends is not None:
+                lens = ends.diff().tolist()
+            layer = self._layer
+            total += attention_flops(lens, layer.num_heads, layer.head_size)
+        return total
+
+
+class RemoteTower(Remote):
+    """This side of a contender's process.
+
+    Attributes:
+        contender: What it is.
+    """
+
+    def __init__(self, contender: Contender, model: str, depth: int | None) -> None:
+        """Start it; the first answer is the head dim."""
+        arguments = contender, model, depth
+        super().__init__(Worker, arguments, contender.environment, ANSWER_WITHIN_S)
+        self.contender = contender

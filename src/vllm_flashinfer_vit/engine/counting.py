@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine's encoder did in a step, counted once a pass.
+
+Profiling, warm-up and capture are no steps, so they do not count. A pass adds to
+integers; the step's end hands them to `metrics`, when all work has been launched.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+import torch
+from vllm.platforms import current_platform
+
+from vllm_flashinfer_vit.engine import warmup
+from vllm_flashinfer_vit.engine.metrics import Key, of_process
+from vllm_flashinfer_vit.ops.batch import longest_of
+from vllm_flashinfer_vit.ops.plan import Plan
+
+# How the blocks of a pass ran; see `metrics.SERIES`.
+Path = Literal["graph", "blocks", "attention"]
+# Kernel and class of a pass's attention.
+Kind = tuple[str, str]
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class Counting:
+    """What one engine counts; each of its layers holds it.
+
+    Attributes:
+        is_on: Whether a pass counts now.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Begin with nothing; use `of`, which gives all layers of an engine one."""
+        self.is_on = False
+        # Held, so that its id, by which `of` finds this, is not another one's.
+        self._compilation_config = vllm_config.compilation_config
+        self._counts: Counter[Key] = Counter()
+        self._noted: dict[Kind, int] | None = None
+        self._first: Kind | None = None
+        # By tower: dead once its layers are.
+        self._last: WeakValueDictionary[str, LayerCounts] = WeakValueDictionary()
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "Counting":
+        """Return the one of an engine, made if there is none.
+
+        Args:
+            vllm_config: The engine's, or one that vLLM derived from it for a part of
+                the model.
+        """
+        found = cls.find(vllm_config)
+        if found is None:
+            found = _ENGINES[id(vllm_config.compilation_config)] = cls(vllm_config)
+        return found
+
+    @classmethod
+    def find(cls, vllm_config: Any) -> "Counting | None":
+        """Return an engine's, or None if it has no FLASHINFER layer."""
+        return _ENGINES.get(id(vllm_config.compilation_config))
+
+    def enroll(self, layer_name: str, plan: Plan) -> "LayerCounts":
+        """Return what counts for a layer: its tower's last one so far.
+
+        Args:
+            layer_name: Those of a tower differ by the indices of blocks.
+            plan: The layer's.
+        """
+        of_process().add(("attention_layers", "vllm-flashinfer-vit"))
+        tower = _INDEX.sub("*", layer_name)
+        before = self._last.get(tower)
+        if before is not None:
+            before.is_last = False
+        new = self._last[tower] = LayerCounts(self, plan, is_first=before is None)
+        return new
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Count what a step of the engine does, and export it at its end."""
+        before = _built()
+        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = False
+            self._export(before)
+
+    def _export(self, before: tuple[int, int]) -> None:
+        metrics = of_process()
+        for key, count in self._counts.items():
+            metrics.add(key, count)
+        self._counts.clear()
+        built = _built()
+        if built != before:
+            metrics.add(("triton_kernels_after_start",), built[0] - before[0])
+            metrics.add(("cudnn_plans_after_start",), built[1] - before[1])
+        metrics.say_if_due()
+
+    @contextmanager
+    def noting(self) -> Iterator[dict[Kind, int]]:
+        """Note the passes that a CUDA graph captures, which are to count when it runs.
+
+        Yields:
+            The rows of these passes, by kernel and class.
+        """
+        noted: dict[Kind, int] = {}
+        self._noted, self.is_on = noted, True
+        try:
+            yield noted
+        finally:
+            self._noted, self.is_on = None, False
+
+    def passed(self, kind: Kind, path: Path, rows: int, is_first: bool) -> None:
+        """Count a pass while `is_on`.
+
+        Args:
+            kind: Of a block's attention.
+            path: How the blocks run.
+            rows: The block's, in patches.
+            is_first: Whether it is the first block, not the last. The last one counts
+                where it is of another kind.
+        """
+        if is_first:
+            self._first = kind
+        elif kind == self._first:
+            return
+        if self._noted is not None:
+            self._noted[kind] = rows
+            return
+        self._counts["encoder_passes", *kind, path] += 1
+        self._counts["encoder_patches", *kind, path] += rows
+
+    def replayed(self, noted: dict[Kind, int]) -> None:
+        """Count the replay of a graph that captured the passes in `noted`."""
+        if self.is_on:
+            for kind, rows in noted.items():
+                self._counts["encoder_passes", *kind, "graph"] += 1
+                self._counts["encoder_patches", *kind, "graph"] += rows
+
+    def add(self, amount: int, *key: str) -> None:
+        """Add to a counter of `metrics.SERIES`, given its name and labels."""
+        if self.is_on and amount:
+            self._counts[key] += amount
+
+
+class LayerCounts:
+    """Counts passes where a layer is the first one of its tower, or the last.
+
+    Attributes:
+        is_first: Whether it is the first one.
+        is_last: Whether it is the last one.
+    """
+
+    def __init__(self, engine: Counting, plan: Plan, *, is_first: bool) -> None:
+        """Count for an engine; use `Counting.enroll`."""
+        self.is_first, self.is_last = is_first, True
+        self._engine = engine
+        self._plan = plan
+
+    @property
+    def is_end(self) -> bool:
+        """Whether `passed` is to be called."""
+        return self.is_first or self.is_last
+
+    def passed(
+        self,
+        path: Path,
+        num_tokens: int,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: torch.Tensor | int | None,
+        seq_len: int,
+    ) -> None:
+        """Count a pass of the tower, by the kernel that this layer attends by.
+
+        Args:
+            path: How its blocks run.
+            num_tokens: Rows of the batch.
+            cu_seqlens: See `Batch`.
+            max_seqlen: See `Batch`.
+            seq_len: See `Batch`.
+        """
+        if not self._engine.is_on or not num_tokens:
+            return
+        found = self._plan.class_for(
+            longest_of(num_tokens, cu_seqlens, max_seqlen, seq_len)
+        )
+        mean_len: float = seq_len
+        if cu_seqlens is not None:
+            mean_len = num_tokens / max(1, cu_seqlens.shape[0] - 1)
+        kind = found.kernel_for(mean_len), str(found.max_len or "any")
+        self._engine.passed(kind, path, num_tokens, self.is_first)
+
+    def fell_back(self, reason: str) -> None:
+        """Count what vLLM serves in its own way."""
+        self._engine.add(1, "fallbacks", reason)
+
+
+# An index: each record is held by its layers. vLLM hands an engine's compilation config
+# on to the configs that it derives for parts of a model.
+_ENGINES: "WeakValueDictionary[int, Counting]" = WeakValueDictionary()
+
+
+def count_stock_layer() -> None:
+    """Count a layer that runs vLLM's own kernel, although FLASHINFER was asked for."""
+    of_process().add(("attention_layers", "vllm"))
+
+
+def _built() -> tuple[int, int]:
+    """Return this package's Triton kernels and the cuDNN plans that were built."""
+    if not current_platform.is_cuda():
+        return 0, 0
+    return warmup.built()

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters: when an engine's steps with images begin and end, and when it ends.
+
+A layer cannot tell a request's image from one of profiling; the worker can.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm_flashinfer_vit.patches.patch import Patch
+
+_WRAPPER = "vllm.v1.worker.worker_base:WorkerWrapperBase"
+
+
+def _count_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_flashinfer_vit.engine.counting import Counting
+
+    @functools.wraps(original)
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        # Most steps have no images.
+        if not getattr(scheduler_output, "scheduled_encoder_inputs", None):
+            return original(self, scheduler_output)
+        counting = Counting.find(self.vllm_config)
+        if counting is None:
+            return original(self, scheduler_output)
+        with counting.step():
+            return original(self, scheduler_output)
+
+    return execute_model
+
+
+def _say_last(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_flashinfer_vit.engine.counting import Counting
+    from vllm_flashinfer_vit.engine.metrics import of_process
+
+    @functools.wraps(original)
+    def shutdown(self: Any) -> None:
+        # A wrapper whose worker was never made has no config.
+        config = getattr(self, "vllm_config", None)
+        if config is not None and Counting.find(config) is not None:
+            of_process().say()
+        original(self)
+
+    return shutdown
+
+
+PATCHES = (
+    Patch(
+        name="counters",
+        target=f"{_WRAPPER}.execute_model",
+        why="nothing is counted for operators: layers cannot tell requests from "
+        "warm-up",
+        remove_when="vLLM calls back after an encoder pass",
+        parameters=("self", "scheduler_output"),
+        stands_for=(),
+        replace=_count_steps,
+    ),
+    Patch(
+        name="counters-at-end",
+        target=f"{_WRAPPER}.shutdown",
+        why="what was counted after the last line of the log is lost at shutdown",
+        remove_when="vLLM calls plugins when an engine ends",
+        parameters=("self",),
+        stands_for=(),
+        replace=_say_last,
+    ),
+)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options and images of the `encode` job's tests."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vllm_flashinfer_vit.commands.encode import Options
+
+MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
+
+cpu_only = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="vLLM has one platform per process, and here it is the GPU",
+)
+
+
+def options(*given: Path, **changes: Any) -> Options:
+    values: dict[str, Any] = {
+        "images": given,
+        "model": MODEL,
+        "random_weights": True,
+        "depth": 1,
+        "dtype": "fp32",
+        "device": "cpu",
+        "max_pixels": 112 * 112,
+    }
+    return Options(**(values | changes))
+
+
+def save_image(path: Path, width: int, height: int, mode: str = "RGB") -> Path:
+    generator = np.random.default_rng(0)
+    channels = len(Image.new(mode, (1, 1)).getbands())
+    values = generator.integers(0, 256, (height, width, channels), dtype=np.uint8)
+    Image.fromarray(values.squeeze(), mode).save(path)
+    return path

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own encoders at a small size, by name."""
+
+import _dense_models as dense
+import _grid_models as grids
+import _length_models as lengths
+from _models import Builder, Encoder
+
+
+def _model(name: str, build: Builder, ops: int = 2, programs: int = 0) -> Encoder:
+    return Encoder(f"model_executor.models.{name}", build, ops, programs)
+
+
+def _program(name: str, build: Builder) -> Encoder:
+    """Return an encoder of two blocks, both of which run as programs."""
+    return _model(name, build, 2, 2)
+
+
+# Packed sequences: cu_seqlens, and a longest length in whatever form.
+PACKED = {
+    "glm4_1v": _program("glm4_1v", grids.glm4_1v),
+    "glm_ocr": _program("glm_ocr", grids.glm_ocr),
+    "exaone4_5": _program("exaone4_5", grids.exaone4_5),
+    "mimo_v2_omni": _model("mimo_v2_omni", grids.mimo_v2_omni),
+    "qwen3_omni-vision": _program("qwen3_omni_moe_thinker", grids.qwen3_omni_vision),
+    "qwen3_omni-audio": _model("qwen3_omni_moe_thinker", lengths.qwen3_omni_audio),
+    "keye": _model("keye", grids.keye),
+    "paddleocr_vl": _program("paddleocr_vl", grids.paddleocr_vl),
+    "siglip2navit": _model("siglip2navit", grids.siglip2navit),
+    "ernie45_vl": _program("ernie45_vl", grids.ernie45_vl),
+    "dots_ocr": _program("dots_ocr", grids.dots_ocr),
+    "moonvit": _model("moonvit", grids.moonvit),
+    "kimi_k25": _program("kimi_k25_vit", grids.kimi_k25),
+    "openpangu_vl": _model("openpangu_vl", lengths.openpangu, 1),
+    "isaac": _model("isaac", lengths.isaac),
+    "lfm2_siglip2": _model("lfm2_siglip2", lengths.lfm2_siglip2),
+    "radio": _model("radio", lengths.radio, 4),
+    "funaudiochat": _model("funaudiochat", lengths.funaudiochat, 1),
+    "llava_onevision2": _model("llava_onevision2", lengths.llava_onevision2, 1),
+    "pixtral": _program("pixtral", lengths.pixtral),
+    "pixtral_hf": _program("pixtral", lengths.pixtral_hf),
+    "muse_glimmer": _model("muse_glimmer", lengths.muse_glimmer, 1),
+    "cohere_compass": _model("cohere_compass", lengths.cohere_compass, 1),
+    "muse_spark": Encoder("models.muse_spark.common.vision", lengths.muse_spark, 1),
+    "deepseek_v4": Encoder("models.deepseek_v4.common.vision", lengths.deepseek_v4, 2),
+}
+# Dense batches, without cu_seqlens.
+DENSE = {
+    "siglip": _program("siglip", dense.siglip),
+    "clip": _model("clip", dense.clip),
+    "blip": _model("blip", dense.blip),
+    "intern_vit": _program("intern_vit", dense.intern_vit),
+    "intern_vit-normed": _model("intern_vit", dense.intern_vit_normed),
+    "interns1_vit": _model("interns1_vit", dense.interns1_vit, 1),
+    "aimv2": _model("aimv2", dense.aimv2, 1),
+    "idefics2": _program("idefics2_vision_model", dense.idefics2),
+    "glm4v": _model("glm4v", dense.glm4v, 1),
+    "glmasr": _model("glmasr", dense.glmasr, 1),
+    "mllama4": _model("mllama4", dense.mllama4, 1),
+    "molmo2": _model("molmo2", dense.molmo2, 1),
+    "moondream3": _model("moondream3", dense.moondream3, 1),
+    "step3_vl": _model("step3_vl", dense.step3_vl, 1),
+    "step_vl": _model("step_vl", dense.step_vl),
+    "minicpmv4_6": _model("minicpmv4_6", dense.minicpmv4_6, 1),
+    "hunyuan_vision": _model("hunyuan_vision", dense.hunyuan_vision, 1),
+    "funasr": _model("funasr", dense.funasr, 1),
+}
+# Pooling: one query attends to four keys.
+CROSS = {
+    "molmo": _model("molmo", dense.molmo_pooling, 0),
+    "molmo2": _model("molmo2", dense.molmo2_pooling, 0),
+}
+WHISPER = _model("whisper", dense.whisper, 0)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builders of vLLM's encoders that take packed sequences by their lengths alone."""
+
+from inspect import getsource, signature
+from typing import Any
+
+import torch
+from _models import (
+    LENGTHS,
+    Call,
+    config_of,
+    intern_config,
+    noise,
+    offsets,
+    siglip_config,
+)
+from torch import nn
+
+
+def qwen3_omni_audio(m: Any) -> tuple[nn.Module, Call]:
+    pinned = signature(m.async_tensor_h2d).parameters.get("pin_memory")
+    if pinned is not None and pinned.default:
+        raise NotImplementedError("pins host memory, for which there must be a GPU")
+    config = config_of(
+        d_model=128,
+        num_mel_bins=16,
+        max_source_positions=64,
+        n_window=8,
+        n_window_infer=32,
+        conv_chunksize=500,
+        downsample_hidden_size=16,
+        encoder_layers=2,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=96,
+        activation_function="gelu",
+        output_dim=64,
+    )
+    tower = m.Qwen3OmniMoeAudioEncoder(config)
+    frames = torch.tensor([64, 40, 16])
+    tokens = torch.tensor([8, 5, 2])
+    return tower, lambda: tower(noise(16, int(frames.sum())), frames, tokens)
+
+
+def openpangu(m: Any) -> tuple[nn.Module, Call]:
+    attention = m.OpenPanguVisionAttention(160, 2, 160)
+    cu_seqlens = offsets(LENGTHS)
+    cos, sin = noise(sum(LENGTHS), 40).cos(), noise(sum(LENGTHS), 40).sin()
+    return attention, lambda: attention(noise(76, 160), cu_seqlens, cos, sin)
+
+
+def isaac(m: Any) -> tuple[nn.Module, Call]:
+    encoder = m.Siglip2Encoder(siglip_config())
+    sizes = torch.tensor(LENGTHS)
+    cu_seqlens, max_seqlen = m.create_cumulative_seq_lengths(sizes, sizes.device)
+
+    def call() -> torch.Tensor:
+        return encoder(
+            inputs_embeds=noise(1, sum(LENGTHS), 144),
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )
+
+    return encoder, call
+
+
+def lfm2_siglip2(m: Any) -> tuple[nn.Module, Call]:
+    encoder = m.Siglip2Encoder(siglip_config())
+
+    def call() -> torch.Tensor:
+        return encoder(
+            noise(1, sum(LENGTHS), 144),
+            cu_seqlens=offsets(LENGTHS),
+            max_seqlen=torch.tensor(max(LENGTHS), dtype=torch.int32),
+        )
+
+    return encoder, call
+
+
+def radio(m: Any) -> tuple[nn.Module, Call]:
+    config = intern_config()
+    encoder = m.RadioVisionEncoder(config)
+    meta = m.MaskMetadata(
+        cu_seqlens=offsets(LENGTHS), max_seqlen=torch.tensor(max(LENGTHS))
+    )
+
+    def call() -> torch.Tensor:
+        packed = encoder(noise(1, sum(LENGTHS), 160), mask_meta=meta)
+        dense = encoder(noise(4, 19, 160))
+        return torch.cat([packed[0], dense.flatten(0, 1)])
+
+    return encoder, call
+
+
+def funaudiochat(m: Any) -> tuple[nn.Module, Call]:
+    config = config_of(
+        d_model=128,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=96,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_function="gelu",
+        activation_dropout=0.0,
+        num_attention_heads=2,
+    )
+    layer = m.FunAudioChatAudioEncoderLayer(config)
+    return layer, lambda: layer(noise(76, 128), cu_seqlens=offsets(LENGTHS))[0]
+
+
+def llava_onevision2(m: Any) -> tuple[nn.Module, Call]:
+    attention = m.LlavaOnevision2VisionAttn(128, 2, 128)
+    longest = torch.tensor(max(LENGTHS), dtype=torch.int32)
+
+    def call() -> torch.Tensor:
+        return attention(
+            noise(76, 128), offsets(LENGTHS), noise(76, 32), max_seqlen=longest
+        )
+
+    return attention, call
+
+
+def pixtral(m: Any) -> tuple[nn.Module, Call]:
+    config = config_of(
+        hidden_size=128,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        head_dim=64,
+        intermediate_size=96,
+    )
+    tower = m.Transformer(config)
+    angles = noise(76, 32)
+    turns = torch.polar(torch.ones_like(angles, dtype=torch.float32), angles.float())
+    # The sources say which of the two forms a release takes.
+    real = "freqs_cis.dtype == torch.float32" in getsource(m)
+
+    def call() -> torch.Tensor:
+        freqs = torch.view_as_real(turns) if real else turns
+        return tower(noise(1, 76, 128), freqs, *_pixtral_lengths(m, tower, 128))
+
+    return tower, call
+
+
+def pixtral_hf(m: Any) -> tuple[nn.Module, Call]:
+    config = config_of(
+        hidden_size=128,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        head_dim=64,
+        intermediate_size=96,
+        hidden_act="silu",
+    )
+    tower = m.PixtralHFTransformer(config)
+    angles = noise(76, 32).repeat(1, 2)
+
+    def call() -> torch.Tensor:
+        tables = angles.cos(), angles.sin()
+        lengths = _pixtral_lengths(m, tower, 128)
+        return tower(noise(1, 76, 128), tables, *lengths, return_all_hidden_states=True)
+
+    return tower, call
+
+
+def _pixtral_lengths(m: Any, tower: Any, width: int) -> tuple[Any, ...]:
+    if not hasattr(m, "_make_packed_sequence_metadata"):
+        raise NotImplementedError("attends by a dense mask, not by MMEncoderAttention")
+    backend = tower.layers[0].attention.attn.attn_backend
+    device = torch.get_default_device()
+    return m._make_packed_sequence_metadata(LENGTHS, backend, width, 1, device)
+
+
+def muse_glimmer(m: Any) -> tuple[nn.Module, Call]:
+    attention = m.MuseGlimmerVisionAttention(128, 2)
+    return attention, _packed_rotary(attention, noise(76, 128), 32)
+
+
+def cohere_compass(m: Any) -> tuple[nn.Module, Call]:
+    attention = m.Cohere_VisionAttention(144, 2, 144)
+    call = _packed_rotary(attention, noise(76, 1, 144), 36)
+    return attention, call
+
+
+def _packed_rotary(attention: nn.Module, hidden: torch.Tensor, half: int) -> Call:
+    angles = noise(76, half)
+
+    def call() -> torch.Tensor:
+        return attention(
+            hidden,
+            rotary_pos_emb_cos=angles.cos(),
+            rotary_pos_emb_sin=angles.sin(),
+            cu_seqlens=offsets(LENGTHS),
+            max_seqlen=torch.tensor(max(LENGTHS), dtype=torch.int32),
+            sequence_lengths=None,
+        )
+
+    return call
+
+
+def muse_spark(m: Any) -> tuple[nn.Module, Call]:
+    attention = m.NaViTAttention(128, 2)
+    device = torch.get_default_device()
+    cu_seqlens, max_seqlen = m._seqlens_to_cu_seqlens(LENGTHS, device)
+    angles = noise(76, 32)
+    rotary = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    return attention, lambda: attention(noise(76, 128), rotary, cu_seqlens, max_seqlen)
+
+
+def deepseek_v4(m: Any) -> tuple[nn.Module, Call]:
+    config = config_of(vision_dim=128, vision_n_heads=2, vision_inter_dim=96)
+    attention = m.DeepseekV4VisionAttention(config)
+    angles = noise(76, 1, 32)
+    longest = torch.tensor(max(LENGTHS), dtype=torch.int32)
+
+    def call() -> torch.Tensor:
+        cos, sin = angles.cos(), angles.sin()
+        packed = attention(noise(76, 128), cos, sin, offsets(LENGTHS), longest)
+        return torch.cat([packed, attention(noise(76, 128), cos, sin)])
+
+    return attention, call

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is counted: passes of real towers, replays of simulated graphs, fall-backs."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from _towers import FAMILIES, cpu_only, pixels, small_tower
+from prometheus_client import CollectorRegistry
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from simulated_graphs import build_manager, capture, simulated_graphs  # noqa: E402
+from vllm_flashinfer_vit.engine import counting, warmup  # noqa: E402
+from vllm_flashinfer_vit.engine.counting import Counting  # noqa: E402
+from vllm_flashinfer_vit.engine.metrics import Metrics  # noqa: E402
+from vllm_flashinfer_vit.ops.plan import Plan  # noqa: E402
+from vllm_flashinfer_vit.patches import counters  # noqa: E402
+from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES  # noqa: E402
+from vllm_flashinfer_vit.towers.tower import Tower  # noqa: E402
+
+pytestmark = cpu_only
+
+GRIDS = [[1, 8, 8], [1, 4, 4]]
+PATCHES = 80
+LIMITS = {"budgets": (16, 64, 128), "max_items": 8, "frames_per_video": 4}
+
+
+@pytest.fixture
+def metrics(monkeypatch: pytest.MonkeyPatch) -> Metrics:
+    """The process's counters, all at 0."""
+    made = Metrics(CollectorRegistry())
+    monkeypatch.setattr(counting, "of_process", lambda: made)
+    return made
+
+
+def of_series(metrics: Metrics, name: str) -> dict[tuple[str, ...], int]:
+    """Return a counter's values by its labels."""
+    return {key[1:]: n for key, n in metrics.totals.items() if key[0] == name}
+
+
+def encode(tower: Tower, grids: Any = GRIDS) -> torch.Tensor:
+    return tower.encode(pixels(tower.spec, grids), grids)
+
+
+def two_classes(tower: Tower, bound: int) -> None:
+    """Give layers a class for short sequences, as on a GPU."""
+    plan = Plan.decode(f"{bound}:reference,*:reference")
+    for layer in tower.attention_layers().values():
+        layer._plan = layer.counts._plan = plan
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+class TestEager:
+    def test_a_pass_counts_once(self, family: str, metrics: Metrics) -> None:
+        tower = small_tower(family)
+        depth = len(tower.attention_layers())
+        layers = of_series(metrics, "attention_layers")
+        assert layers == {("vllm-flashinfer-vit",): depth}
+        expected = encode(tower)
+        assert not of_series(metrics, "encoder_passes")
+        with Counting.of(tower.vllm_config).step():
+            found = [encode(tower), encode(tower)]
+        kind = ("reference", "any", "blocks")
+        assert of_series(metrics, "encoder_passes") == {kind: 2}
+        assert of_series(metrics, "encoder_patches") == {kind: 2 * PATCHES}
+        assert not of_series(metrics, "fallbacks")
+        for one in found:
+            assert torch.equal(one, expected)
+        encode(tower)
+        assert of_series(metrics, "encoder_passes") == {kind: 2}
+
+    def test_without_programs(
+        self, family: str, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm_flashinfer_vit.blocks.program import BlockProgram
+
+        tower = small_tower(family)
+        expected = encode(tower)
+        with (
+            mock.patch.object(BlockProgram, "takes", lambda *_: False),
+            Counting.of(tower.vllm_config).step(),
+        ):
+            found = encode(tower)
+        kind = ("reference", "any", "attention")
+        assert of_series(metrics, "encoder_passes") == {kind: 1}
+        assert of_series(metrics, "encoder_patches") == {kind: PATCHES}
+        assert of_series(metrics, "fallbacks") == {("block_input",): 1}
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class TestKinds:
+    def test_windows_and_whole_images_count_for_themselves(
+        self, metrics: Metrics
+    ) -> None:
+        """A window has 64 patches here, the largest image more."""
+        tower = small_tower("qwen2_5_vl")
+        two_classes(tower, 64)
+        grids = [[1, 16, 16]]
+        with Counting.of(tower.vllm_config).step():
+            encode(tower, grids)
+            encode(tower, grids)
+        assert of_series(metrics, "encoder_passes") == {
+            ("reference", "64", "blocks"): 2,
+            ("reference", "any", "blocks"): 2,
+        }
+
+    def test_the_kernel_for_many_sequences(self, metrics: Metrics) -> None:
+        tower = small_tower("qwen2_vl")
+        plan = Plan.decode("*:flash_attn_4/reference")
+        for layer in tower.attention_layers().values():
+            layer._plan = layer.counts._plan = plan
+        with Counting.of(tower.vllm_config).step():
+            encode(tower)
+        kernels = {key[0] for key in of_series(metrics, "encoder_passes")}
+        assert kernels == {"reference"}
+
+    def test_an_error_leaves_nothing_on(self, metrics: Metrics) -> None:
+        engine = Counting.of(small_tower("qwen2_vl").vllm_config)
+        with pytest.raises(RuntimeError), engine.step():
+            engine.add(1, "fallbacks", "key_lengths")
+            raise RuntimeError
+        assert not engine.is_on
+        assert of_series(metrics, "fallbacks") == {("key_lengths",): 1}
+
+    def test_engines_are_apart(self, metrics: Metrics) -> None:
+        one, other = small_tower("qwen2_vl"), small_tower("qwen2_vl")
+        with Counting.of(one.vllm_config).step():
+            encode(other)
+        assert not of_series(metrics, "encoder_passes")
+
+
+class TestFallBacks:
+    def test_key_lengths(self, metrics: Metrics) -> None:
+        tower = small_tower("qwen2_vl")
+        layer = next(iter(tower.attention_layers().values()))
+        query = torch.randn(1, 6, layer.num_heads, layer.head_size)
+        key = torch.randn(1, 4, layer.num_heads, layer.head_size)
+        with Counting.of(tower.vllm_config).step():
+            layer(query, key, key)
+        assert of_series(metrics, "fallbacks") == {("key_lengths",): 1}
+        assert not of_series(metrics, "encoder_passes")
+
+    def test_layers_of_vllm(
+        self, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm.model_executor.layers.attention import MMEncoderAttention
+
+        from vllm_flashinfer_vit.engine import layer
+
+        tower = small_tower("qwen2_vl")
+        metrics.totals.clear()
+        monkeypatch.setattr(layer, "served", lambda *_: None)
+        with tower.running():
+            MMEncoderAttention(num_heads=4, head_size=16)
+        assert of_series(metrics, "attention_layers") == {("vllm",): 1}
+
+    def test_other_backends_count_nothing(self, metrics: Metrics) -> None:
+        tower = small_tower("qwen2_vl", "TORCH_SDPA")
+        assert Counting.find(tower.vllm_config) is None
+        assert not metrics.totals
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+class TestGraphs:
+    @pytest.fixture
+    def tower(self, family: str, monkeypatch: pytest.MonkeyPatch) -> Tower:
+        monkeypatch.delenv(ENV_DISABLE_PATCHES, raising=False)
+        return small_tower(family)
+
+    @pytest.fixture
+    def manager(self, tower: Tower, metrics: Metrics) -> Iterator[Any]:
+        with simulated_graphs():
+            made = build_manager(tower, max_tokens=160, **LIMITS)
+            # One engine has one configuration; here they are two.
+            made.counting = Counting.of(tower.vllm_config)
+            capture(made, tower)
+            yield made
+
+    def run(self, manager: Any, tower: Tower, grids: Any) -> torch.Tensor:
+        values = pixels(tower.spec, grids)
+        inputs = {"pixel_values": values, "image_grid_thw": torch.tensor(grids)}
+        with tower.running(), manager.counting.step():
+            return torch.cat(manager.execute(inputs))
+
+    def test_replays(self, tower: Tower, manager: Any, metrics: Metrics) -> None:
+        assert not of_series(metrics, "encoder_passes")
+        # One image: vLLM may run several by graphs of their own.
+        grids = [[1, 10, 10]]
+        for _ in range(3):
+            found = self.run(manager, tower, grids)
+        kind = ("reference", "any", "graph")
+        unit = tower.spec.merge_size**2
+        assert of_series(metrics, "encoder_passes") == {kind: 3}
+        assert of_series(metrics, "encoder_patches") == {kind: 3 * 64 * unit}
+        assert metrics.totals["graph_hits",] == 3 == manager.graph_hits
+        assert metrics.totals["graph_misses",] == 0
+        assert metrics.totals["graph_real_tokens",] == 3 * 100 // unit
+        assert metrics.totals["graph_padded_tokens",] == 3 * 64
+        expected = encode(tower, grids)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+    def test_a_batch_that_no_graph_holds(
+        self, tower: Tower, manager: Any, metrics: Metrics
+    ) -> None:
+        self.run(manager, tower, [[1, 32, 32]])
+        assert metrics.totals["graph_misses",] == 1
+        assert metrics.totals["graph_hits",] == 0
+        kinds = of_series(metrics, "encoder_passes")
+        assert kinds == {("reference", "any", "blocks"): 1}
+        assert not of_series(metrics, "fallbacks")
+
+    def test_too_many_frames(
+        self, tower: Tower, manager: Any, metrics: Metrics
+    ) -> None:
+        grids = [[30, 2, 2], [10, 2, 2]]
+        inputs = {
+            "pixel_values_videos": pixels(tower.spec, grids),
+            "video_grid_thw": torch.tensor(grids),
+        }
+        with tower.running(), manager.counting.step():
+            manager.execute(inputs)
+        assert of_series(metrics, "fallbacks") == {("graph_size",): 1}
+        assert metrics.totals["graph_misses",] == 2
+        kinds = of_series(metrics, "encoder_passes")
+        assert kinds == {("reference", "any", "blocks"): 1}
+
+    def test_each_graph_has_its_kind(self, tower: Tower, metrics: Metrics) -> None:
+        two_classes(tower, 100)
+        with simulated_graphs():
+            manager = build_manager(tower, max_tokens=160, **LIMITS)
+            manager.counting = Counting.of(tower.vllm_config)
+            capture(manager, tower)
+            self.run(manager, tower, [[1, 8, 8], [1, 10, 10]])
+            counts = Counter(of_series(metrics, "encoder_passes"))
+            assert counts == {("reference", "100", "graph"): 1}
+            self.run(manager, tower, [[1, 4, 32]])
+        counts = Counter(of_series(metrics, "encoder_passes")) - counts
+        assert counts["reference", "any", "graph"] == 1
+
+
+class TestBuilt:
+    def test_what_a_step_builds(
+        self, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        built = [(5, 2), (5, 2), (5, 2), (7, 3)]
+        monkeypatch.setattr(counting, "_built", lambda: built.pop(0))
+        engine = Counting.of(small_tower("qwen2_vl").vllm_config)
+        for expected in ({}, {("triton_kernels_after_start",): 2}):
+            metrics.totals.clear()
+            with engine.step():
+                pass
+            assert metrics.totals.items() >= expected.items()
+        assert metrics.totals["cudnn_plans_after_start",] == 1
+
+    def test_only_kernels_of_this_package(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        count = warmup._TritonCount(None)
+        for module in ("vllm_flashinfer_vit.kernels.rope", "vllm.v1.sample", None):
+            count(repr="kernel", fn=SimpleNamespace(module=module))
+        count(repr="kernel")
+        assert (count.count, count.own) == (4, 1)
+        monkeypatch.setattr(warmup, "_triton_count", lambda: count)
+        assert warmup.built()[0] == 1
+
+    def test_triton_tells_the_module(self) -> None:
+        from triton.runtime.jit import JitFunctionInfo
+
+        from vllm_flashinfer_vit.kernels import rope
+
+        assert "module" in JitFunctionInfo.__annotations__
+        assert rope.__name__.startswith(warmup._PACKAGE)
+
+
+class TestWorker:
+    """The patches, around a worker of no device."""
+
+    @pytest.fixture
+    def wrapper(self) -> Iterator[Any]:
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+        for patch in counters.PATCHES:
+            patch.check()
+            patch.apply()
+        tower = small_tower("qwen2_vl")
+        wrapper = WorkerWrapperBase.__new__(WorkerWrapperBase)
+        wrapper.vllm_config = tower.vllm_config
+        wrapper.mm_receiver_cache = None
+        wrapper._worker_extension_cls = None
+        wrapper.worker = SimpleNamespace(
+            execute_model=lambda output: encode(tower), shutdown=lambda: None
+        )
+        yield wrapper
+        for patch in counters.PATCHES:
+            patch.revert()
+
+    def test_steps_with_images_count(self, wrapper: Any, metrics: Metrics) -> None:
+        for inputs in ({}, {"request": [0]}):
+            wrapper.execute_model(
+                SimpleNamespace(scheduled_encoder_inputs=inputs, scheduled_new_reqs=[])
+            )
+        kind = ("reference", "any", "blocks")
+        assert of_series(metrics, "encoder_passes") == {kind: 1}
+
+    def test_an_engine_without_this_package(
+        self, wrapper: Any, metrics: Metrics
+    ) -> None:
+        wrapper.vllm_config = SimpleNamespace(compilation_config=object())
+        wrapper.execute_model(
+            SimpleNamespace(
+                scheduled_encoder_inputs={"request": [0]}, scheduled_new_reqs=[]
+            )
+        )
+        wrapper.shutdown()
+        assert not of_series(metrics, "encoder_passes")
+
+    def test_the_end_is_said(
+        self, wrapper: Any, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm_flashinfer_vit.engine import metrics as module
+
+        monkeypatch.setattr(module, "of_process", lambda: metrics)
+        with mock.patch.object(metrics, "say") as said:
+            wrapper.shutdown()
+        said.assert_not_called()
+        for patch in counters.PATCHES:
+            patch.revert()
+            patch.apply()
+        with mock.patch.object(metrics, "say") as said:
+            wrapper.shutdown()
+        said.assert_called_once_with()

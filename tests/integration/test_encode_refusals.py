@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the `encode` job refuses, and what it says."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from _encode import cpu_only, options, save_image
+from PIL import Image
+
+from vllm_flashinfer_vit.commands import encode, images
+from vllm_flashinfer_vit.commands.encode import run
+from vllm_flashinfer_vit.machine.files import FileError
+from vllm_flashinfer_vit.towers.spec import TowerError
+
+
+@cpu_only
+class TestBadInput:
+    def refused(self, message: str, *images: Path, **changes: Any) -> None:
+        with pytest.raises(TowerError, match=message):
+            run(options(*images, **changes))
+
+    def test_no_image(self) -> None:
+        self.refused("no image was given")
+
+    def test_missing_image(self, tmp_path: Path) -> None:
+        self.refused(r"none\.png does not exist", tmp_path / "none.png")
+
+    def test_empty_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("no image")
+        self.refused(r"holds no image \(\.jpeg, \.jpg, \.png, \.webp\)", tmp_path)
+
+    def test_no_image_inside(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.png"
+        path.write_text("no image")
+        self.refused(r"a\.png cannot be read as an image", path)
+
+    @pytest.mark.parametrize("name", ["a.png", "a.jpg"])
+    def test_truncated_image(self, tmp_path: Path, name: str) -> None:
+        path = save_image(tmp_path / name, 200, 200)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        self.refused(r"cannot be read as an image .* damaged", path)
+
+    def test_deep_pixels(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.tiff"
+        Image.fromarray(np.full((60, 60), np.nan, dtype=np.float32)).save(path)
+        self.refused(r"more than 8 bits; convert it", path)
+
+    def test_aspect_ratio(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Said before any tower is built.
+        monkeypatch.setattr(encode, "build_tower", None)
+        path = save_image(tmp_path / "a.png", 2010, 10)
+        self.refused(r"processor refuses .*a\.png, 2010 x 10 pixels .* crop", path)
+
+    def test_nan_after_the_processor(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def processor(*args: Any) -> Any:
+            made = images.image_processor(*args)
+            made.image_mean = [float("nan")] * 3
+            return made
+
+        monkeypatch.setattr(encode, "image_processor", processor)
+        path = save_image(tmp_path / "a.png", 60, 60)
+        self.refused(r"NaN or infinite.*; check .*mean and std", path)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"model": "Qwen/Qwen9"}, r"neither a folder nor a known model"),
+            ({"random_weights": False}, r"no weights are downloaded"),
+            ({"depth": 0}, r"depth 0 is out of range; .* 1 to 32"),
+            ({"depth": 33}, r"depth 33 is out of range"),
+            ({"backends": []}, r"no backend was given"),
+            ({"dtype": "int4"}, r"use auto, bf16, fp16, fp32"),
+            ({"device": "gpu"}, r"device 'gpu' is unknown"),
+            ({"max_pixels": 0}, r"max_pixels is 0"),
+            ({"max_pixels": 100}, r"one token of this model takes 784 pixels"),
+            ({"attn_dtype": "nonsense"}, r"attn_dtype 'nonsense' is unknown; use fp8"),
+            ({"fp8_scale_path": Path("a")}, r"fp8_scale_path needs attn_dtype fp8"),
+            ({"quantization": "fp9"}, r"'fp9' quantises no 16-bit weights; use fp8,"),
+            ({"unquantized": ["a"]}, r"unquantized needs quantization"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_options(
+        self, tmp_path: Path, change: dict[str, Any], message: str
+    ) -> None:
+        path = save_image(tmp_path / "a.png", 60, 60)
+        self.refused(message, path, **change)
+
+    def test_nothing_but_unusable_files_in_a_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "a.png").write_text("no image")
+        self.refused(r"no image can be used\. Left out: .*a\.png cannot", tmp_path)
+
+    @pytest.mark.parametrize("through", ["itself", "link"])
+    def test_output_that_is_an_input(self, tmp_path: Path, through: str) -> None:
+        path = save_image(tmp_path / "a.png", 60, 60)
+        before = path.read_bytes()
+        (tmp_path / "link").symlink_to(path)
+        output = path if through == "itself" else tmp_path / "link"
+        with pytest.raises(FileError, match="also uses it as"):
+            run(options(tmp_path, output=output))
+        assert path.read_bytes() == before
+
+    def test_output_in_the_checkpoint(self, tmp_path: Path) -> None:
+        path = save_image(tmp_path / "a.png", 60, 60)
+        folder = tmp_path / "checkpoint"
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+        wanted = options(
+            path, model=str(folder), random_weights=False, output=folder / "config.json"
+        )
+        with pytest.raises(FileError, match="also uses it as"):
+            run(wanted)
+
+    def test_output_that_cannot_be_written(self, tmp_path: Path) -> None:
+        path = save_image(tmp_path / "a.png", 60, 60)
+        with pytest.raises(FileError, match="in a folder that exists"):
+            run(options(path, output=Path("no/such/folder/a")))
+
+    def test_backend_is_checked_before_any_work(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(encode, "build_tower", None)
+        path = save_image(tmp_path / "a.png", 60, 60)
+        self.refused(r"'NONE_SUCH' is unknown", path, backends=["NONE_SUCH"])
+        self.refused(r"FLASH_ATTN does not run", path, backends=["FLASH_ATTN"])

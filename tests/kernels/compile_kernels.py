@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile every Triton kernel, and the one in Gluon, for GPUs that are not here.
+
+A process of its own, since Triton interprets or compiles by how it was imported. The
+kernels' own functions run on tensors of the CPU; where they would launch, the kernel is
+compiled, with what Triton would know of the arguments, and assembled. Prints a line of
+JSON for each: what it is, and what the assembler says that it takes.
+
+    python tests/kernels/compile_kernels.py --capabilities 80 90
+
+A minute for each capability leaves no room for all there is. Left out are:
+
+- fp16 at most head dims: the instructions are those of bf16 with another type. The head
+  dims of one part and of two, 128 and 80, are compiled in both.
+- Windows without rotary of 32 and 64 tokens: less code than with it.
+- The quantiser in fp16 and fp32 at most head dims: as for fp16.
+- Other numbers of heads, and strides that no power of two divides: constants, and
+  loads of single elements.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from compile_hopper_fp8 import compile_for as compile_hopper_fp8
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vllm_flashinfer_vit.kernels import (
+    absmax,
+    act_quantize,
+    add_norm,
+    cudnn_fp8,
+    flash,
+    flash_fp8,
+    padding,
+    quantize,
+    quantize_rows,
+    rope,
+    seqlens,
+    turn,
+    window,
+)
+from vllm_flashinfer_vit.kernels._launch import Launch, Slot
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS
+from vllm_flashinfer_vit.kernels.formats import DynamicScales
+
+# The first with e4m3.
+FP8 = 89
+HOPPER = 90
+CAPABILITIES = (80, 86, FP8, HOPPER, 100, 120)
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+# Head dims of one part and of two, and the largest, that are compiled in every dtype.
+BOTH_TYPES = (80, 128)
+HEADS, ROWS, LENGTH = 16, 512, 128
+E4M3 = torch.float8_e4m3fn
+# What a launch is of: the launch, and its tensors.
+Found = tuple[Launch, list[torch.Tensor]]
+# A name, and what launches.
+Case = tuple[str, Callable[[], object]]
+
+
+def compile_for(capability: int, launch: Any, tensors: list[torch.Tensor]) -> Any:
+    """Compile and assemble a launch for tensors like these, aligned to 16 bytes."""
+    kernel, constants, scalars = launch._kernel, launch._constants, launch._scalars
+    types = [f"*{TYPES[tensor.dtype]}" for tensor in tensors]
+    types += ["fp32" if isinstance(value, float) else "i32" for value in scalars]
+    names = kernel.arg_names
+    rest = names[len(types) :]
+    signature = dict(zip(names, types, strict=False)) | dict.fromkeys(rest, "constexpr")
+    attributes = {}
+    for place, parameter in enumerate(kernel.params[: len(types)]):
+        value = None if place < len(tensors) else scalars[place - len(tensors)]
+        is_known = value is None or (isinstance(value, int) and value % 16 == 0)
+        left_open = parameter.do_not_specialize or (
+            parameter.do_not_specialize_on_alignment
+        )
+        if is_known and not left_open:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        kernel, signature, {name: constants[name] for name in rest}, attributes
+    )
+    options = {key: value for key, value in constants.items() if key not in rest}
+    return triton.compile(source, GPUTarget("cuda", capability, 32), options)
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Return registers of a thread, its bytes of stack, and the block's shared ones."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        said = subprocess.run(
+            [tool, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    found = {key: int(re.search(rf"{key}:(\d+)", said)[1]) for key in ("REG", "STACK")}
+    return {
+        "registers": found["REG"],
+        "stack": found["STACK"],
+        "shared": compiled.metadata.shared,
+        "warps": compiled.metadata.num_warps,
+    }
+
+
+def launches_of(run: Callable[[], object]) -> list[Found]:
+    """Return what a function would launch."""
+    found: list[Found] = []
+
+    def settle(launch: Launch, *arguments: Any) -> Callable[..., None]:
+        tensors = [x.like if isinstance(x, Slot) else x for x in arguments]
+        found.append((launch, tensors))
+        return lambda *tensors: None
+
+    with (
+        mock.patch.object(Launch, "settle", settle),
+        mock.patch.object(Launch, "__call__", lambda self, *x: settle(self, *x)(*x)),
+    ):
+        run()
+    return found
+
+
+def heads(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return list(torch.empty(ROWS, 3 * HEADS, head_dim, dtype=dtype).split(HEADS, 1))
+
+
+def offsets() -> torch.Tensor:
+    return torch.arange(0, ROWS + 1, LENGTH, dtype=torch.int32)
+
+
+def angles(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.empty(ROWS, head_dim // 2, dtype=dtype) for _ in range(2)]
+
+
+def of_attention(dim: int, dtype: torch.dtype) -> Iterator[Case]:
+    """Both kernels, in each class of lengths that has a configuration of its own."""
+    q, k, v = heads(dim, dtype)
+    tables = angles(dim, dtype)
+    scale, name = dim**-0.5, TYPES[dtype]
+    for length in (512, 2048):
+        yield (
+            f"triton {dim} {name} {length}",
+            functools.partial(flash.prepare, q, k, v, offsets(), length, scale),
+        )
+    for length, turns in ((16, 1), (32, 1), (64, 1), (128, 1), (16, 0), (128, 0)):
+        given = tables if turns else ()
+        yield (
+            f"triton_window {dim} {name} {length} rope={bool(turns)}",
+            functools.partial(
+                window.prepare, q, k, v, offsets(), length, scale, *given
+            ),
+        )
+
+
+def of_rotary(dim: int) -> Iterator[Case]:
+    q, k, _ = heads(dim)
+    cos, sin = angles(dim)
+    yield f"rope {dim}", functools.partial(rope.prepare, q, k, cos, sin)
+    for interleaved, normed in itertools.product((False, True), repeat=2):
+        weights = (q.new_empty(dim), q.new_empty(dim)) if normed else ()
+        yield (
+            f"turn {dim} interleaved={interleaved} normed={normed}",
+            functools.partial(
+                turn.turn, q, k, *angles(dim, torch.float32), weights, 1e-5, interleaved
+            ),
+        )
+
+
+def of_fp8_attention(dim: int) -> Iterator[Case]:
+    """The quantisers, by block and by tensor, and what attends to their rows."""
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for dtype in dtypes if dim in BOTH_TYPES else dtypes[:1]:
+        q, k, v = heads(dim, dtype)
+        tables = angles(dim, dtype)
+        for scales in (None, torch.empty(3)):
+            yield (
+                f"quantize {dim} {TYPES[dtype]} scales={scales is not None}",
+                functools.partial(
+                    quantize.prepare, q, k, v, offsets(), *tables, scales
+                ),
+            )
+    q, k, v = heads(dim)
+    tables = angles(dim)
+
+    def triton_fp8() -> None:
+        _, rows = quantize.prepare(q, k, v, offsets(), *tables)
+        rest = ROWS, LENGTH, dim**-0.5, dim, torch.bfloat16
+        flash_fp8.prepare(rows, offsets(), *rest)
+
+    yield f"triton_fp8 {dim}", triton_fp8
+    state = DynamicScales.on("cpu")
+    yield (
+        f"absmax {dim}",
+        functools.partial(absmax.absmax, q, k, v, offsets(), state.amax, *tables),
+    )
+    padded = -(-dim // 16) * 16
+    yield (
+        f"quantize_rows {dim}",
+        functools.partial(
+            quantize_rows.quantize_rows, q, k, v, offsets(), state.scales, padded
+        ),
+    )
+    for dtype in (E4M3, torch.bfloat16):
+        out = torch.empty(ROWS, HEADS, padded, dtype=dtype)
+        ends = torch.zeros(5, 1, 1, 1, dtype=torch.int64)
+        yield (
+            f"finish {dim} {TYPES[dtype]}",
+            functools.partial(
+                cudnn_fp8._finish, out, state.scales, ends, dim, torch.bfloat16
+            ),
+        )
+
+
+def of_batches() -> Iterator[Case]:
+    """What follows from a batch's sizes, and a padded one's rows."""
+    yield (
+        "seqlens",
+        functools.partial(seqlens.derive_seqlens, offsets(), ROWS, 8, (64, 64, 64, 64)),
+    )
+    cu, v = offsets(), torch.empty(ROWS, HEADS, 80, dtype=torch.bfloat16)
+    sizes = {"H": HEADS, "H_KV": HEADS, "D": 80}
+    blocks = {"BLOCK": padding._BLOCK, "ROWS": padding._ROWS}
+    scalars = (4, ROWS, *v.stride()[:2])
+    launch = Launch(padding._mask_padding_kernel, 1, *scalars, **sizes, **blocks)
+    yield "mask_padding", functools.partial(launch, cu, cu, v, v)
+
+
+def sums(width: int, form: str) -> Iterator[Case]:
+    for normed, scaled in itertools.product(("rms", "layer"), (False, True)):
+        x, weight = (
+            torch.empty(s, dtype=torch.bfloat16) for s in ((ROWS, width), width)
+        )
+        scales = scales_of(form)
+        bias = weight if normed == "layer" else None
+        given = [[x, x, x], weight, bias, 1e-6, True, scales]
+        layer_scales = (weight, weight) if scaled else ()
+        yield (
+            f"sum {width} {normed} scales={form} layer_scales={scaled}",
+            functools.partial(add_norm.sum_norm, *given, layer_scales),
+        )
+
+
+def scales_of(form: str) -> torch.Tensor | None:
+    if form == "none":
+        return None
+    return torch.empty((ROWS, 1) if form == "own" else (1,))
+
+
+def of_streams() -> Iterator[Case]:
+    for width in (1024, 1152, 1280, 1536):
+        yield from sums(width, "none")
+
+
+def of_fp8_streams() -> Iterator[Case]:
+    """What writes rows in e4m3 beside attention, and what ends a pass with scales."""
+    yield "update", functools.partial(absmax.update, DynamicScales.on("cpu"))
+    for width, form in itertools.product((1152, 1280), ("own", "one")):
+        yield from sums(width, form)
+    activations = ("swiglu", "quick_gelu", "tanh_gelu", "gelu")
+    sizes = ((3420, 3424), (4304, 4304), (5120, 5120))
+    for activation, form, (width, padded) in itertools.product(
+        activations, ("own", "one"), sizes
+    ):
+        columns = width * (1 + (activation == "swiglu"))
+        values, bias = (
+            torch.empty(shape, dtype=torch.bfloat16)
+            for shape in ((ROWS, columns), columns)
+        )
+        rows = torch.empty(ROWS, padded, dtype=E4M3)
+        yield (
+            f"{activation} {width} scales={form}",
+            functools.partial(
+                act_quantize.act_quantize,
+                *(values, width, bias, activation, rows, scales_of(form)),
+            ),
+        )
+    for form, width in itertools.product(("own", "one"), (1152, 1280)):
+        values = torch.empty(ROWS, width, dtype=torch.bfloat16)
+        given = values, width, None, None, values.to(E4M3), scales_of(form)
+        run = functools.partial(act_quantize.act_quantize, *given)
+        yield f"context {width} scales={form}", run
+
+
+def cases(capability: int) -> Iterator[Case]:
+    for dim in HEAD_DIMS:
+        yield from of_attention(dim, torch.bfloat16)
+        if dim in BOTH_TYPES:
+            yield from of_attention(dim, torch.float16)
+        yield from of_rotary(dim)
+        if capability >= FP8:
+            yield from of_fp8_attention(dim)
+    yield from of_batches()
+    yield from of_streams()
+    if capability >= FP8:
+        yield from of_fp8_streams()
+
+
+def compiled_for(capability: int) -> Iterator[tuple[str, str, Any]]:
+    """Yield what each is, its kernel's name, and what Triton made of it."""
+    for name, run in cases(capability):
+        for launch, tensors in launches_of(run):
+            kernel = launch._kernel.fn.__name__
+            yield name, kernel, compile_for(capability, launch, tensors)
+    if capability == HOPPER:
+        least, most = KERNELS["hopper_fp8"].needs.head_dims or (0, 0)
+        for dim in (dim for dim in HEAD_DIMS if least <= dim <= most):
+            compiled = compile_hopper_fp8(dim)
+            yield f"hopper_fp8 {dim}", compiled.metadata.name, compiled
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--capabilities", nargs="+", type=int, default=CAPABILITIES, metavar="CC"
+    )
+    for capability in parser.parse_args().capabilities:
+        for name, kernel, compiled in compiled_for(capability):
+            found = {"capability": capability, "name": name, "kernel": kernel}
+            found |= resources(compiled)
+            found["packed"] = any(
+                op in compiled.asm["ptx"] for op in ("fma.rn.bf16x2", "fma.rn.f16x2")
+            )
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of towers: its cases, its contenders, and their turns."""
+
+import csv
+import math
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from _benchmarks import ENVIRONMENT
+
+import contenders
+import op_problems
+import remote as remote_process
+import tower_bench
+import tower_cases
+import tower_worker
+from csv_log import CsvLog
+from failures import Failures
+
+
+@pytest.mark.parametrize(
+    ("case", "patches"),
+    [
+        ("1x256", 256),
+        ("1x1024", 1024),
+        ("1x4096", 4096),
+        ("1x8160", 8160),
+        ("1x15376", 15376),
+        ("1x35344", 35344),
+        ("8x1024", 8192),
+        ("8x4096", 32768),
+        ("20x400", 8000),
+        ("video16x1024", 16384),
+        ("mixed", 18164),
+    ],
+)
+def test_encoder_cases_hold_the_stated_patches(case, patches):
+    grids = tower_cases.CASES[case]
+    assert sum(math.prod(grid) for grid in grids) == patches
+    assert all(h % 2 == w % 2 == 0 for _, h, w in grids)
+    frames = [h * w for t, h, w in grids for _ in range(t)]
+    assert tuple(frames) == op_problems.CASES[case]
+
+
+def test_encoder_cases_are_complete():
+    assert len(tower_cases.CASES) == 11
+    assert len(tower_cases.CASES["mixed"]) == 6
+    assert set(op_problems.CASES) == {
+        *tower_cases.CASES,
+        "win64x256",
+        "win64x1024",
+    }
+    assert op_problems.CASES["win64x256"] == (64,) * 256
+
+
+def test_processes_take_turns():
+    asked = []
+
+    class Remote:
+        def __init__(self, name):
+            self.name = name
+
+        def call(self, method, mode, count, warm_up):
+            asked.append(self.name)
+            return [1.0] * count
+
+    bench = tower_bench.Bench(None, None, None, ["graph"], [], "bf16", 0.0)
+    remotes = [Remote(name) for name in "abc"]
+    samples = bench._take_turns(remotes, "graph")
+    assert [len(samples[remote]) for remote in remotes] == [6, 6, 6]
+    assert "".join(asked) == "abc" + "abc" + "cba" + "bca" + "acb" + "cab" + "bac"
+
+
+def test_stock_runs_without_plugins_and_forced_kernels_by_setting():
+    of = contenders.Contender.of
+    stock = of("stock-flashinfer", "bf16")
+    assert (stock.backend, stock.is_stock) == ("FLASHINFER", True)
+    assert stock.environment == {"VLLM_PLUGINS": ""}
+    forced = of("plugin-cudnn", "bf16", "compiled")
+    assert (forced.backend, forced.is_stock) == ("FLASHINFER", False)
+    assert forced.environment == {"VLLM_FLASHINFER_VIT_KERNEL": "cudnn"}
+    assert of("plugin", "bf16").environment == {}
+    assert of("plugin", "bf16").attn_dtype is None
+    fp8 = of("plugin-fp8", "bf16")
+    assert (fp8.attn_dtype, fp8.environment) == ("fp8", {})
+    forced = of("plugin-triton_fp8", "bf16")
+    assert forced.attn_dtype == "fp8"
+    assert forced.environment == {"VLLM_FLASHINFER_VIT_KERNEL": "triton_fp8"}
+    for name in ("stock-flash_attn4", "plugin", "plugin-fp8", "plugin-cudnn"):
+        contender, plain = of(f"{name}-q8", "bf16"), of(name, "bf16")
+        assert (contender.quantization, plain.quantization) == ("fp8", None)
+        same = replace(plain, provider=f"{name}-q8", quantization="fp8")
+        assert contender == same
+    odds = (
+        "stock",
+        "stock-",
+        "stock-q8",
+        "stock-4",
+        "stock-flashinfer4",
+        "stock-my_flash_attn4",
+    )
+    for odd in (*odds, "odd"):
+        with pytest.raises(ValueError, match="stock"):
+            of(odd, "bf16")
+
+
+def test_stock_runs_the_flash_attention_that_is_asked_for():
+    of = contenders.Contender.of
+    for name, version in (("stock-flash_attn", None), ("stock-flash_attn4", 4)):
+        contender = of(name, "bf16", "compiled")
+        assert (contender.backend, contender.flash_attn_version) == (
+            "FLASH_ATTN",
+            version,
+        )
+        assert (contender.provider, contender.is_stock) == (name, True)
+    assert of("plugin-flash_attn_4", "bf16").flash_attn_version is None
+
+
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_flash_attention_4_is_measured_where_vllm_can_run_it(monkeypatch, is_supported):
+    from vllm.v1.attention.backends import fa_utils
+
+    monkeypatch.setattr(
+        fa_utils, "is_fa_version_supported", lambda version: is_supported
+    )
+    found = contenders.default_providers(on_gpu=True)
+    assert ("stock-flash_attn4" in found) is is_supported
+    assert {"stock-flash_attn", "stock-flashinfer", "plugin"} <= set(found)
+    assert contenders.default_providers(on_gpu=False) == (
+        "stock-torch_sdpa",
+        "plugin",
+    )
+
+
+def test_a_contender_is_what_its_name_says():
+    of, check = contenders.Contender.of, contenders.check_promises
+    compiled, eager = (SimpleNamespace(do_not_compile=flag) for flag in (False, True))
+    layer = SimpleNamespace(_fa_version=4)
+    check(of("stock-flash_attn4", "bf16"), layer, [eager])
+    check(of("stock-flash_attn", "bf16", "compiled"), layer, [compiled] * 2)
+    with pytest.raises(RuntimeError, match="got attention layers"):
+        check(of("plugin", "bf16"), layer, [eager])
+    quantized = torch.nn.Module()
+    quantized.output_size = 8
+    quantized.weight = torch.zeros(8, 8, dtype=torch.float8_e4m3fn)
+    plain = torch.nn.Module()
+    plain.output_size = 8
+    plain.weight = torch.zeros(8, 8)
+    check(of("stock-flash_attn-q8", "bf16"), layer, [quantized])
+    with pytest.raises(RuntimeError, match="not quantised"):
+        check(of("stock-flash_attn-q8", "bf16"), layer, [quantized, plain])
+    # Where vLLM cannot run a version, it takes another one.
+    with pytest.raises(RuntimeError, match="FlashAttention None here, not 4"):
+        check(of("stock-flash_attn4", "bf16"), SimpleNamespace(_fa_version=None), [])
+    for blocks in ([compiled, eager], [SimpleNamespace()]):
+        with pytest.raises(RuntimeError, match="does not compile the blocks"):
+            check(of("stock-flash_attn", "bf16", "compiled"), layer, blocks)
+
+
+def test_modes_name_how_the_blocks_run():
+    blocks = [contenders.blocks_of(mode) for mode in contenders.MODES]
+    assert list(dict.fromkeys(blocks)) == list(contenders.BLOCKS)
+    assert blocks == [name for name in contenders.BLOCKS for _ in range(2)]
+
+
+def test_host_modes_run_the_same_blocks_as_others():
+    blocks = [
+        contenders.blocks_of(mode) for mode in ("host", "fused_host", "compiled_host")
+    ]
+    assert blocks == list(contenders.BLOCKS)
+
+
+def test_only_stock_runs_in_modes_of_its_own():
+    bench = tower_bench.Bench(
+        None, None, None, ["graph"], ["fused_graph", "compiled"], "bf16", 1.0
+    )
+
+    def modes(provider):
+        return [
+            mode
+            for blocks in contenders.BLOCKS
+            for mode in contenders.MODES
+            if bench.runs(contenders.Contender.of(provider, "bf16", blocks), mode)
+        ]
+
+    assert modes("stock-flash_attn") == ["graph", "fused_graph", "compiled"]
+    assert modes("plugin") == modes("plugin-fp8") == ["graph"]
+    # Compiled blocks with this package's attention, if they are asked for.
+    bench.modes = ["graph", "compiled_graph"]
+    assert modes("plugin") == ["graph", "compiled_graph"]
+
+
+def test_a_towers_host_time_is_over_its_blocks(monkeypatch):
+    monkeypatch.setattr(tower_worker, "host_ms", lambda run: run())
+    calls = []
+
+    def run():
+        calls.append(1)
+        return 81.0
+
+    worker = SimpleNamespace(
+        _runs={"host": run, "fused_host": run},
+        tower=SimpleNamespace(spec=SimpleNamespace(depth=27)),
+    )
+    for mode in worker._runs:
+        assert tower_worker.Worker.sample(worker, mode, 2, True) == [3.0, 3.0]
+    assert len(calls) == 6
+
+
+def test_a_tower_of_host_rows_counts_no_operations(tmp_path):
+    class Remote:
+        contender = contenders.Contender.of("plugin", "bf16")
+
+        def call(self, method, *arguments):
+            if method == "sample":
+                return [0.05] * arguments[1]
+            return {"load": "", "check": 0.01}[method]
+
+    log = CsvLog(tmp_path / "host.csv")
+    bench = tower_bench.Bench(
+        log, ENVIRONMENT, Failures(), ["host"], [], "bf16", 0.0, "tower_host"
+    )
+    grids = tower_cases.CASES["1x256"]
+    bench._run_case("a model", "1x256", grids, [Remote()], "", 1e12, 80)
+    with log.path.open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["bench"], row["mode"], row["tflops"]) == ("tower_host", "host", "0")
+    assert (row["p50_ms"], row["rel_err"]) == ("0.0500", "1.00e-02")
+
+
+def test_metadata_of_a_known_batch_comes_first_and_is_not_timed(monkeypatch):
+    prepared = []
+    visual = SimpleNamespace(prepare_encoder_metadata=prepared.append)
+    worker = SimpleNamespace(tower=SimpleNamespace(visual=visual))
+
+    def host_ms(call):
+        call()
+        return float(len(prepared))
+
+    monkeypatch.setattr(tower_worker, "host_ms", host_ms)
+    batches = [((1, 4, 6),), ((2, 4, 4),) * 2]
+    times = tower_worker.Worker.metadata_ms(worker, ((1, 8, 8),), batches)
+    assert times == [2.0, 3.0]
+    assert prepared == [[[1, 8, 8]], [[1, 4, 6]], [[2, 4, 4], [2, 4, 4]]]
+
+
+def test_environment_of_a_process_does_not_stay(monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "mine")
+    monkeypatch.delenv("VLLM_FLASHINFER_VIT_KERNEL", raising=False)
+    wanted = {"VLLM_PLUGINS": "", "VLLM_FLASHINFER_VIT_KERNEL": "cudnn"}
+    with remote_process._environment(wanted):
+        assert {name: os.environ[name] for name in wanted} == wanted
+    assert os.environ["VLLM_PLUGINS"] == "mine"
+    assert "VLLM_FLASHINFER_VIT_KERNEL" not in os.environ

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of real engines: what they are given, and how they are judged."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from _benchmarks import BENCHMARKS  # noqa: F401, it puts the benchmarks on the path
+
+import engine_check
+import engines
+
+
+def test_pixels_are_the_same_values_in_every_dtype():
+    def drawn(dtype):
+        weight = torch.empty(8, 3, 2, 4, dtype=dtype)
+        patch_embed = SimpleNamespace(proj=SimpleNamespace(weight=weight))
+        visual = SimpleNamespace(patch_embed=patch_embed)
+        return engines.random_pixels(visual, 64, torch.Generator().manual_seed(0))
+
+    pixels = drawn(torch.float32)
+    assert pixels.shape == (64, 24)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(drawn(dtype), pixels.to(dtype))
+
+
+def test_engines_fill_quantised_layers_alike():
+    def filled():
+        layer = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(
+            torch.zeros(64, 192).to(torch.float8_e4m3fn), requires_grad=False
+        )
+        layer.weight_scale = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+        visual = torch.nn.ModuleDict({"qkv": layer})
+        engines.fill_tower(SimpleNamespace(visual=visual))
+        return layer
+
+    first, second = filled(), filled()
+    values = first.weight.float() * first.weight_scale
+    assert values.std() == pytest.approx(0.04, rel=0.05)
+    assert first.weight.float().abs().max() == 448
+    assert torch.equal(values, second.weight.float() * second.weight_scale)
+
+
+def engine_row(**changes):
+    return {
+        "config": "eager",
+        "model": "Qwen/Qwen2.5-VL-7B-Instruct",
+        "answered_image": 1,
+        "answered_video": 1,
+        "answered_multi": 1,
+        "rel_err": "1.50e-02",
+        "attention_share": "8.00e-01",
+        "layer_class": "FlashInferViTAttention",
+        "compiled_modules": 0,
+        "vllm": "0.25.1",
+        **changes,
+    }
+
+
+def test_a_good_engine_is_not_faulted():
+    assert engine_check.judge(engine_row()) == []
+    compiled = engine_row(
+        config="compile_mm_encoder", compiled_modules=34, attention_share=""
+    )
+    assert engine_check.judge(compiled) == []
+    for model, vllm in (("Qwen3-VL-8B", "0.27.1"), ("Qwen2-VL-7B", "0.33.0")):
+        row = engine_row(config="compile_mm_encoder", model=model, vllm=vllm)
+        assert engine_check.judge(row) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"answered_video": 0}, "video"),
+        ({"layer_class": "MMEncoderAttention"}, "MMEncoderAttention"),
+        ({"rel_err": "9.00e-02"}, "differ"),
+        ({"rel_err": "nan"}, "differ"),
+        ({"rel_err": ""}, "unknown"),
+        ({"attention_share": "1.00e-06"}, "makes up only"),
+        ({"config": "compile_mm_encoder"}, "compiled"),
+        (
+            {
+                "config": "compile_mm_encoder",
+                "model": "Qwen/Qwen3-VL-8B-Instruct",
+                "vllm": "0.33.0",
+            },
+            "compiled",
+        ),
+    ],
+)
+def test_engine_faults_are_named(changes, fault):
+    assert fault in "".join(engine_check.judge(engine_row(**changes)))
+
+
+def test_compiled_engine_is_compared_with_eager_stock_once():
+    jobs = engine_check.jobs_for(["m"], ["eager", "compile_mm_encoder", "tp2"])
+    assert [(job.config, job.provider) for job in jobs] == [
+        ("eager", "stock-flash_attn"),
+        ("eager", "plugin"),
+        ("compile_mm_encoder", "plugin"),
+        ("tp2", "stock-flash_attn"),
+        ("tp2", "plugin"),
+    ]

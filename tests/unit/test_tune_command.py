@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command `tune` takes, and what it says before it measures."""
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _stacks import STACK
+from rich.console import Console
+from typer.testing import CliRunner
+
+pytest.importorskip("vllm")
+
+import torch
+
+from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.clock import GraphClock
+from vllm_flashinfer_vit.choices.derive import TuneError
+from vllm_flashinfer_vit.choices.measure import candidates
+from vllm_flashinfer_vit.commands import tune as tuning
+from vllm_flashinfer_vit.commands.cli import main
+from vllm_flashinfer_vit.commands.tune import Options, build_table
+from vllm_flashinfer_vit.kernels.catalog import fp8_names
+from vllm_flashinfer_vit.settings import ENV_TUNED_DIR
+
+
+def test_the_commands_defaults_are_those_of_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = []
+
+    def record(options: Options, console: Console) -> None:
+        given.append(options)
+        raise TuneError("enough")
+
+    monkeypatch.setattr(tuning, "run", record)
+    assert CliRunner().invoke(main, ["tune"]).exit_code == 2
+    assert given == [Options()]
+
+
+def test_without_a_gpu_tune_says_so_and_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "probe", lambda: replace(STACK, gpus=()))
+    monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path / "tuned"))
+    result = CliRunner().invoke(main, ["tune"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: tune needs an NVIDIA GPU")
+    assert not (tmp_path / "tuned").exists()
+
+
+class TestBeforeMeasuring:
+    """What would waste the measurements of minutes is said at once."""
+
+    @pytest.fixture
+    def measured(self, monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+        """Options of the runs that came to measuring, on a machine that has a GPU."""
+        runs: list[Options] = []
+
+        def measure(options: Options, *args: Any) -> tuned.Table:
+            runs.append(options)
+            raise TuneError("enough")
+
+        monkeypatch.setattr(tuning, "probe", lambda: STACK)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(tuning, "GraphClock", lambda device: None)
+        monkeypatch.setattr(tuning, "build_table", measure)
+        return runs
+
+    def tune(self, *args: str) -> str:
+        result = CliRunner().invoke(main, ["tune", *args])
+        assert result.exit_code == 2
+        return result.stderr
+
+    @pytest.mark.parametrize(
+        ("name", "what"),
+        [
+            ("/dev/null", "it is a device"),
+            ("folder", "it is a folder"),
+            ("file/h200.json", "Not a directory|File exists"),
+            ("loop.json", "circle of symlinks"),
+        ],
+    )
+    def test_the_output_must_be_a_file(
+        self, name: str, what: str, measured: list[Options], tmp_path: Path
+    ) -> None:
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "file").touch()
+        (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
+        error = self.tune("--output", str(tmp_path / name))
+        assert re.search(what, error)
+        assert name in error
+        assert not measured
+
+    @pytest.mark.parametrize(
+        ("option", "value"), [("--dtypes", "bf16,fp4"), ("--head-dims", "80,100")]
+    )
+    def test_names_and_numbers(
+        self, option: str, value: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def inspect() -> None:
+            raise AssertionError("the machine was inspected first")
+
+        monkeypatch.setattr(tuning, "probe", inspect)
+        error = self.tune(option, value)
+        assert f"{option} has {value.partition(',')[2]!r}" in error
+
+    def test_what_is_good_is_measured(
+        self,
+        measured: list[Options],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path / "new" / "tuned"))
+        assert "enough" in self.tune()
+        assert "enough" in self.tune("--output", str(tmp_path / "h200.json"))
+        assert len(measured) == 2
+        assert not list(tmp_path.rglob("*.json"))
+
+
+def test_candidates_are_the_gpu_kernels_that_can_run() -> None:
+    found = candidates(STACK, torch.bfloat16, 80)
+    assert {"cudnn", "flash_attn", "triton_window"} <= set(found)
+    assert "reference" not in found
+    old = replace(STACK, cudnn_backend=90800)
+    assert "cudnn" not in candidates(old, torch.bfloat16, 80)
+    assert "triton_window" not in candidates(STACK, torch.bfloat16, 256)
+    assert not fp8_names().intersection(found)
+
+
+def test_candidates_of_fp8_layers_are_those_of_bf16_and_the_fp8_kernels() -> None:
+    fp8 = torch.float8_e4m3fn
+    found = candidates(STACK, fp8, 80)
+    assert set(found) > set(candidates(STACK, torch.bfloat16, 80))
+    assert "triton_fp8" in found and "reference_fp8" not in found
+    ampere = STACK.gpus[0]._replace(capability=(8, 0))
+    with pytest.raises(TuneError, match="no FP8 kernel"):
+        candidates(replace(STACK, gpus=(ampere,)), fp8, 80)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (Options(dtypes="bf16,fp32"), "--dtypes has 'fp32': use bf16 or fp16 or fp8"),
+        (Options(dtypes=""), "--dtypes has ''"),
+        (Options(head_dims="80,x"), "--head-dims has 'x'"),
+        (Options(head_dims="84"), "multiples of 8"),
+        (Options(head_dims="264"), "multiples of 8 from 8 to 256"),
+    ],
+)
+def test_bad_options_name_the_good_values(options: Options, what: str) -> None:
+    with pytest.raises(TuneError, match=what):
+        options.combinations()
+
+
+def test_combinations_are_measured_once_each() -> None:
+    options = Options(dtypes="fp16,bf16,fp16", head_dims="80,80")
+    assert options.combinations() == [(torch.float16, 80), (torch.bfloat16, 80)]
+
+
+@pytest.mark.gpu
+def test_this_gpu_is_measured(tmp_path: Path) -> None:
+    from vllm_flashinfer_vit.machine.probe import probe
+
+    device = torch.device("cuda:0")
+    stack = probe()
+    table = build_table(
+        Options(dtypes="bf16", head_dims="80"),
+        stack,
+        GraphClock(device),
+        device,
+        Console(file=io.StringIO()),
+        lengths=(64, 256),
+        counts=(1, 16),
+    )
+    tuned.write(table, tmp_path / tuned.file_name(stack.gpus[0].name))
+    assert tuned.read(tmp_path, stack.gpus[0].name) == table
+    kernels = candidates(stack, torch.bfloat16, 80)
+    assert table.left_out == ()
+    for row in table.measurements:
+        expected = {k for k in kernels if row.longest <= 128 or k != "triton_window"}
+        assert set(row.us) == expected
+        # A replay takes microseconds; a cold cache cannot make it milliseconds.
+        assert all(0.5 < us < 1000 for us in row.us.values())
