@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 4's tower is Transformers' own, and attends by this package's layer."""
+"""Gemma 4's tower is Transformers' own, and runs by this package's kernels."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from _towers import DEVICE, HAS_GPU, cpu_only
 from torch import nn
 
 from cases import relative_error
-from vllm_flashinfer_vit.models import transformers_towers
+from vllm_flashinfer_vit.models import gemma4, transformers_towers
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
 from vllm_flashinfer_vit.towers.tower import Tower
 
@@ -54,10 +54,23 @@ def model(tower: Tower, **fields: Any) -> Any:
     with tower.running(), set_default_torch_dtype(tower.dtype), tower.device:
         built = Model()
     generator = torch.Generator().manual_seed(0)
-    for parameter in built.parameters():
+    for name, parameter in built.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(drawn * parameter.shape[-1] ** -0.5)
+        is_norm = "norm.weight" in name
+        parameter.data.copy_(
+            1 + 0.3 * drawn if is_norm else drawn * parameter.shape[-1] ** -0.5
+        )
+    for name, buffer in built.named_buffers():
+        # What clipped layers clip by, each its own.
+        if name.endswith(("_min", "_max")):
+            bound = 0.3 + torch.rand((), generator=generator)
+            with torch.inference_mode():
+                buffer.copy_(-bound if name.endswith("_min") else bound)
     return built
+
+
+def runs_our_blocks(built: Any) -> bool:
+    return isinstance(built.vision_tower.encoder.forward, gemma4.Encoder)
 
 
 def encode(built: Any, tower: Tower) -> torch.Tensor:
@@ -83,16 +96,110 @@ def flashinfer() -> Iterator[Tower]:
 
 
 @cpu_only
-@pytest.mark.parametrize("kv_heads", [2, 1])
-def test_it_attends_by_this_package(kv_heads: int, flashinfer: Tower) -> None:
-    fields = {"num_key_value_heads": kv_heads}
+@pytest.mark.parametrize("blocks", ["this package's", "Transformers'"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_key_value_heads": 1},
+        {"use_clipped_linears": True},
+        {"hidden_size": 128, "head_dim": 64, "rms_norm_eps": 1e-2},
+    ],
+    ids=["plain", "GQA", "clipped", "head dim 64"],
+)
+def test_it_is_the_tower_of_transformers(
+    fields: dict[str, Any],
+    blocks: str,
+    flashinfer: Tower,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if blocks == "Transformers'":
+        monkeypatch.setenv(ENV_DISABLE_PATCHES, "gemma4_blocks")
     stock = engine("TORCH_SDPA")
     expected = encode(model(stock, **fields), stock)
     built = model(flashinfer, **fields)
+    assert runs_our_blocks(built) == (blocks == "this package's")
     with OpCount() as count:
         found = encode(built, flashinfer)
     assert count.calls == 2
     assert relative_error(found, expected) < TOLERANCE
+
+
+@cpu_only
+def test_clipping_changes_the_outputs(flashinfer: Tower) -> None:
+    """The case above would else pass without it."""
+    plain, clipped = (
+        encode(model(flashinfer, use_clipped_linears=given), flashinfer)
+        for given in (False, True)
+    )
+    assert relative_error(clipped, plain) > 0.01
+
+
+@cpu_only
+def test_no_norm_of_transformers_runs_in_a_block(flashinfer: Tower) -> None:
+    built = model(flashinfer)
+    calls = []
+    for name, module in built.vision_tower.encoder.named_modules():
+        if "norm" in name:
+            module.register_forward_hook(
+                lambda *_, name=name: calls.append(name)  # type: ignore[misc]
+            )
+    encode(built, flashinfer)
+    assert calls == ["layers.0.input_layernorm"]
+
+
+@cpu_only
+def test_weights_may_move(flashinfer: Tower) -> None:
+    """As they do in a reload or after sleep."""
+    stock = engine("TORCH_SDPA")
+    built, other = model(flashinfer), model(stock)
+    before = encode(built, flashinfer)
+    for module in (*built.modules(), *other.modules()):
+        for name, parameter in module.named_parameters(recurse=False):
+            with torch.inference_mode():
+                moved = nn.Parameter(parameter * 1.25, requires_grad=False)
+            setattr(module, name, moved)
+    found = encode(built, flashinfer)
+    assert relative_error(found, encode(other, stock)) < TOLERANCE
+    assert relative_error(found, before) > 0.01
+
+
+@cpu_only
+def test_a_transformers_that_was_not_read(
+    flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for method, why in [
+        ("Gemma4VisionMLP.forward", "is not as it was read"),
+        ("Gemma4VisionMLP.backward", "there is no"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(gemma4, "_READ", {method: "0"})
+            built = model(flashinfer)
+            reason = gemma4.unfit(built.vision_tower)
+        assert reason is not None and why in reason
+        assert not runs_our_blocks(built)
+        assert built.vision_tower.config._attn_implementation == (
+            transformers_towers.NAME
+        )
+
+
+@cpu_only
+def test_another_activation(flashinfer: Tower) -> None:
+    fields = {"hidden_activation": "silu"}
+    built = model(flashinfer, **fields)
+    assert not runs_our_blocks(built)
+    stock = engine("TORCH_SDPA")
+    expected = encode(model(stock, **fields), stock)
+    assert relative_error(encode(built, flashinfer), expected) < TOLERANCE
+
+
+@cpu_only
+def test_a_batch_without_images(flashinfer: Tower) -> None:
+    encoder = model(flashinfer).vision_tower.encoder
+    given = torch.zeros(0, 9, 144), torch.ones(0, 9, dtype=torch.bool)
+    with torch.inference_mode():
+        out = encoder(*given, pixel_position_ids=torch.zeros(0, 9, 2).long())
+    assert out.last_hidden_state.shape == (0, 9, 144)
 
 
 @cpu_only
@@ -119,7 +226,9 @@ def test_other_backends_stay_as_they_are() -> None:
 
 
 @cpu_only
-def test_it_can_be_left_out(flashinfer: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_can_be_left_out(
+    flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(ENV_DISABLE_PATCHES, "transformers-towers")
     built = model(flashinfer)
     assert built.vision_tower.config._attn_implementation != transformers_towers.NAME
@@ -164,14 +273,47 @@ def test_towers_that_are_not_known(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")
-@pytest.mark.parametrize("heads", [(144, 72), (128, 64)])
+@pytest.mark.parametrize("heads", [(1152, 72), (768, 64)])
 def test_as_exact_as_stock_on_a_gpu(heads: tuple[int, int]) -> None:
     width, head_dim = heads
-    fields = {"hidden_size": width, "head_dim": head_dim}
+    fields = {
+        "hidden_size": width,
+        "head_dim": head_dim,
+        "num_attention_heads": width // head_dim,
+        "num_key_value_heads": width // head_dim,
+        "intermediate_size": 4 * width - 304,
+    }
     exact_engine = engine("TORCH_SDPA", torch.float32, "cuda")
     exact = encode(model(exact_engine, **fields), exact_engine)
     errors = []
     for backend in ("FLASHINFER", "FLASH_ATTN"):
         half = engine(backend, torch.bfloat16, "cuda")
-        errors.append(relative_error(encode(model(half, **fields), half), exact))
-    assert errors[0] <= 1.5 * errors[1]
+        built = model(half, **fields)
+        assert runs_our_blocks(built) == (backend == "FLASHINFER")
+        errors.append(relative_error(encode(built, half), exact))
+    assert errors[0] <= errors[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")
+def test_graph_and_eager_mode_give_the_same_bits() -> None:
+    half = engine("FLASHINFER", torch.bfloat16, "cuda")
+    encoder = model(half).vision_tower.encoder
+    x = noise(4, LENGTH, 144).to("cuda", torch.bfloat16)
+    tokens = torch.tensor([[LENGTH], [7], [1], [20]])
+    mask = (torch.arange(LENGTH) < tokens).cuda()
+    places = torch.arange(LENGTH).repeat(4, 1)
+    at = torch.stack([places % 6, places // 6], -1).cuda()
+
+    def run() -> torch.Tensor:
+        return encoder(x, mask, pixel_position_ids=at).last_hidden_state
+
+    with torch.inference_mode(), half.running():
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            held = run()
+        for factor in (1.0, 1.0, 3.0):
+            x.copy_(x * factor)
+            graph.replay()
+            assert torch.equal(held, run())

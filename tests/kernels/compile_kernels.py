@@ -42,6 +42,8 @@ from vllm_flashinfer_vit.kernels import (
     cudnn_fp8,
     flash,
     flash_fp8,
+    gated_gelu,
+    norm_add,
     padding,
     quantize,
     quantize_rows,
@@ -184,6 +186,31 @@ def of_rotary(dim: int) -> Iterator[Case]:
         )
 
 
+def of_gemma4() -> Iterator[Case]:
+    """What lies between the linear layers of both of its towers."""
+    for width, dim, inner in ((768, 64, 3072), (1152, 72, 4304)):
+        q, k, v = heads(dim)
+        weights, tables = (q.new_empty(dim),) * 2, angles(dim, torch.float32)
+        yield (
+            f"turn {dim} axial",
+            functools.partial(
+                turn.turn, q, k, *tables, weights, 1e-6, span=dim // 4, v=v
+            ),
+        )
+        x, weight = q.new_empty(ROWS, width), q.new_empty(width)
+        for following in (weight, None):
+            given = x, x, weight, 1e-6, following
+            yield (
+                f"norm_add {width} next={following is not None}",
+                functools.partial(norm_add.norm_add, *given),
+            )
+        gate = q.new_empty(ROWS, inner)
+        yield (
+            f"gated_gelu {inner}",
+            functools.partial(gated_gelu.gated_gelu, gate, gate),
+        )
+
+
 def of_fp8_attention(dim: int) -> Iterator[Case]:
     """The quantisers, by block and by tensor, and what attends to their rows."""
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -309,6 +336,7 @@ def cases(capability: int) -> Iterator[Case]:
             yield from of_fp8_attention(dim)
     yield from of_batches()
     yield from of_streams()
+    yield from of_gemma4()
     if capability >= FP8:
         yield from of_fp8_streams()
 

@@ -116,6 +116,48 @@ def test_the_reference_normalises_each_head():
         torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
 
 
+def axial_inputs(tokens, head_dim, kv_heads=2, dtype=torch.float16, seed=0):
+    """What Gemma 4's blocks have: norms of q, k and v, and axial rotary embedding."""
+    q, k, cos, sin, weights = make_inputs(
+        tokens, head_dim, True, kv_heads=kv_heads, dtype=dtype, seed=seed
+    )
+    v = make_inputs(tokens, head_dim, False, kv_heads=kv_heads, dtype=dtype, seed=9)[1]
+    return q, k, cos, sin, weights, EPS, False, head_dim // 4, v
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 128, 4])
+@pytest.mark.parametrize("tokens", [0, 1, 21])
+def test_axial_and_v(tokens, head_dim, dtype):
+    q, k, *rest, v = axial_inputs(tokens, head_dim, dtype=dtype)
+    expected = [x.clone() for x in (q, k, v)]
+    turn_ref(*expected[:2], *rest, expected[2])
+    turn(q, k, *rest, v)
+    unit = torch.finfo(dtype).eps
+    for found, right in zip((q, k, v), expected, strict=True):
+        bound = unit * right.float().abs() + 8 * torch.finfo(torch.float32).eps
+        assert ((found.float() - right.float()).abs() <= bound).all()
+
+
+def test_the_reference_turns_the_halves_of_a_head_apart():
+    q, k, cos, sin, weights, *_, v = axial_inputs(9, 64, dtype=torch.float32)
+    expected = []
+    for x, weight in zip((q, k), weights, strict=True):
+        normed = torch.nn.functional.rms_norm(x, (64,), weight, EPS)
+        halves = zip(
+            normed.chunk(2, -1), cos.chunk(2, -1), sin.chunk(2, -1), strict=True
+        )
+        turned = [
+            rope_ref(half, half, half_cos, half_sin)[0]
+            for half, half_cos, half_sin in halves
+        ]
+        expected.append(torch.cat(turned, -1))
+    expected.append(torch.nn.functional.rms_norm(v, (64,), None, EPS))
+    turn_ref(q, k, cos, sin, weights, EPS, span=16, v=v)
+    for found, right in zip((q, k, v), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("call", [turn, turn_ref])
 def test_what_does_not_fit(call):
     q, k, cos, sin, weights = make_inputs(8, 64, True)
@@ -124,6 +166,10 @@ def test_what_does_not_fit(call):
         ((q, k, cos[:, :16], sin[:, :16]), "for all of a head"),
         ((q, k, cos, sin, weights[:1]), "two of"),
         ((q, k, cos, sin, (weights[0], weights[1][:8])), "two of"),
+        ((q, k, cos, sin, weights, EPS, False, 24), "a span of 24"),
+        ((q, k, cos, sin, weights, EPS, False, 0), "a span of 0"),
+        ((q, k, cos, sin, weights, EPS, True, 16), "interleaved"),
+        ((q, k, cos, sin, weights, EPS, False, None, k[:, :2]), "v must be like k"),
     ]:
         with pytest.raises(ValueError, match=message):
             call(*arguments)
@@ -156,6 +202,25 @@ def test_in_a_graph(head_dim, interleaved, has_norms):
         graph.replay()
         turn(new_q, new_k, *rest, EPS, interleaved)
         assert torch.equal(q, new_q) and torch.equal(k, new_k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_axial_in_a_graph(head_dim):
+    dtype = torch.bfloat16
+    q, k, *rest, v = axial_inputs(300, head_dim, dtype=dtype)
+    turn(q, k, *rest, v)  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        turn(q, k, *rest, v)
+    for seed in (1, 1, 2):
+        new_q, new_k, *_, new_v = axial_inputs(300, head_dim, dtype=dtype, seed=seed)
+        for held, new in zip((q, k, v), (new_q, new_k, new_v), strict=True):
+            held.copy_(new)
+        graph.replay()
+        turn(new_q, new_k, *rest, new_v)
+        for held, new in zip((q, k, v), (new_q, new_k, new_v), strict=True):
+            assert torch.equal(held, new)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ OPTIMISATIONS: Mapping[str, str] = MappingProxyType(
         "aligned": "an MLP's rows are padded to whole loads of 16 bytes",
         "fp8_linear": "norms and activations quantise the rows of linear layers in FP8",
         "fused_gelu": "cuBLASLt applies the tanh GELU after an MLP's first GEMM",
+        "gemma4_blocks": "four kernels are what lies between Gemma 4's linear layers",
         "quack_mlp": "QuACK runs an MLP's first GEMM with its activation",
         "quack_qkv": "QuACK runs the QKV projection",
     }

@@ -17,6 +17,11 @@ import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, Slot, cached_by_layout
 from vllm_flashinfer_vit.kernels._row_scales import quantize, row_scale
+from vllm_flashinfer_vit.kernels._sigmoid import (
+    LOG2_E,
+    gelu_tanh,
+    over_one_plus_exp2,
+)
 from vllm_flashinfer_vit.kernels.formats import Activation, check_row_scales
 
 # A program holds one row in registers.
@@ -27,34 +32,7 @@ MAX_WIDTH = 16384
 _PARTS = 3
 _VALUES_PER_WARP = 32 * 16
 _MAX_WARPS = 16
-_IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-# GELU by tanh, as a sigmoid of twice the argument: sqrt(8 / pi) (x + 0.044715 x^3).
-_TANH_SCALE = tl.constexpr(1.5957691216057308)
-_CUBIC = tl.constexpr(0.044715)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
-
-
-@triton.jit
-def _over_one_plus_exp2(x):
-    """Return `1 / (1 + 2^x)`: 1 where the power is too small, 0 where it is Inf."""
-    # Triton's own take 10 instructions, for numbers below 2^-126 and divisors near Inf.
-    if _IS_COMPILED:
-        return tl.inline_asm_elementwise(
-            """{
-                .reg .b32 power;
-                ex2.approx.ftz.f32 power, $1;
-                add.f32 power, power, 0f3F800000;
-                rcp.approx.ftz.f32 $0, power;
-            }""",
-            "=r,r",
-            [x],
-            tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return 1.0 / (1.0 + tl.exp2(x))
 
 
 @triton.jit
@@ -77,16 +55,15 @@ def _activated(
         up = tl.load(row_ptr + WIDTH + offs, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
             up += tl.load(bias_ptr + WIDTH + offs, mask=mask, other=0.0).to(tl.float32)
-        y = x * _over_one_plus_exp2(x * -_LOG2_E) * up
+        y = x * over_one_plus_exp2(x * -LOG2_E) * up
     elif ACTIVATION == "quick_gelu":
-        y = x * _over_one_plus_exp2(x * (-1.702 * _LOG2_E))
+        y = x * over_one_plus_exp2(x * (-1.702 * LOG2_E))
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     elif ACTIVATION == "none":
         y = x
     else:
-        slope = -_TANH_SCALE * _LOG2_E
-        y = x * _over_one_plus_exp2(x * (x * x * (_CUBIC * slope) + slope))
+        y = gelu_tanh(x)
     return y
 
 

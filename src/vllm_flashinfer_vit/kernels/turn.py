@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """q and k normalised and turned where they lie, for what attention kernels do not turn.
 
-That is rotary by interleaved pairs, and an RMSNorm of each head in front of rotary. A
-program does both for all heads of a token's q and k in one read and one write.
+That is rotary by interleaved pairs, axial rotary, and an RMSNorm of each head in front
+of rotary, of v, too, where v has one. A program does all of it for all heads of a token
+in one read and one write.
 
 Numerics: fp32 throughout, rounded once.
 """
@@ -29,6 +30,7 @@ _MAX_WARPS = 8
 def _turn_kernel(
     q_ptr,
     k_ptr,
+    v_ptr,
     cos_ptr,
     sin_ptr,
     q_weight_ptr,
@@ -37,6 +39,8 @@ def _turn_kernel(
     stride_qh,
     stride_kt,
     stride_kh,
+    stride_vt,
+    stride_vh,
     stride_ct,
     stride_st,
     eps,
@@ -46,8 +50,10 @@ def _turn_kernel(
     H_KV_PAD: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    SPAN: tl.constexpr,
     HAS_NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    HAS_V: tl.constexpr,
 ):
     """Turn all heads of one token's q and k. Grid: (tokens,)"""
     token = tl.program_id(0).to(tl.int64)
@@ -68,6 +74,7 @@ def _turn_kernel(
         H_PAD,
         HALF,
         HALF_PAD,
+        SPAN,
         HAS_NORM,
         INTERLEAVED,
     )
@@ -82,9 +89,14 @@ def _turn_kernel(
         H_KV_PAD,
         HALF,
         HALF_PAD,
+        SPAN,
         HAS_NORM,
         INTERLEAVED,
     )
+    if HAS_V:
+        _normalise_heads(
+            v_ptr + token * stride_vt, stride_vh, eps, H_KV, H_KV_PAD, HALF, HALF_PAD
+        )
 
 
 @triton.jit
@@ -99,6 +111,7 @@ def _turn_heads(
     H_PAD: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    SPAN: tl.constexpr,
     HAS_NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
@@ -109,14 +122,18 @@ def _turn_heads(
     offs_d = tl.arange(0, 2 * HALF_PAD)
     is_pair = (offs_p < HALF)[None]
     is_value = (offs_d < 2 * HALF)[None]
+    # Where a pair begins. Without arithmetic where there is none to do: loads are wide.
+    offs_1 = offs_p
+    if SPAN < HALF:
+        offs_1 = offs_p // SPAN * (2 * SPAN) + offs_p % SPAN
     if INTERLEAVED:
         # One wide load: pairs lie side by side.
         both = tl.load(heads + offs_d[None], mask=is_head & is_value, other=0.0)
         x1, x2 = tl.split(both.to(tl.float32).reshape(H_PAD, HALF_PAD, 2))
     else:
         mask = is_head & is_pair
-        x1 = tl.load(heads + offs_p[None], mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(heads + HALF + offs_p[None], mask=mask, other=0.0).to(tl.float32)
+        x1 = tl.load(heads + offs_1[None], mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(heads + SPAN + offs_1[None], mask=mask, other=0.0).to(tl.float32)
     if HAS_NORM:
         mean_square = tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF)
         root = tl.rsqrt(mean_square + eps)[:, None]
@@ -124,8 +141,8 @@ def _turn_heads(
             weight = tl.load(weight_ptr + offs_d, mask=offs_d < 2 * HALF, other=0.0)
             w1, w2 = tl.split(weight.to(tl.float32).reshape(HALF_PAD, 2))
         else:
-            w1 = tl.load(weight_ptr + offs_p, mask=offs_p < HALF, other=0.0)
-            w2 = tl.load(weight_ptr + HALF + offs_p, mask=offs_p < HALF, other=0.0)
+            w1 = tl.load(weight_ptr + offs_1, mask=offs_p < HALF, other=0.0)
+            w2 = tl.load(weight_ptr + SPAN + offs_1, mask=offs_p < HALF, other=0.0)
         x1 = x1 * root * w1.to(tl.float32)[None]
         x2 = x2 * root * w2.to(tl.float32)[None]
     y1 = (x1 * cos - x2 * sin).to(row_ptr.dtype.element_ty)
@@ -135,8 +152,27 @@ def _turn_heads(
         tl.store(heads + offs_d[None], both, mask=is_head & is_value)
     else:
         mask = is_head & is_pair
-        tl.store(heads + offs_p[None], y1, mask=mask)
-        tl.store(heads + HALF + offs_p[None], y2, mask=mask)
+        tl.store(heads + offs_1[None], y1, mask=mask)
+        tl.store(heads + SPAN + offs_1[None], y2, mask=mask)
+
+
+@triton.jit
+def _normalise_heads(
+    row_ptr,
+    stride_h,
+    eps,
+    H: tl.constexpr,
+    H_PAD: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+):
+    offs_h = tl.arange(0, H_PAD)
+    offs_d = tl.arange(0, 2 * HALF_PAD)
+    at = row_ptr + (offs_h * stride_h)[:, None] + offs_d[None]
+    mask = (offs_h < H)[:, None] & (offs_d < 2 * HALF)[None]
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    root = tl.rsqrt(tl.sum(x * x, axis=1) / (2 * HALF) + eps)[:, None]
+    tl.store(at, (x * root).to(row_ptr.dtype.element_ty), mask=mask)
 
 
 def turn(
@@ -147,6 +183,8 @@ def turn(
     weights: Sequence[torch.Tensor] = (),
     eps: float = 0.0,
     interleaved: bool = False,
+    span: int | None = None,
+    v: torch.Tensor | None = None,
 ) -> None:
     """Normalise each head of q and k, if weights are given, and turn it, in place.
 
@@ -159,14 +197,19 @@ def turn(
             contiguous; or none for no norm.
         eps: Added to the mean square.
         interleaved: Whether elements 2 i and 2 i + 1 are a pair; else elements i and
-            i + D / 2.
+            i + `span`.
+        span: The distance of a pair's elements, D / 2 for None. Each 2 `span` elements
+            are turned on their own, so that D / 4 turns the halves of a head by the
+            halves of cos and sin, as axial rotary embedding does.
+        v: `[T, H_kv, D]` like k, or None. Each head of it is normalised, without a
+            weight, and not turned; overwritten.
 
     Raises:
         ValueError: A tensor breaks a demand above.
     """
-    launch = _launch(q, k, cos, sin, eps, interleaved, *weights)
+    launch = _launch(q, k, v, cos, sin, eps, interleaved, span, *weights)
     if len(q):
-        launch(q, k, cos, sin, *(weights or (q, k)))
+        launch(q, k, k if v is None else v, cos, sin, *(weights or (q, k)))
 
 
 def prepare(
@@ -195,27 +238,31 @@ def prepare(
     Raises:
         ValueError: As `turn`.
     """
-    launch = _launch(q, k, cos, sin, eps, interleaved, *weights)
+    launch = _launch(q, k, None, cos, sin, eps, interleaved, None, *weights)
     last: list[Any] = [Slot(weight) for weight in weights] or [q, k]
-    return launch.settle(q, k, cos, sin, *last)
+    return launch.settle(q, k, k, cos, sin, *last)
 
 
 @cached_by_layout
 def _launch(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
     interleaved: bool,
+    span: int | None,
     *weights: torch.Tensor,
 ) -> Launch:
-    check_turn_inputs(q, k, cos, sin, weights)
-    rows = q, k, cos, sin, *weights
-    if q.dtype != k.dtype or any(tensor.stride(-1) != 1 for tensor in rows):
+    check_turn_inputs(q, k, cos, sin, weights, interleaved, span, v)
+    values = k if v is None else v
+    rows = q, k, values, cos, sin, *weights
+    dtypes = q.dtype, k.dtype, values.dtype
+    if len(set(dtypes)) > 1 or any(tensor.stride(-1) != 1 for tensor in rows):
         raise ValueError(
-            "q and k must share one dtype, and every last stride must be 1, got "
-            f"{q.dtype}, {k.dtype} and {[tensor.stride() for tensor in rows]}"
+            "q, k and v must share one dtype, and every last stride must be 1, got "
+            f"{dtypes} and {[tensor.stride() for tensor in rows]}"
         )
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
     half = head_dim // 2
@@ -225,6 +272,7 @@ def _launch(
         tokens,
         *q.stride()[:2],
         *k.stride()[:2],
+        *values.stride()[:2],
         cos.stride(0),
         sin.stride(0),
         eps,
@@ -234,7 +282,9 @@ def _launch(
         H_KV_PAD=triton.next_power_of_2(kv_heads),
         HALF=half,
         HALF_PAD=half_pad,
+        SPAN=span or half,
         HAS_NORM=bool(weights),
         INTERLEAVED=interleaved,
+        HAS_V=v is not None,
         num_warps=max(1, min(_MAX_WARPS, 2 * heads_pad * half_pad // _VALUES_PER_WARP)),
     )

@@ -16,6 +16,8 @@ def turn_ref(
     weights: Sequence[torch.Tensor] = (),
     eps: float = 0.0,
     interleaved: bool = False,
+    span: int | None = None,
+    v: torch.Tensor | None = None,
 ) -> None:
     """Normalise each head of q and k, if weights are given, and turn it, in place.
 
@@ -30,22 +32,33 @@ def turn_ref(
             for no norm.
         eps: Added to the mean square.
         interleaved: Whether elements 2 i and 2 i + 1 are a pair; else elements i and
-            i + D / 2.
+            i + `span`.
+        span: The distance of a pair's elements, D / 2 for None. Each 2 `span` elements
+            are turned on their own, so that D / 4 turns the halves of a head by the
+            halves of cos and sin, as axial rotary embedding does.
+        v: `[T, H_kv, D]` like k, or None. Each head of it is normalised, without a
+            weight, and not turned; overwritten.
 
     Raises:
         ValueError: The shapes do not fit together, or only a part of D is turned.
     """
-    check_turn_inputs(q, k, cos, sin, weights)
+    check_turn_inputs(q, k, cos, sin, weights, interleaved, span, v)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     for place, x in enumerate((q, k)):
         values = x.float()
         if weights:
             mean_square = values.pow(2).mean(-1, keepdim=True)
             values = values * torch.rsqrt(mean_square + eps) * weights[place].float()
-        shape = (-1, 2) if interleaved else (2, -1)
-        first, second = values.unflatten(-1, shape).unbind(-1 if interleaved else -2)
-        turned = first * cos - second * sin, second * cos + first * sin
-        x.copy_(torch.stack(turned, -1 if interleaved else -2).flatten(-2))
+        distance = span or x.shape[-1] // 2
+        shape, pair = ((-1, 2), -1) if interleaved else ((-1, 2, distance), -2)
+        first, second = values.unflatten(-1, shape).unbind(pair)
+        by_cos, by_sin = (table.view(-1, 1, *first.shape[2:]) for table in (cos, sin))
+        turned = first * by_cos - second * by_sin, second * by_cos + first * by_sin
+        x.copy_(torch.stack(turned, pair).flatten(2))
+    if v is not None:
+        values = v.float()
+        mean_square = values.pow(2).mean(-1, keepdim=True)
+        v.copy_(values * torch.rsqrt(mean_square + eps))
 
 
 def check_turn_inputs(
@@ -54,8 +67,11 @@ def check_turn_inputs(
     cos: torch.Tensor,
     sin: torch.Tensor,
     weights: Sequence[torch.Tensor],
+    interleaved: bool,
+    span: int | None,
+    v: torch.Tensor | None,
 ) -> None:
-    """Check that q and k can be normalised and turned.
+    """Check that q and k can be normalised and turned, and v normalised.
 
     Raises:
         ValueError: As `turn_ref`.
@@ -72,3 +88,10 @@ def check_turn_inputs(
             f"weights must be none or two of [{head_dim}], got "
             f"{[tuple(weight.shape) for weight in weights]}"
         )
+    if span is not None and (interleaved or span < 1 or head_dim % (2 * span)):
+        raise ValueError(
+            f"a span of {span} does not divide a head of {head_dim} into pairs, or the "
+            "pairs are interleaved"
+        )
+    if v is not None and v.shape != k.shape:
+        raise ValueError(f"v must be like k {tuple(k.shape)}, got {tuple(v.shape)}")

@@ -4,7 +4,7 @@
 Transformers looks up what attends, and what makes the mask, by a name in the tower's
 config. Here both have a name of this package: attention is its layer, and in a mask's
 place the blocks get `cu_seqlens`, made once in a pass without waiting for the device.
-The rest of such a tower is Transformers' own.
+`gemma4` runs the rest of its blocks.
 """
 
 import functools
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from vllm_flashinfer_vit.models import gemma4
 from vllm_flashinfer_vit.patches.patch import Patch
 from vllm_flashinfer_vit.settings import Settings
 
@@ -90,8 +91,13 @@ def offsets(
     return torch.cat([both, ends[-1:]])
 
 
-def serve(model: torch.nn.Module) -> None:
-    """Have the Transformers towers among a model's parts attend by this package."""
+def serve(model: torch.nn.Module, off: frozenset[str] = frozenset()) -> None:
+    """Have this package serve the Transformers towers among a model's parts.
+
+    Args:
+        model: The model.
+        off: Names of `OPTIMISATIONS` that are left out.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from vllm.model_executor.layers.attention.mm_encoder_attention import (
         MMEncoderAttention,
@@ -126,6 +132,20 @@ def serve(model: torch.nn.Module) -> None:
             )
             setattr(module, _LAYER, layer)
         tower.config._attn_implementation = NAME
+        if "gemma4_blocks" not in off:
+            _serve_blocks(tower, [getattr(module, _LAYER) for _, module in modules])
+
+
+def _serve_blocks(tower: Any, attentions: list[torch.nn.Module]) -> None:
+    if reason := gemma4.unfit(tower):
+        logger.info_once(
+            "The blocks of Transformers' own %s run as such, but for attention: %s.",
+            type(tower).__name__,
+            reason,
+        )
+        return
+    # Of this tower alone, where modules look for it first.
+    vars(tower.encoder)["forward"] = gemma4.Encoder(tower.encoder, attentions, offsets)
 
 
 def _serve_what_is_marked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,11 +158,9 @@ def _serve_what_is_marked(original: Callable[..., Any]) -> Callable[..., Any]:
 
         with original(self, vllm_config, modalities, targets=targets):
             yield
-        if (
-            flashinfer_requested()
-            and _PATCH not in Settings.from_env().disabled_patches
-        ):
-            serve(self)
+        off = Settings.from_env().disabled_patches
+        if flashinfer_requested() and _PATCH not in off:
+            serve(self, off)
 
     return _mark_tower_model
 
