@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import gemma4_stack
+from gemma4_stack import Gemma4Stack
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 from vllm_flashinfer_vit.towers.weights import fill_with_random_weights
@@ -188,6 +190,10 @@ STACKS: Mapping[str, Stack] = {
 }
 
 
+# What `build_stack` can build.
+NAMES = frozenset({*STACKS, *gemma4_stack.TOWERS})
+
+
 class BlockStack(nn.Module):
     """Blocks one after another, called as a tower is."""
 
@@ -279,7 +285,7 @@ class StackTower:
     """
 
     spec: Any
-    visual: BlockStack
+    visual: BlockStack | Gemma4Stack
     context: Tower
 
     @contextmanager
@@ -288,17 +294,20 @@ class StackTower:
         with self.context.running():
             yield
 
-    def attention_layers(self) -> dict[str, nn.Module]:
-        """See `Tower.attention_layers`."""
+    def attention_layers(self) -> dict[str, Any]:
+        """See `Tower.attention_layers`; where Transformers attends, only the sizes."""
         from vllm.model_executor.layers.attention.mm_encoder_attention import (
             MMEncoderAttention,
         )
 
-        return {
+        layers = {
             name: module
             for name, module in self.visual.named_modules()
             if isinstance(module, MMEncoderAttention)
         }
+        if not layers and isinstance(self.visual, Gemma4Stack):
+            return {"all": self.visual.sizes}
+        return layers
 
     def kernels(self, grids: Grids) -> dict[str, str]:
         """See `Tower.kernels`."""
@@ -316,7 +325,7 @@ def build_stack(
     device: torch.device,
     **how: Any,
 ) -> StackTower:
-    """Build the blocks of a tower in `STACKS`.
+    """Build the blocks of a tower in `NAMES`.
 
     Args:
         name: The tower's.
@@ -328,11 +337,15 @@ def build_stack(
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    stack = STACKS[name]
+    stack = STACKS.get(name) or gemma4_stack.TOWERS[name]
     depth = stack.depth if depth is None else min(depth, stack.depth)
     context = build_tower(_CONTEXT, dtype=dtype, device=device, **how)
     with context.running(), set_default_torch_dtype(dtype), torch.device(device):
-        visual = BlockStack(stack, depth, dtype)
+        visual: BlockStack | Gemma4Stack
+        if isinstance(stack, Stack):
+            visual = BlockStack(stack, depth, dtype)
+        else:
+            visual = Gemma4Stack(stack, depth, context.vllm_config)
         fill_with_random_weights(visual, seed=0)
         model_config = context.vllm_config.model_config
         process_weights_after_loading(visual, model_config, torch.device(device))

@@ -110,7 +110,7 @@ def check_promises(
             f"{contender.provider} got attention layers of {type(layer)}"
         )
     version = contender.flash_attn_version
-    if version not in (None, layer._fa_version):
+    if version is not None and layer._fa_version != version:
         raise RuntimeError(
             f"vLLM runs these layers on FlashAttention {layer._fa_version} here, "
             f"not {version}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from block_stacks import STACKS, StackTower, build_stack
+from block_stacks import NAMES, StackTower, build_stack
 from contenders import PACKAGE, Contender, check_promises
 from correctness import check_error, relative_error
 from csv_log import DTYPES, attention_flops
@@ -50,7 +50,7 @@ class Worker:
             "quantization": contender.quantization,
         }
         self.tower: Any
-        if model in STACKS:
+        if model in NAMES:
             self.tower = build_stack(model, depth=depth, **how)
         else:
             is_random = not Path(model).is_dir()

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from block_stacks import STACKS, StackTower, build_stack  # noqa: E402
 from vllm_flashinfer_vit.blocks.attach import program_of  # noqa: E402
+from vllm_flashinfer_vit.models import gemma4  # noqa: E402
 
 GRIDS = [[1, 4, 6], [1, 4, 6], [1, 4, 6]]
 RAGGED = [[1, 4, 6], [2, 2, 4]]
@@ -54,6 +55,32 @@ def test_blocks_run_as_programs_and_equal_stocks(name: str) -> None:
         found, expected = run(served, grids), run(stock, grids)
         assert relative_error(found, expected) < 1e-5
         assert relative_error(found, noise(*found.shape)) > 0.1
+
+
+@cpu_only
+@pytest.mark.parametrize("name", values(["Gemma-4-768"], ["Gemma-4-1152"]))
+def test_gemma_4_runs_by_this_package_and_equals_transformers(name: str) -> None:
+    served = build(name, "FLASHINFER")
+    assert isinstance(served.visual.encoder.forward, gemma4.Encoder)
+    assert served.kernels(GRIDS) == {"all": "reference"}
+    stock = build(name, "TORCH_SDPA")
+    assert not isinstance(stock.visual.encoder.forward, gemma4.Encoder)
+    sizes = [
+        (layer.num_heads, layer.head_size)
+        for tower in (served, stock)
+        for layer in tower.attention_layers().values()
+    ]
+    assert len(set(sizes)) == 1
+    found, expected = run(served, GRIDS), run(stock, GRIDS)
+    assert relative_error(found, expected) < 1e-5
+    assert relative_error(found, noise(*found.shape)) > 0.1
+
+
+@cpu_only
+def test_gemma_4_takes_images_of_one_size() -> None:
+    tower = build("Gemma-4-768", "FLASHINFER")
+    with pytest.raises(ValueError, match="one size"):
+        tower.visual.prepare_encoder_metadata(RAGGED)
 
 
 @cpu_only
