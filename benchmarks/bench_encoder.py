@@ -10,7 +10,8 @@ the same tower, and take turns on one GPU, one at a time. Outputs are compared w
 tower in fp32 on TORCH_SDPA, with the same weights.
 
     python benchmarks/bench_encoder.py --models Qwen/Qwen2.5-VL-7B-Instruct
-    python benchmarks/bench_encoder.py --models dots.ocr Kimi-K2.5 SigLIP-So400m
+    python benchmarks/bench_encoder.py --models dots.ocr Kimi-K2.5
+    python benchmarks/bench_encoder.py --models SigLIP-So400m --cases 1x729 8x729 32x729
     python benchmarks/bench_encoder.py --smoke --output out/encoder.csv   # no GPU
 
 `dots.ocr` and the others of `block_stacks.py` are the blocks alone of towers that only
@@ -26,7 +27,9 @@ from environment import Environment, device
 from failures import Failures
 from host_load import load_text
 from tower_bench import Bench
-from tower_cases import CASES, MODELS, SMOKE_CASES
+from tower_cases import CASES, DENSE_CASES, MODELS, SMOKE_CASES
+
+_KNOWN_CASES = {**DENSE_CASES, **CASES, **SMOKE_CASES}
 
 
 def parse_args() -> argparse.Namespace:
@@ -35,7 +38,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", help="names or checkpoint folders")
-    parser.add_argument("--cases", nargs="+", choices=[*CASES, *SMOKE_CASES])
+    parser.add_argument("--cases", nargs="+", choices=_KNOWN_CASES)
     parser.add_argument("--modes", nargs="+", choices=MODES)
     parser.add_argument(
         "--stock-modes", nargs="+", choices=MODES, default=(), help="more for stock"
@@ -65,7 +68,6 @@ def main() -> None:
     if not on_gpu and not args.smoke:
         raise SystemExit("no GPU here: only --smoke runs on the CPU")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    known = {**CASES, **SMOKE_CASES}
     names = args.cases or (SMOKE_CASES if args.smoke else CASES)
     print(load_text())
     environment = Environment.probe()
@@ -84,7 +86,7 @@ def main() -> None:
             bench.run_model(
                 model,
                 args.providers or default_providers(on_gpu),
-                {name: known[name] for name in names},
+                {name: _KNOWN_CASES[name] for name in names},
                 args.depth or (2 if args.smoke else None),
             )
     finally:
