@@ -110,6 +110,20 @@ def _kimi(m: Any) -> nn.Module:
     return m.MoonViTEncoderLayer(16, 1152, 4304, activation=gelu, attn_bias=True)
 
 
+def _kimi_k3(m: Any) -> nn.Module:
+    if not hasattr(m, "_make_vision_norm"):
+        raise ImportError("Kimi K3's blocks, from vLLM 0.27 on")
+    return m.MoonViTEncoderLayer(
+        12,
+        1024,
+        4096,
+        activation=nn.GELU(approximate="tanh"),
+        qkv_hidden_size=1536,
+        norm_type="rmsnorm",
+        linear_bias=False,
+    )
+
+
 def _pixtral(m: Any) -> nn.Module:
     config = SimpleNamespace(
         hidden_size=1024, intermediate_size=4096, num_attention_heads=16
@@ -176,6 +190,7 @@ STACKS: Mapping[str, Stack] = {
         _angles,
     ),
     "Kimi-K2.5": Stack("kimi_k25_vit", _kimi, 27, 1152, 72, "TC", _kimi_turns),
+    "Kimi-K3": Stack("kimi_k25_vit", _kimi_k3, 27, 1024, 128, "TC", _kimi_turns),
     "Pixtral-12B": Stack("pixtral", _pixtral, 24, 1024, 64, "1TC", _pixtral_turns),
     "SigLIP-So400m": Stack("siglip", _siglip_layer, 27, 1152, 72, "BSC"),
     "Idefics2": Stack(

@@ -31,6 +31,7 @@ PACKED = {
     "dots_ocr": _program("dots_ocr", grids.dots_ocr),
     "moonvit": _model("moonvit", grids.moonvit),
     "kimi_k25": _program("kimi_k25_vit", grids.kimi_k25),
+    "kimi_k3": _program("kimi_k25_vit", grids.kimi_k3),
     "openpangu_vl": _model("openpangu_vl", lengths.openpangu, 1),
     "isaac": _model("isaac", lengths.isaac),
     "lfm2_siglip2": _model("lfm2_siglip2", lengths.lfm2_siglip2),

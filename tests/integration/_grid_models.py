@@ -218,8 +218,24 @@ def _moonvit_config() -> dict[str, Any]:
     }
 
 
-def kimi_k25(m: Any) -> tuple[nn.Module, Call]:
+def kimi_k3(m: Any) -> tuple[nn.Module, Call]:
+    """RMSNorms of PyTorch, no biases, heads that are wider together than the stream."""
+    if not hasattr(m, "_make_vision_norm"):
+        raise ImportError("Kimi K3's tower")
+    return kimi_k25(
+        m,
+        qkv_hidden_size=256,
+        norm_type="rmsnorm",
+        attn_bias=False,
+        linear_bias=False,
+        patch_embed_proj_bias=False,
+        pos_emb_interpolation_mode="bilinear",
+    )
+
+
+def kimi_k25(m: Any, **fields: Any) -> tuple[nn.Module, Call]:
     config = config_of(
+        **fields,
         hidden_size=144,
         num_hidden_layers=2,
         num_attention_heads=2,

@@ -208,6 +208,7 @@ NOT_ON_A_GPU = {
     "exaone4_5": "its tower pins memory, which a default device of cuda forbids",
     "glmasr": "stock cannot view TORCH_SDPA's output there",
     "kimi_k25": "its rotary table stays on the CPU outside an engine",
+    "kimi_k3": "its rotary table stays on the CPU outside an engine",
 }
 
 

@@ -42,7 +42,7 @@ class Norm:
         self.module = module
         self._parameters = module._parameters
         self.is_layer_norm = _is_layer_norm(module)
-        self.eps: float = module.eps if self.is_layer_norm else module.variance_epsilon
+        self.eps = _eps_of(module)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -59,12 +59,24 @@ def is_known(module: Any) -> bool:
     """Whether a module is a LayerNorm or an RMSNorm with all its parameters."""
     if _is_layer_norm(module):
         return module.weight is not None and module.bias is not None
+    if type(module) is torch.nn.RMSNorm:
+        return module.weight is not None and len(module.normalized_shape) == 1
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     # A platform may have a class of its own in its place.
     if getattr(type(module), "forward_native", None) is not RMSNorm.forward_native:
         return False
     return module.has_weight and module.variance_size_override is None
+
+
+def _eps_of(module: Any) -> float:
+    if hasattr(module, "variance_epsilon"):
+        return float(module.variance_epsilon)
+    if module.eps is None:
+        # That of the dtype that PyTorch computes in: `_fused_rms_norm` of its
+        # torch/_decomp/decompositions.py.
+        return torch.finfo(torch.float32).eps
+    return float(module.eps)
 
 
 def _is_layer_norm(module: Any) -> bool:
