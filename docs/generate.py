@@ -23,6 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import model_tables  # noqa: E402
+
 import chosen_rows  # noqa: E402
 import table as results  # noqa: E402
 
@@ -156,6 +158,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "optimisations": optimisations,
     "compatibility": compatibility,
     "counters": counters,
+    "packed": model_tables.packed,
+    "dense": model_tables.dense,
 }
 
 

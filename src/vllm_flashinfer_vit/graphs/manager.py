@@ -6,7 +6,7 @@ from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 from vllm_flashinfer_vit.graphs.exact import ExactManager
 from vllm_flashinfer_vit.graphs.padded import PaddedManager
 
-_EXACT = frozenset(
+EXACT = frozenset(
     {
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
@@ -26,7 +26,7 @@ def adopt(manager: EncoderCudaGraphManager, flashinfer: bool) -> None:
         flashinfer: Whether the engine asks for FLASHINFER.
     """
     names = {cls.__name__ for cls in type(manager.model).__mro__}
-    is_known = names & _EXACT and not names & _OTHERS
+    is_known = names & EXACT and not names & _OTHERS
     is_exact = flashinfer and manager.config.modalities and is_known
     # Runners name vLLM's class, and import it before anything could take its place.
     manager.__class__ = ExactManager if is_exact else PaddedManager
