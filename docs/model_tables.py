@@ -69,9 +69,7 @@ def _cells(
         "longest length": tower.get("length", ""),
         "blocks": "programs" if tower.get("blocks") else "-",
         "encoder graphs": graphs,
-        "FP8 on an H200": "; ".join(
-            dict.fromkeys(map(_fp8, tower.get("head_dims", ())))
-        ),
+        "FP8 on an H200": "; ".join(fp8),
         "by name": "yes" if is_first and module in known else "-",
         "gain": gains.get(module, "-") if is_first else "-",
         "tested": tower["tested"],
