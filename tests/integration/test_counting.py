@@ -13,6 +13,7 @@ import pytest
 import torch
 from _towers import FAMILIES, cpu_only, pixels, small_tower
 from prometheus_client import CollectorRegistry
+from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -20,6 +21,7 @@ from simulated_graphs import build_manager, capture, simulated_graphs  # noqa: E
 from vllm_flashinfer_vit.engine import counting, warmup  # noqa: E402
 from vllm_flashinfer_vit.engine.counting import Counting  # noqa: E402
 from vllm_flashinfer_vit.engine.metrics import Metrics  # noqa: E402
+from vllm_flashinfer_vit.graphs.padded import PaddedManager  # noqa: E402
 from vllm_flashinfer_vit.ops.plan import Plan  # noqa: E402
 from vllm_flashinfer_vit.patches import counters  # noqa: E402
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES  # noqa: E402
@@ -243,6 +245,72 @@ class TestGraphs:
             self.run(manager, tower, [[1, 4, 32]])
         counts = Counter(of_series(metrics, "encoder_passes")) - counts
         assert counts["reference", "any", "graph"] == 1
+
+
+class TestCaptured:
+    """What replays add, where vLLM's manager captures and replays something else."""
+
+    @pytest.fixture
+    def manager(self, metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> Any:
+        def capture_graph(manager: Any, *args: Any, axis_keys: Any = ()) -> None:
+            # As vLLM: before the capture, and in it.
+            for _ in range(2):
+                counted(manager.counting, axis_keys)
+
+        for name, method in (
+            ("_capture_budget_graph", capture_graph),
+            ("_run_budget_graph", lambda *args, **kwargs: torch.zeros(1)),
+        ):
+            monkeypatch.setattr(EncoderCudaGraphManager, name, method)
+        made: Any = PaddedManager.__new__(PaddedManager)
+        made.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace())
+        made.config = SimpleNamespace(buffer_keys=[], padding_logics={})
+        made.adopt()
+
+        def counted(engine: Counting, axis_keys: Any) -> None:
+            if axis_keys == ("refused",):
+                engine.add(1, "fallbacks", "block_input")
+            else:
+                kind = ("triton", "any") if axis_keys else ("triton_window", "128")
+                engine.passed(kind, "blocks", 1000 if axis_keys else 100, True)
+
+        return made
+
+    def replay(self, manager: Any, **keys: Any) -> None:
+        with manager.counting.step():
+            manager._run_budget_graph({}, 64, **keys)
+
+    def test_graphs_of_one_budget_are_apart(
+        self, manager: Any, metrics: Metrics
+    ) -> None:
+        for keys in ({}, {"axis_keys": (1000,)}):
+            manager._capture_budget_graph(64, **keys)
+        self.replay(manager)
+        assert of_series(metrics, "encoder_patches") == {
+            ("triton_window", "128", "graph"): 100
+        }
+        self.replay(manager, axis_keys=(1000,))
+        assert of_series(metrics, "encoder_patches") == {
+            ("triton_window", "128", "graph"): 100,
+            ("triton", "any", "graph"): 1000,
+        }
+        assert set(of_series(metrics, "encoder_passes").values()) == {1}
+
+    def test_what_falls_back_counts_in_replays_alone(
+        self, manager: Any, metrics: Metrics
+    ) -> None:
+        refused = {"axis_keys": ("refused",)}
+        manager._capture_budget_graph(64, **refused)
+        with manager.counting.step():
+            pass
+        assert not of_series(metrics, "fallbacks")
+        self.replay(manager, **refused)
+        self.replay(manager, **refused)
+        assert of_series(metrics, "fallbacks") == {("block_input",): 2}
+
+    def test_a_graph_that_others_captured(self, manager: Any, metrics: Metrics) -> None:
+        self.replay(manager)
+        assert not of_series(metrics, "encoder_passes")
 
 
 class TestBuilt:

@@ -18,7 +18,7 @@ from _towers import DEVICE, FAMILIES, pixels, small_tower
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from simulated_graphs import build_manager, capture, simulated_graphs  # noqa: E402
-from vllm_flashinfer_vit.graphs import exact  # noqa: E402
+from vllm_flashinfer_vit.graphs import exact, padded  # noqa: E402
 from vllm_flashinfer_vit.graphs.padded import PaddedManager  # noqa: E402
 from vllm_flashinfer_vit.graphs.sizes import ReplaySizeError, usual_frames  # noqa: E402
 from vllm_flashinfer_vit.kernels import attention_ref as reference  # noqa: E402
@@ -163,14 +163,18 @@ class TestReplay:
         with simulated_graphs():
             manager = build_manager(tower, max_tokens=160, **LIMITS)
             capture(manager, tower)
-            with mock.patch.object(exact.logger, "warning_once") as warned:
+            with (
+                mock.patch.object(padded.logger, "warning_once") as warned,
+                mock.patch.object(padded.logger, "debug") as said,
+            ):
                 got = run(manager, tower, "video", grids)
             assert (manager.graph_hits, manager.graph_misses) == (0, 2)
-            ((text, why), _) = warned.call_args
-            assert "runs without a CUDA graph" in text
-            # A text: what differs by identity would be said for every batch.
-            assert isinstance(why, str)
-            assert "cu_seqlens of this batch has 41 entries" in why
+            # Nothing of the batch itself, which would be said for every batch.
+            ((text, *words), _) = warned.call_args
+            assert "ran without one" in text
+            assert words[:2] == [spec.FAMILIES[family].model, "graph_size"]
+            assert "encoder_cudagraph_max_frames_per_batch" in words[2]
+            assert "has 41 entries" in str(said.call_args.args[1])
             monkeypatch.setenv(ENV_STRICT, "1")
             with pytest.raises(ReplaySizeError) as error:
                 run(manager, tower, "video", grids)
@@ -327,15 +331,6 @@ class TestBudgets:
     def test_the_users_stay(self) -> None:
         assert self.build(budgets=(100, 250)).token_budgets == [100, 250]
         assert self.build(budgets=(100, 250), max_items=4).token_budgets == [100, 250]
-
-    def test_waste_is_counted(self) -> None:
-        tower = small_tower("qwen3_vl")
-        with simulated_graphs():
-            manager = build_manager(tower, max_tokens=160, **LIMITS)
-            capture(manager, tower)
-            run(manager, tower, *BATCHES[0])
-        assert (manager.replays, manager.real_tokens) == (1, 16)
-        assert manager.padded_tokens == 16
 
 
 class TestStockBackend:

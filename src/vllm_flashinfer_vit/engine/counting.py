@@ -41,7 +41,7 @@ class Counting:
         # Held, so that its id, by which `of` finds this, is not another one's.
         self._compilation_config = vllm_config.compilation_config
         self._counts: Counter[Key] = Counter()
-        self._noted: dict[Kind, int] | None = None
+        self._noted: dict[Key, int] | None = None
         self._first: Kind | None = None
         # By tower: dead once its layers are.
         self._last: WeakValueDictionary[str, LayerCounts] = WeakValueDictionary()
@@ -102,13 +102,15 @@ class Counting:
         metrics.say_if_due()
 
     @contextmanager
-    def noting(self) -> Iterator[dict[Kind, int]]:
-        """Note the passes that a CUDA graph captures, which are to count when it runs.
+    def noting(self) -> Iterator[dict[Key, int]]:
+        """Note what a CUDA graph captures, which is to count when the graph runs.
+
+        What is captured runs once before, and is noted once.
 
         Yields:
-            The rows of these passes, by kernel and class.
+            What each replay adds, by counter.
         """
-        noted: dict[Kind, int] = {}
+        noted: dict[Key, int] = {}
         self._noted, self.is_on = noted, True
         try:
             yield noted
@@ -129,22 +131,22 @@ class Counting:
             self._first = kind
         elif kind == self._first:
             return
-        if self._noted is not None:
-            self._noted[kind] = rows
-            return
-        self._counts["encoder_passes", *kind, path] += 1
-        self._counts["encoder_patches", *kind, path] += rows
+        path = path if self._noted is None else "graph"
+        self.add(1, "encoder_passes", *kind, path)
+        self.add(rows, "encoder_patches", *kind, path)
 
-    def replayed(self, noted: dict[Kind, int]) -> None:
-        """Count the replay of a graph that captured the passes in `noted`."""
-        if self.is_on:
-            for kind, rows in noted.items():
-                self._counts["encoder_passes", *kind, "graph"] += 1
-                self._counts["encoder_patches", *kind, "graph"] += rows
+    def replayed(self, noted: dict[Key, int]) -> None:
+        """Count the replay of a graph that captured what is `noted`."""
+        for key, amount in noted.items():
+            self.add(amount, *key)
 
     def add(self, amount: int, *key: str) -> None:
         """Add to a counter of `metrics.SERIES`, given its name and labels."""
-        if self.is_on and amount:
+        if not self.is_on or not amount:
+            return
+        if self._noted is not None:
+            self._noted[key] = amount
+        else:
             self._counts[key] += amount
 
 

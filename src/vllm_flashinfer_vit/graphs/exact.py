@@ -16,7 +16,6 @@ from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 from vllm_flashinfer_vit.graphs.padded import PaddedManager
 from vllm_flashinfer_vit.graphs.sizes import (
     ReplayError,
-    ReplaySizeError,
     even_split,
     fill,
     fine_budgets,
@@ -25,13 +24,11 @@ from vllm_flashinfer_vit.graphs.sizes import (
     max_windows,
     usual_frames,
 )
-from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
 # The set of graphs for batches of short sequences; see `ExactManager.capture`.
 _SHORT = "short"
-_STATS_INTERVAL = 100
 
 
 class ExactManager(PaddedManager):
@@ -46,7 +43,6 @@ class ExactManager(PaddedManager):
         # In place of vLLM's own for Qwen2.5-VL, too, which look at no size.
         for key in self.config.buffer_keys:
             self.config.padding_logics[key] = partial(fill, key)
-        self.replays = self.real_tokens = self.padded_tokens = 0
         compilation = self.vllm_config.compilation_config
         if not compilation.encoder_cudagraph_token_budgets:
             budgets = fine_budgets(self.token_budgets[0], self.token_budgets[-1])
@@ -133,47 +129,26 @@ class ExactManager(PaddedManager):
         super().clear()
         self.model.clear()
 
-    def _run_budget_graph(
-        self, mm_kwargs: dict[str, Any], token_budget: int, *args: Any, **kwargs: Any
+    def _replay(
+        self,
+        mm_kwargs: dict[str, Any],
+        token_budget: int,
+        path: str,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor | None:
         grids = self.model.grids(mm_kwargs)
         longest = max(h * w for _, h, w in grids)
         if token_budget in self._short_budgets() and self.model.is_short(longest):
-            args, kwargs = (), {**kwargs, "path": _SHORT}
-        try:
-            output = super()._run_budget_graph(mm_kwargs, token_budget, *args, **kwargs)
-        except ReplayError as error:
-            return self._run_eager(mm_kwargs, error)
+            path = _SHORT
+        output = super()._replay(mm_kwargs, token_budget, path, *args, **kwargs)
         if output is None:
             return None
-        self._count(sum(t * h * w for t, h, w in grids), token_budget)
+        patches = sum(t * h * w for t, h, w in grids)
+        self.counting.add(patches // self.model.unit, "graph_real_tokens")
+        self.counting.add(token_budget, "graph_padded_tokens")
         assert self.model.output is not None
         return self.model.output[:token_budget]
-
-    def _run_eager(self, mm_kwargs: dict[str, Any], error: ReplayError) -> torch.Tensor:
-        """Serve a batch that no graph holds, such as a long video of small frames."""
-        if Settings.from_env().strict:
-            raise type(error)(f"{error}, or unset {ENV_STRICT}") from None
-        logger.warning_once("%s. The batch runs without a CUDA graph.", str(error))
-        self.graph_misses += len(self._get_item_specs(mm_kwargs))
-        is_size = isinstance(error, ReplaySizeError)
-        self.counting.add(1, "fallbacks", "graph_size" if is_size else "graph_pixels")
-        with torch.inference_mode():
-            return self.model.encoder_eager_forward(mm_kwargs)
-
-    def _count(self, patches: int, token_budget: int) -> None:
-        real_tokens = patches // self.model.unit
-        self.counting.add(real_tokens, "graph_real_tokens")
-        self.counting.add(token_budget, "graph_padded_tokens")
-        self.real_tokens += real_tokens
-        self.padded_tokens += token_budget
-        self.replays += 1
-        if self.replays % _STATS_INTERVAL == 0:
-            logger.debug(
-                "Encoder CUDA graphs: %d replays, %.3f padded over real tokens",
-                self.replays,
-                self.padded_tokens / self.real_tokens,
-            )
 
 
 class ExactModel:

@@ -9,10 +9,22 @@ from functools import partial
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
-from vllm_flashinfer_vit.engine.counting import Counting, Kind
-from vllm_flashinfer_vit.graphs.sizes import ReplaySizeError, fill
+from vllm_flashinfer_vit.engine.counting import Counting
+from vllm_flashinfer_vit.engine.metrics import Key
+from vllm_flashinfer_vit.graphs.sizes import ReplayError, ReplaySizeError, fill
+from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
+
+# Of batches that a graph cannot hold, by the label of their counter.
+_REMEDIES = {
+    "graph_size": "raise encoder_cudagraph_max_frames_per_batch or "
+    "encoder_cudagraph_max_vision_items_per_batch in the compilation config",
+    "graph_pixels": "give images of 8 bits",
+}
 
 
 class PaddedManager(EncoderCudaGraphManager):
@@ -27,8 +39,8 @@ class PaddedManager(EncoderCudaGraphManager):
     def adopt(self) -> None:
         """Take over a manager that vLLM has just built."""
         self.counting = Counting.of(self.vllm_config)
-        # What the graphs hold that vLLM captures by its method, by budget and path.
-        self._captured: dict[tuple[int, str], dict[Kind, int]] = {}
+        # What the graphs hold that vLLM captures by its method, by what it names them.
+        self._captured: dict[tuple[Any, ...], dict[Key, int]] = {}
         logics = self.config.padding_logics
         for key in self.config.buffer_keys:
             logics.setdefault(key, partial(fill, key))
@@ -46,7 +58,7 @@ class PaddedManager(EncoderCudaGraphManager):
     ) -> None:
         with self.counting.noting() as noted:
             super()._capture_budget_graph(token_budget, path, *args, **kwargs)
-        self._captured[token_budget, path] = noted
+        self._captured[_name(token_budget, path, *args, **kwargs)] = noted
 
     def _run_budget_graph(
         self,
@@ -57,14 +69,57 @@ class PaddedManager(EncoderCudaGraphManager):
         **kwargs: Any,
     ) -> torch.Tensor | None:
         try:
+            return self._replay(mm_kwargs, token_budget, path, *args, **kwargs)
+        except ReplayError as error:
+            return self._run_eager(mm_kwargs, path, error)
+
+    def _replay(
+        self,
+        mm_kwargs: dict[str, Any],
+        token_budget: int,
+        path: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor | None:
+        """Run the graph of a budget, or return None if there is none.
+
+        Raises:
+            ReplayError: The batch does not fit it.
+        """
+        try:
             output = super()._run_budget_graph(
                 mm_kwargs, token_budget, path, *args, **kwargs
             )
         except ReplaySizeError as error:
             raise ReplaySizeError(self._explain(error, token_budget)) from None
         if output is not None:
-            self.counting.replayed(self._captured.get((token_budget, path), {}))
+            name = _name(token_budget, path, *args, **kwargs)
+            self.counting.replayed(self._captured.get(name, {}))
         return output
+
+    def _run_eager(
+        self, mm_kwargs: dict[str, Any], path: str, error: ReplayError
+    ) -> torch.Tensor:
+        """Serve a batch that no graph holds, such as a long video of small frames."""
+        if Settings.from_env().strict:
+            raise type(error)(f"{error}, or unset {ENV_STRICT}") from None
+        is_size = isinstance(error, ReplaySizeError)
+        kind = "graph_size" if is_size else "graph_pixels"
+        # No sizes, which would make it another line for each of them.
+        logger.warning_once(
+            "%s: a batch did not fit its encoder CUDA graph (%s) and ran without one; "
+            "others of its kind are not said, but counted. If there are many, %s.",
+            self._model_name(),
+            kind,
+            _REMEDIES[kind],
+        )
+        logger.debug("%s. The batch runs without a CUDA graph.", error)
+        self.graph_misses += len(self._get_item_specs(mm_kwargs))
+        self.counting.add(1, "fallbacks", kind)
+        # Most models have one path, and some of them know none.
+        of_path = {} if path == "default" else {"path": path}
+        with torch.inference_mode():
+            return self.model.encoder_eager_forward(mm_kwargs, **of_path)
 
     def _frames(self, token_budget: int) -> int:
         """Return how many video frames a budget's graph was captured for."""
@@ -76,7 +131,13 @@ class PaddedManager(EncoderCudaGraphManager):
     def _explain(self, error: ReplaySizeError, token_budget: int) -> str:
         return (
             f"{self._model_name()}: {error} (budget {token_budget} tokens, "
-            f"{self.max_batch_size} items, {self._frames(token_budget)} video frames). "
-            "Raise encoder_cudagraph_max_frames_per_batch or "
-            "encoder_cudagraph_max_vision_items_per_batch in the compilation config"
+            f"{self.max_batch_size} items, {self._frames(token_budget)} video frames); "
+            + _REMEDIES["graph_size"]
         )
+
+
+def _name(
+    token_budget: int, path: str, axis_keys: tuple[Any, ...] = ()
+) -> tuple[Any, ...]:
+    """Name a graph; from vLLM 0.33 on there may be several for a budget."""
+    return token_budget, path, axis_keys
