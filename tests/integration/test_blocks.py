@@ -264,11 +264,21 @@ class TestOwnForward:
             forward_native = forward
 
         width = getattr(block, place).weight.shape[0]
-        others = [Other(width), nn.RMSNorm(width), nn.LayerNorm(width, bias=False)]
-        for other in others:
+        no_weight = nn.RMSNorm(width, elementwise_affine=False)
+        for other in (Other(width), no_weight, nn.LayerNorm(width, bias=False)):
             setattr(block, place, other)
             line = self.attached(block, monkeypatch)
             assert line is not None and f"{place} is a {type(other).__name__}" in line
+
+    def test_parts_by_other_names(
+        self, block: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As in a subclass by someone else: its model is built all the same."""
+        part = block.attn
+        del block.attn
+        block.self_attention = part
+        line = self.attached(block, monkeypatch)
+        assert line is not None and "attn" in line
 
     def test_it_is_said_once(
         self, ran: list[int], monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is counted: passes of real towers, replays of simulated graphs, fall-backs."""
 
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from _towers import FAMILIES, cpu_only, pixels, small_tower
+from _towers import FAMILIES, cpu_only, pixels, small_spec, small_tower
 from prometheus_client import CollectorRegistry
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
@@ -25,7 +26,7 @@ from vllm_flashinfer_vit.graphs.padded import PaddedManager  # noqa: E402
 from vllm_flashinfer_vit.ops.plan import Plan  # noqa: E402
 from vllm_flashinfer_vit.patches import counters  # noqa: E402
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES  # noqa: E402
-from vllm_flashinfer_vit.towers.tower import Tower  # noqa: E402
+from vllm_flashinfer_vit.towers.tower import Tower, build_tower  # noqa: E402
 
 pytestmark = cpu_only
 
@@ -95,6 +96,24 @@ class TestEager:
         assert of_series(metrics, "encoder_patches") == {kind: PATCHES}
         assert of_series(metrics, "fallbacks") == {("block_input",): 1}
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tower_of_one_block_counts_once(metrics: Metrics) -> None:
+    spec = small_spec("qwen2_vl")
+    one = dataclasses.replace(spec, vision_config={**spec.vision_config, "depth": 1})
+    tower = build_tower(one, backend="FLASHINFER", dtype=torch.float32, device="cpu")
+    with Counting.of(tower.vllm_config).step():
+        encode(tower)
+    assert set(of_series(metrics, "encoder_passes").values()) == {1}
+    assert set(of_series(metrics, "encoder_patches").values()) == {PATCHES}
+
+
+def test_a_wrapper_without_a_worker_shuts_down() -> None:
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    done: list[object] = []
+    counters._say_last(done.append)(WorkerWrapperBase.__new__(WorkerWrapperBase))
+    assert len(done) == 1
 
 
 class TestKinds:

@@ -48,6 +48,17 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     assert not [name for name in sys.modules if name.startswith("toy_package")]
 
 
+def test_functions_of_a_module_have_fingerprints(package: str) -> None:
+    marks = {
+        fingerprint(f"{package}.layers:{path}")
+        for path in ("forward", "Layer.forward", "Late.forward")
+    }
+    assert len(marks) == 3
+    for path in ("twice", "Layer", "nothing"):
+        with pytest.raises(LookupError, match=f"no def {path}"):
+            fingerprint(f"{package}.layers:{path}")
+
+
 @pytest.mark.parametrize(
     ("path", "names"),
     [

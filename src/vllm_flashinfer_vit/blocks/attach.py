@@ -125,7 +125,7 @@ def _unfit(spec: BlockSpec, block: torch.nn.Module) -> str | None:
     layers = (spec.qkv, spec.proj, spec.first, spec.act, spec.second)
     try:
         attention = block.get_submodule(spec.attention.rpartition(".")[0])
-        for path in (spec.norm1, spec.norm2, *layers):
+        for path in (spec.attention, spec.norm1, spec.norm2, *layers):
             block.get_submodule(path)
     except AttributeError as error:
         return str(error)

@@ -5,9 +5,8 @@ Weights and scales are the layer's own. What is in front of a layer writes its r
 e4m3: a norm, or an MLP's activation; attention's output takes a launch of its own. A
 scale is given for the layer, or each token gets its own from its largest value.
 
-Methods of vLLM that end in its CUTLASS kernel are known here, by name; of those that
-scale all tokens alike and dynamically it would need two passes over the rows, so each
-token gets a scale there, too, which is at least as exact.
+Methods of vLLM that end in its CUTLASS kernel are known here, by name. Where that runs,
+none of them has a dynamic scale for all tokens of a batch.
 """
 
 from collections.abc import Callable
@@ -94,6 +93,7 @@ class Fp8Linear:
         self._is_summed = is_row_parallel and layer.tp_size > 1
         # The sum over ranks has it once.
         self._adds_bias = not (self._is_summed and layer.tp_rank > 0)
+        self._launch = _scaled_mm(weights.weight)
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -150,8 +150,7 @@ class Fp8Linear:
         """Write this rank's part to `out`; see `__call__`."""
         weights = self.weights
         bias = weights.bias if with_bias else None
-        launch = _scaled_mm(rows)
-        launch(out, rows, weights.weight, scales, weights.weight_scale, bias)
+        self._launch(out, rows, weights.weight, scales, weights.weight_scale, bias)
 
 
 def quantize(x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> None:
@@ -202,8 +201,8 @@ def prepare_rows(
     return call
 
 
-def _scaled_mm(rows: torch.Tensor) -> Callable[..., None]:
-    if not rows.is_cuda:
+def _scaled_mm(weight: torch.Tensor) -> Callable[..., None]:
+    if not weight.is_cuda:
         return scaled_mm_ref
     launch = compiled_op(_GEMM)
     assert launch is not None
@@ -278,12 +277,6 @@ def has_plain_outputs(layer: Any) -> bool:
 def has_plain_sizes(layer: Any) -> bool:
     """Whether vLLM has not padded a layer."""
     return has_plain_inputs(layer) and has_plain_outputs(layer)
-
-
-def has_dynamic_tensor_scale(layer: Any) -> bool:
-    """Whether vLLM quantises a layer's rows by one scale of each batch's own."""
-    scale = kernel_of(layer).config.activation_quant_key.scale
-    return not scale.static and scale.group_shape.is_per_tensor()
 
 
 def _fits(layer: Any, kernel: Any) -> bool:

@@ -103,11 +103,6 @@ class Layers(NamedTuple):
         step = Fp8Linear(layer, self.weights.add(Fp8Weights(layer)))
         scales = "the layer's scale" if step.is_static else "a scale for each token"
         self.steps[path] = f"FP8 by CUTLASS, {scales}"
-        if fp8_linear.has_dynamic_tensor_scale(layer):
-            logger.info_once(
-                "FP8 linear layers of the vision tower's blocks get a scale for each "
-                "token, where vLLM has one for all tokens of a batch."
-            )
         return step
 
     def projection(self, path: str) -> Step | OwnLinear | Fp8Linear:

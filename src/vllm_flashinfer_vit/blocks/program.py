@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 import torch
+from vllm.logger import init_logger
 
 from vllm_flashinfer_vit.blocks import fp8_linear, norms
 from vllm_flashinfer_vit.blocks.aligned_linear import align
@@ -27,6 +28,8 @@ from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled, TowerProgram, Widths
 from vllm_flashinfer_vit.ops.batch import Batch
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
 
 # Of tables that a pass has settled attention for: two with windows, for two batches.
 _MAX_TABLES = 4
@@ -231,7 +234,8 @@ class BlockProgram:
         following = tower.blocks.get(self._index + 1)
         if following is None:
             tower.end(now)
-            self._count(now, x, given)
+            if self._index:
+                self._count(now, x, given)
             return norms.add(x, (attended, out), scaled)
         norm = following._norm1
         total = torch.empty_like(x)
@@ -252,6 +256,11 @@ class BlockProgram:
         # A rank without an image has no tokens, and compiled blocks have no program.
         if self._index == 0 and not torch.compiler.is_compiling() and x.numel():
             self._attention.counts.fell_back("block_input")
+            logger.info_once(
+                "%s: a batch runs by vLLM's own steps, since the blocks' program does "
+                "not take what they are given, such as an attention mask.",
+                type(self._block).__name__,
+            )
 
     def _layer_scales(self) -> norms.LayerScales:
         names = self.spec.layer_scales

@@ -19,12 +19,13 @@ from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 from vllm_flashinfer_vit.machine.versions import format_cudnn
 from vllm_flashinfer_vit.settings import VARIABLES, Settings
 
-# When `blocks/program.py` leaves steps to vLLM.
+# When `blocks/attach.py` and `blocks/layers.py` leave steps to vLLM.
 OWN_STEPS = (
     "A block runs as vLLM's own, without these, if it is compiled "
     "(compile_mm_encoder), if its norms are of an unknown class, or if "
     "VLLM_BATCH_INVARIANT is set; the log says so. A linear layer runs as vLLM's own "
-    "if it is quantized, can get LoRA adapters, or is summed or gathered over ranks."
+    "if it is quantized otherwise than in FP8 by CUTLASS, can get LoRA adapters, or is "
+    "gathered over ranks; in 16 bits also if it is summed over them."
 )
 
 

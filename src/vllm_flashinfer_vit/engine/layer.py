@@ -386,9 +386,10 @@ def _attach_program(module: torch.nn.Module, name: str, child: object) -> None:
     spec = spec_of(type(child))
     if spec is None:
         return
-    layer = child.get_submodule(spec.attention)
     # A tower of another backend may be of the same class.
-    if isinstance(layer, FlashInferViTAttention):
+    layers = (x for x in child.modules() if isinstance(x, FlashInferViTAttention))
+    layer = next(layers, None)
+    if layer is not None:
         off = layer._settings.disabled_patches
         layer.program = attach(spec, module, int(name), child, off)
 

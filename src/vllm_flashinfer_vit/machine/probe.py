@@ -252,7 +252,10 @@ def _read_gpus(problems: list[Problem]) -> tuple[tuple[Gpu, ...], str | None]:
 
 
 def _visible(nvml: ModuleType) -> list[Any]:
-    """Return NVML handles in the order in which CUDA will number the GPUs."""
+    """Return NVML handles in the order in which CUDA will number the GPUs.
+
+    For GPUs of several kinds that is so with `CUDA_DEVICE_ORDER=PCI_BUS_ID` alone.
+    """
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return [

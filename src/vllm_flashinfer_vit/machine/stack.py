@@ -64,7 +64,7 @@ class Stack:
         triton: See `vllm`.
         flashinfer: Of flashinfer-python.
         cudnn_frontend: Of nvidia-cudnn-frontend.
-        quack: Of quack-kernels, without which MLPs run as other patches leave them.
+        quack: Of quack-kernels, without which cuBLAS runs what QuACK would.
         cuda_bindings: Of cuda-bindings.
         damaged_bindings: Files of cuda-bindings that are missing, or that cuda-python
             overwrote; empty if nobody looked.

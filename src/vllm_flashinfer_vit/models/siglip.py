@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SigLIP, and the towers of its kind: dense batches of images of one size, no rotary.
 
-That is SigLIP in Gemma 3, PaliGemma and LLaVA, Idefics2's in MiniCPM-V, and InternViT,
-which scales what its branches add.
+That is SigLIP in Gemma 3, PaliGemma and LLaVA, Idefics2's in Idefics3 and Aria, and
+InternViT, which scales what its branches add. MiniCPM-V gives Idefics2's blocks a mask,
+with which they attend by PyTorch's SDPA, past any layer.
 """
 
 import dataclasses

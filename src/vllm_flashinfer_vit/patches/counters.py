@@ -36,8 +36,8 @@ def _say_last(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def shutdown(self: Any) -> None:
-        # A wrapper whose worker was never made has no config.
-        config = getattr(self, "vllm_config", None)
+        # Before it has a worker, it asks that one for what it lacks, without end.
+        config = vars(self).get("vllm_config")
         if config is not None and Counting.find(config) is not None:
             of_process().say()
         original(self)

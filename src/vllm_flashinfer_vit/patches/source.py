@@ -43,16 +43,17 @@ def parameters(target: str, folder: Path | None = None) -> tuple[str, ...]:
 
 
 def fingerprint(target: str, folder: Path | None = None) -> str:
-    """Return a hash of what a method does, the same for every Python.
+    """Return a hash of what a method or function does, the same for every Python.
 
     Comments, docstrings, annotations and layout do not count.
 
     Args:
-        target: `module:Class.method`; the method must be defined in the class.
+        target: `module:Class.method`, the method defined in the class, or
+            `module:function`.
         folder: Where the package lies; None for the one that would be imported.
 
     Raises:
-        LookupError: There is no such method, or no source of it.
+        LookupError: There is no such method or function, or no source of it.
     """
     text = repr(_essence(_method(target, folder)))
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
@@ -61,8 +62,14 @@ def fingerprint(target: str, folder: Path | None = None) -> str:
 def _method(target: str, folder: Path | None) -> _Function:
     module, _, path = target.partition(":")
     class_name, _, attribute = path.partition(".")
+    if not attribute:
+        function = _block(_source(module, folder), "def", path)
+        assert isinstance(function, _Function)
+        return function
+    owner = _block(_source(module, folder), "class", class_name)
+    assert isinstance(owner, ast.ClassDef)
     found = None
-    for part in _class(_source(module, folder), class_name).body:
+    for part in owner.body:
         if isinstance(part, _Function) and part.name == attribute:
             found = part
     if found is None:
@@ -82,12 +89,15 @@ def _source(module: str, folder: Path | None) -> Path:
 
 
 @functools.cache
-def _class(file: Path, name: str) -> ast.ClassDef:
+def _block(file: Path, word: str, name: str) -> ast.ClassDef | _Function:
+    """Return a class or a function, which `word` says."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     except OSError as error:
         raise LookupError(f"there is no source {file}") from error
-    head = re.compile(rf"\s*class {name}\s*[(:]")
+    # Functions at the top only: others are methods.
+    indent = r"\s*" if word == "class" else ""
+    head = re.compile(rf"{indent}{word} {name}\s*[(:]")
     starts = [at for at, line in enumerate(lines) if head.match(line)]
     # The last definition holds; a docstring may have a line that looks like one.
     for start in reversed(starts):
@@ -96,9 +106,9 @@ def _class(file: Path, name: str) -> ast.ClassDef:
             (found,) = ast.parse(textwrap.dedent("".join(block))).body
         except (SyntaxError, tokenize.TokenError, ValueError):
             continue
-        assert isinstance(found, ast.ClassDef)
+        assert isinstance(found, ast.ClassDef | _Function)
         return found
-    raise LookupError(f"there is no class {name} in {file}")
+    raise LookupError(f"there is no {word} {name} in {file}")
 
 
 def _essence(node: Any) -> Any:
