@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints result files as the Markdown tables of README and docs.
 
-    python benchmarks/table.py summary benchmarks/results/h200
-    python benchmarks/table.py best benchmarks/results/h200/encoder.csv
+    python benchmarks/table.py summary benchmarks/results/h200 --vllm 0.33.0
+    python benchmarks/table.py best benchmarks/results/h200/encoder.csv --vllm 0.33.0
     python benchmarks/table.py best_eager benchmarks/results/h200/eager.csv
-    python benchmarks/table.py modes benchmarks/results/h200/encoder.csv
-    python benchmarks/table.py encoder benchmarks/results/h200/encoder.csv --mode eager
-    python benchmarks/table.py host benchmarks/results/h200/host.csv --bench tower_host
+    python benchmarks/table.py modes benchmarks/results/h200/encoder.csv --vllm 0.33.0
     python benchmarks/table.py serve benchmarks/results/h200/serve.csv
     python benchmarks/table.py attention benchmarks/results/h200/attention.csv \
         --bench qkv_attention --providers stock-flash_attn plugin plugin-hopper_fp8
 
-Of repeated measurements the newest counts. A speed-up is only printed for two rows of
+A file with rows of several versions of vLLM needs `--vllm`. Of repeated measurements the newest counts. A speed-up is only printed for two rows of
 one commit: measurements of two runs differ by more than what is compared.
 """
 
