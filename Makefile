@@ -42,7 +42,7 @@ help:
 
 VERSIONS = $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(OVERRIDES),--override $(OVERRIDES))
 
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+$(STAMP): pyproject.toml $(CONSTRAINTS) $(OVERRIDES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(VERSIONS) \
@@ -76,7 +76,7 @@ test-all: $(STAMP)
 
 canary:
 	@$(MAKE) --no-print-directory setup VENV=$(CANARY_VENV)
-	$(ONE_THREAD) $(CANARY_VENV)/bin/python tools/canary.py $(IN_PARALLEL) $(FAST)
+	FUZZ=random $(ONE_THREAD) $(CANARY_VENV)/bin/python tools/canary.py $(IN_PARALLEL) $(FAST)
 
 # Read what changed in a new release before: the file says that patches serve it.
 fingerprints: $(STAMP)

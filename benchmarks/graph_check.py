@@ -38,7 +38,7 @@ import torch
 
 from csv_log import CsvLog, results_path
 from engines import Job, start
-from environment import ENVIRONMENT_COLUMNS, Environment
+from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS, Environment
 from failures import Failures
 from graph_engine import CONFIGS, run_engine, run_smoke
 from graph_requests import MAX_TOKENS
@@ -87,16 +87,25 @@ def jobs_for(models: Sequence[str], configs: Sequence[str]) -> list[Job]:
     return jobs
 
 
-def finished(path: Path, commit: str) -> set[Job]:
-    """Return the engines whose rows of this commit are in a file already."""
+def finished(path: Path, environment: Environment) -> set[Job]:
+    """Return the engines whose rows of this commit and stack are in a file already.
+
+    Those with a row that is wrong are to run again.
+    """
     if not path.exists():
         return set()
+    here = {name: getattr(environment, name) for name in ("commit", *STACK_COLUMNS)}
+    ended, wrong = set(), set()
     with path.open(newline="", encoding="utf-8") as file:
-        return {
-            Job(row["model"], row["config"], row["provider"])
-            for row in csv.DictReader(file)
-            if row["commit"] == commit and row["case"] == "random mixtures"
-        }
+        for row in csv.DictReader(file):
+            if any(row[name] != value for name, value in here.items()):
+                continue
+            job = Job(row["model"], row["config"], row["provider"])
+            if row["case"] == "random mixtures":
+                ended.add(job)
+            if judge(row):
+                wrong.add(job)
+    return ended - wrong
 
 
 def judge(row: Mapping[str, Any]) -> list[str]:
@@ -106,7 +115,7 @@ def judge(row: Mapping[str, Any]) -> list[str]:
     if error != "" and not float(error) <= GATE:
         faults.append(f"graph and eager mode with the same kernels differ by {error}")
     for name in ("triton_kernels", "cudnn_plans", "workspace_bytes"):
-        if row[name] not in ("", 0):
+        if row[name] not in ("", 0, "0"):
             faults.append(f"{row[name]} {name} built within requests")
     return faults
 
@@ -165,7 +174,7 @@ def main() -> None:
     # Engines that share a GPU wait while one of them is timed.
     timeout_s = START_TIMEOUT_S + args.jobs * (args.budget_s + args.requests_budget_s)
     gpus = gpus_to_use(args.gpus, args.smoke)
-    skip = finished(path, environment.commit)
+    skip = finished(path, environment)
     jobs = [job for job in jobs_for(args.models, args.configs) if job not in skip]
     if args.smoke:
         jobs = [job for job in jobs if job.provider == "plugin"]

@@ -37,11 +37,14 @@ def stock_attend(backend: str, problem: Problem) -> Callable[..., torch.Tensor]:
     """Return vLLM's own attention with the metadata that it prepares for a backend.
 
     Args:
-        backend: `flash_attn`, `flashinfer` or `torch_sdpa`.
+        backend: `flash_attn`, `flash_attn4`, `flashinfer` or `torch_sdpa`.
         problem: The case, whose metadata are made here, once, as stock does.
 
     Returns:
         A call on `[1, T, H, D]` q, k and v.
+
+    Raises:
+        ValueError: There is no such backend.
     """
     from vllm.v1.attention.ops import vit_attn_wrappers as wrappers
 
@@ -51,17 +54,23 @@ def stock_attend(backend: str, problem: Problem) -> Callable[..., torch.Tensor]:
             scale=problem.scale,
             cu_seqlens=problem.cu_seqlens,
         )
-    if backend == "flash_attn":
+    if backend in ("flash_attn", "flash_attn4"):
         from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
+        picked = get_flash_attn_version(head_size=problem.q.shape[2])
         return functools.partial(
             wrappers.vit_flash_attn_wrapper,
             batch_size=1,
             is_rocm_aiter=False,
-            fa_version=get_flash_attn_version(head_size=problem.q.shape[2]),
+            fa_version=4 if backend == "flash_attn4" else picked,
             scale=problem.scale,
             cu_seqlens=problem.cu_seqlens,
             max_seqlen=problem.max_seqlen,
+        )
+    if backend != "flashinfer":
+        raise ValueError(
+            f"stock-{backend} is unknown; use flash_attn, flash_attn4, flashinfer or "
+            "torch_sdpa after stock-"
         )
     from vllm.model_executor.layers.attention import mm_encoder_attention
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

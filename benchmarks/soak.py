@@ -194,7 +194,9 @@ def complaints(tally: Tally, grown: Mapping[str, float]) -> list[str]:
     if not tally.differences:
         found.append("no answer was compared with the judge's")
     for name, most in MAX_GROWTH.items():
-        if grown[name] > most:
+        if math.isnan(grown[name]):
+            found.append(f"{name}: too few samples to tell whether it grew")
+        elif grown[name] > most:
             found.append(f"{name} grew by {grown[name]:.1f} %, more than {most} %")
     return found
 

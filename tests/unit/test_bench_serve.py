@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -208,7 +209,7 @@ def started(code: str, tmp_path: Path, port: int = 1) -> Server:
 
 def test_a_server_is_waited_for_and_ended(answering: int, tmp_path: Path) -> None:
     server = started("import time; time.sleep(600)", tmp_path, answering)
-    server.wait(until=float("inf"))
+    server.wait(until=time.monotonic() + 120)
     server.stop()
     assert server._process.poll() is not None
 
@@ -216,7 +217,7 @@ def test_a_server_is_waited_for_and_ended(answering: int, tmp_path: Path) -> Non
 def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
     server = started("raise ValueError('no such model')", tmp_path)
     with pytest.raises(RuntimeError, match="ended with 1: ValueError: no such model"):
-        server.wait(until=float("inf"))
+        server.wait(until=time.monotonic() + 120)
     server.stop()
 
 

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -111,7 +112,7 @@ def test_embeddings_of_a_batch_are_those_of_single_images(tmp_path: Path) -> Non
     example = loaded("embed_images")
     spec = example.resolve_spec(MODEL, random_weights=True, depth=1)
     for name, size in (("a.png", (96, 64)), ("b.png", (64, 128))):
-        noise = os.urandom(3 * size[0] * size[1])
+        noise = random.Random(name).randbytes(3 * size[0] * size[1])
         Image.frombytes("RGB", size, noise).save(tmp_path / name)
     (tmp_path / "c.png").write_text("no image")
     both = example.embed(spec, [tmp_path], 64 * 64)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of encoder graphs in real engines: its requests, rows and comparisons."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm
-from _benchmarks import BENCHMARKS  # noqa: F401, it puts the benchmarks on the path
+from _benchmarks import ENVIRONMENT
 
 import engine_check
 import engines
@@ -183,13 +184,18 @@ def test_finished_engines_are_not_started_again(tmp_path: Path) -> None:
     path = tmp_path / "graphs.csv"
     job = engines.Job("Qwen/Qwen3-VL-8B-Instruct", "limits", "plugin")
     log = CsvLog(path, graph_check.COLUMNS)
-    row = dict.fromkeys(graph_check.COLUMNS, "")
-    row |= {"commit": "abc", "model": job.model, "config": job.config}
-    log.add({**row, "provider": job.provider, "case": "image 16x16"})
-    assert graph_check.finished(path, "abc") == set()
-    log.add({**row, "provider": job.provider, "case": "random mixtures"})
-    assert graph_check.finished(path, "abc") == {job}
-    assert graph_check.finished(path, "def") == set()
+    row = dict.fromkeys(graph_check.COLUMNS, "") | dataclasses.asdict(ENVIRONMENT)
+    row |= {"model": job.model, "config": job.config, "provider": job.provider}
+    log.add({**row, "case": "image 16x16"})
+    assert graph_check.finished(path, ENVIRONMENT) == set()
+    log.add({**row, "case": "random mixtures"})
+    assert graph_check.finished(path, ENVIRONMENT) == {job}
+    for other in ({"commit": "another"}, {"vllm": "0.99"}, {"quack": "none at all"}):
+        changed = dataclasses.replace(ENVIRONMENT, **other)
+        assert graph_check.finished(path, changed) == set()
+    # What was wrong is to be seen again.
+    log.add({**row, "case": "after start", "triton_kernels": 2})
+    assert graph_check.finished(path, ENVIRONMENT) == set()
 
 
 def test_stock_is_timed_where_it_is_right() -> None:

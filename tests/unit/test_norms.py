@@ -26,7 +26,8 @@ def test_values_so_small_that_eps_counts(make, dtype):
     module = make().to(DEVICE, dtype)
     assert is_known(module)
     norm = Norm(module)
-    x = (1e-3 * torch.randn(5, WIDTH)).to(DEVICE, dtype)
+    generator = torch.Generator().manual_seed(0)
+    x = (1e-3 * torch.randn(5, WIDTH, generator=generator)).to(DEVICE, dtype)
     with torch.inference_mode():
         expected = module(x)
         terms = [x, torch.zeros_like(x)]

@@ -278,7 +278,7 @@ def test_results_of_a_stack_are_of_that_stack() -> None:
             assert f"--vllm {path.stem.removeprefix('results_')}" in command
 
 
-def test_commands_of_tables_in_the_results_print_them() -> None:
+def test_a_command_of_a_table_prints_it() -> None:
     page = (ROOT / "docs" / "results.md").read_text()
     commands = commands_of_tables(page)
     script = commands[0].split()

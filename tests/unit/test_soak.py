@@ -143,12 +143,14 @@ def test_kernels_that_were_built_after_start_are_counted() -> None:
 
 
 def test_what_is_wrong_is_said() -> None:
-    grown = {"rss": 3.0, "device": math.nan}
+    grown = {"rss": 3.0, "device": 0.0}
     good = soak_client.Tally(sent=9, differences=[0.1])
     assert soak.complaints(good, grown) == []
     bad = soak_client.Tally(sent=9, faults=["lost"], differences=[9.0])
     lines = soak.complaints(bad, {"rss": 11.0, "device": 6.0})
     assert len(lines) == 4
+    unknown = soak.complaints(good, {"rss": 3.0, "device": math.nan})
+    assert unknown == ["device: too few samples to tell whether it grew"]
     assert "no answer was compared" in soak.complaints(soak_client.Tally(), grown)[0]
 
 
@@ -244,6 +246,8 @@ def test_a_models_soak_ends_with_its_rows(
         soak, "draw_request", lambda seed, i, patch: asks(number=i, is_sampled=i < 2)
     )
     monkeypatch.setattr(soak_memory.MemoryLog.__init__, "__defaults__", (no_gpu,))
+    # Too short to tell.
+    monkeypatch.setattr(soak, "growths", lambda memory: {"rss": 0.0, "device": 0.0})
     args = soak.parse_args(["--requests", "30"])
     logs = {
         "soak": csv_log.CsvLog(tmp_path / "soak.csv", soak.COLUMNS),
