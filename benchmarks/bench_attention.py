@@ -218,6 +218,7 @@ def main() -> None:
     finally:
         bench.failures.summary()
     print(f"rows in {output}")
+    bench.failures.exit()
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def main() -> None:
     finally:
         bench.summary()
     print(f"rows in {output}")
+    bench.failures.exit()
 
 
 if __name__ == "__main__":

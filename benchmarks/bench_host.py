@@ -393,6 +393,7 @@ def main() -> None:
         time_steps(rows, failures, args)
     failures.summary()
     print(f"rows in {output}")
+    failures.exit()
 
 
 if __name__ == "__main__":

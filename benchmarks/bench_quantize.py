@@ -266,6 +266,7 @@ def main() -> None:
     finally:
         failures.summary()
     print(f"rows in {output}")
+    failures.exit()
 
 
 if __name__ == "__main__":

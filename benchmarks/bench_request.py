@@ -300,8 +300,7 @@ def main() -> None:
                 measure(engines, folder, model, args, rows, failures, environment)
     failures.summary()
     print(f"rows in {rows.path}")
-    if failures.lines:
-        raise SystemExit(1)
+    failures.exit()
 
 
 if __name__ == "__main__":

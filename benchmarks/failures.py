@@ -30,6 +30,11 @@ class Failures:
                 # Raises if every further call of this process would fail.
                 torch.cuda.synchronize()
 
+    def exit(self) -> None:
+        """End the process with 1 if there is a failure."""
+        if self.lines:
+            raise SystemExit(1)
+
     def summary(self) -> None:
         """Print every failure once more."""
         if self.lines:

@@ -94,7 +94,7 @@ def test_a_method_that_was_never_read(toy: Path, monkeypatch) -> None:
 def test_a_method_without_source(toy: Path, layer: Any) -> None:
     # As compiled modules have it.
     (toy / "layers.py").rename(toy / "layers.so")
-    source._class.cache_clear()
+    source._block.cache_clear()
     assert "there is no source" in str(difference(METHOD))
     assert "layers.py" in str(difference(METHOD))
 
