@@ -14,6 +14,7 @@ A generated table stands between two comments, the first of which is its command
 """
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -160,6 +161,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "counters": counters,
     "packed": model_tables.packed,
     "dense": model_tables.dense,
+    "transformers": model_tables.transformers,
+    "outside": model_tables.outside,
 }
 
 
@@ -204,6 +207,8 @@ def main() -> None:
     parser.add_argument("table", nargs="?", choices=TABLES, help="print it")
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args()
+    # vLLM logs to where tables are printed, and on a machine without a GPU it warns.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if args.table:
         print(TABLES[args.table]())
         return

@@ -1,121 +1,234 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of models.md: what `models.toml` says, and what the code knows.
 
-`generate.py` writes them into the page.
+`generate.py` writes them into the page. The keys of the file, most of which a tower may
+leave out:
+
+    module      vLLM's, below `vllm.model_executor.models`, or below `vllm` with dots
+    part        of a module with several towers, or that is served in part
+    serves      models that build it
+    since       the first release whose tower has `MMEncoderAttention`, if not 0.25.1
+    until       the last one, if there is a newer release without
+    head_dims   those that no code of this repository builds at true size
+    length      the longest length, as it is handed over
+    blocks      what runs of them, if it is no program of this package
+    graphs      vLLM's classes whose encoder graphs it captures, and since when; a model
+                that derives from one is captured as that
+    encoders    names in `tests/integration/_encoders.py`
+    why, runs   why it is outside, and what runs instead
+    tested      what of it the tests build; `read` if nothing
+    stock       what vLLM 0.25.1's own FLASHINFER makes of it
 """
 
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+for folder in ("benchmarks", "tests/integration"):
+    sys.path.append(str(ROOT / folder))
 
 import chosen_rows  # noqa: E402
-from block_stacks import STACKS  # noqa: E402
 
 FACTS = Path(__file__).with_name("models.toml")
-_RESULTS = ROOT / "benchmarks" / "results" / "h200" / "encoder.csv"
-_GPU = "NVIDIA H200"
-_HEADS = (
-    *("module", "serves", "head dims", "longest length", "blocks"),
-    *("encoder graphs", "FP8 on an H200", "by name", "gain", "tested", "stock 0.25.1"),
+RESULTS = ROOT / "benchmarks" / "results" / "h200" / "encoder.csv"
+
+Tower = Mapping[str, Any]
+_DENSE = (
+    *("module", "serves", "head dims", "blocks", "encoder graphs", "FP8 on an H200"),
+    *("by name", "gain on an H200", "tested"),
 )
-# Of packed sequences alone.
-_PACKED_HEADS = ("longest length", "stock 0.25.1")
+_PACKED = (*_DENSE[:3], "longest length", *_DENSE[3:], "stock 0.25.1")
+_OUTSIDE = ("module", "what", "serves", "why", "what runs", "tested")
 
 
-def read() -> Mapping[str, Sequence[Mapping[str, Any]]]:
-    """Return what the file says of each encoder, by `packed` and `dense`."""
+def read() -> Mapping[str, Sequence[Tower]]:
+    """Return what the file says: `packed`, `dense`, `transformers` and `outside`."""
     return tomllib.loads(FACTS.read_text(encoding="utf-8"))
 
 
+def full_name(module: str) -> str:
+    """Return a module's name below `vllm`, as tests and patches have it."""
+    return module if "." in module else f"model_executor.models.{module}"
+
+
 def packed() -> str:
-    """Write a line for each encoder of packed sequences."""
-    return _table(read()["packed"], _HEADS)
+    """Write a line for each tower of packed sequences."""
+    return _table(_PACKED, "packed")
 
 
 def dense() -> str:
-    """Write a line for each encoder of dense batches."""
-    heads = [head for head in _HEADS if head not in _PACKED_HEADS]
-    return _table(read()["dense"], heads)
+    """Write a line for each tower of dense batches."""
+    return _table(_DENSE, "dense")
 
 
-def _table(towers: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> str:
+def transformers() -> str:
+    """Write a line for each tower that vLLM takes from Transformers."""
+    return _table(_DENSE, "transformers")
+
+
+def outside() -> str:
+    """Write a line for each tower, or part of one, that runs elsewhere."""
+    return _table(_OUTSIDE, "outside")
+
+
+def built() -> dict[str, list[tuple[str, int]]]:
+    """Return models and head dims that this repository builds at true size, by module.
+
+    Some more than once; the benchmarks measure them under these names.
+    """
+    import gemma4_stack
+    from block_stacks import STACKS
+    from vllm_flashinfer_vit.towers.spec import FAMILIES, NAMED_MODELS
+
+    found: dict[str, list[tuple[str, int]]] = {}
+    for name, (family, config) in NAMED_MODELS.items():
+        width = config.get("embed_dim", config["hidden_size"])
+        module = FAMILIES[family].module
+        found.setdefault(module, []).append((name, width // config["num_heads"]))
+    for name, stack in STACKS.items():
+        found.setdefault(stack.module, []).append((name, stack.head_dim))
+    for name, sizes in gemma4_stack.TOWERS.items():
+        found.setdefault("gemma4_mm", []).append((name, sizes.head_size))
+    return found
+
+
+def with_block_patch() -> set[str]:
+    """Return the modules of the blocks that patches have run as programs."""
+    from vllm_flashinfer_vit.plugin import all_patches
+
+    targets = (p.target for p in all_patches() if p.name.endswith("-blocks"))
+    return {target.partition(":")[0].removeprefix("vllm.") for target in targets}
+
+
+def gains(rows: Iterable[chosen_rows.Row]) -> dict[str, str]:
+    """Return by model the geometric means of the newest vLLM that it was measured with.
+
+    Args:
+        rows: Of `RESULTS`.
+    """
+    found: dict[str, str] = {}
+    rows = list(rows)
+    for vllm in sorted({row["vllm"] for row in rows}, key=Version):
+        best = chosen_rows.Best([row for row in rows if row["vllm"] == vllm])
+        for model in best.models:
+            means = {p: best.mean(p, model) for p in best.challengers}
+            names = {chosen_rows.PLUGIN: "", chosen_rows.PLUGIN_FP8: "FP8 "}
+            shown = [f"{names[p]}{mean}" for p, mean in means.items() if mean]
+            if shown:
+                found[model] = f"{_short(model)} {', '.join(shown)}"
+    return found
+
+
+def _table(heads: Sequence[str], kind: str) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    gains, known = dict(_gains()), _known()
-    for tower in towers:
-        cells = _cells(tower, gains, known)
-        lines.append(f"| {' | '.join(cells[head] for head in heads)} |")
+    known = _Known()
+    for tower in read()[kind]:
+        cells = _cells(tower, known)
+        lines.append(f"| {' | '.join(cells[head] or '-' for head in heads)} |")
     return "\n".join(lines)
 
 
-def _cells(
-    tower: Mapping[str, Any], gains: Mapping[str, str], known: Mapping[str, bool]
-) -> dict[str, str]:
-    module, part = tower["module"], tower.get("part")
-    fp8 = dict.fromkeys(map(_fp8, tower.get("head_dims", ())))
-    graphs = tower.get("graphs", "-")
-    # Of two encoders in one module, the names are of the first.
-    is_first = part in (None, "vision")
-    if is_first and known.get(module):
-        graphs = f"{graphs}, exact sizes"
+class _Known:
+    """What the code and the rows know, read once for a table."""
+
+    def __init__(self) -> None:
+        from _encoders import DENSE, PACKED
+
+        self.encoders = {**PACKED, **DENSE}
+        self.built = built()
+        self.gains = gains(chosen_rows.read(RESULTS))
+        self.patched = with_block_patch()
+
+    def runs_programs(self, tower: Tower) -> bool:
+        """Whether a test counts programs, or a patch is for a module without a test."""
+        names = tower.get("encoders", ())
+        if names:
+            return any(self.encoders[name].programs for name in names)
+        return "part" not in tower and full_name(tower["module"]) in self.patched
+
+
+def _cells(tower: Tower, known: _Known) -> dict[str, str]:
+    # What is built at true size are whole towers, of modules with one.
+    models = () if "part" in tower else known.built.get(tower["module"], ())
+    head_dims = sorted({dim for _, dim in models} | set(tower.get("head_dims", ())))
+    measured = [known.gains[name] for name, _ in models if name in known.gains]
+    part = f" ({tower['part']})" if "part" in tower else ""
+    is_outside = "why" in tower
+    programs = "" if is_outside or not known.runs_programs(tower) else "programs"
     return {
-        "module": f"`{module}`" + (f" ({part})" if part else ""),
+        "module": f"`{tower['module']}`" + ("" if is_outside else part + _when(tower)),
+        "what": tower.get("part", ""),
         "serves": tower.get("serves", ""),
-        "head dims": ", ".join(map(str, tower.get("head_dims", ()))),
+        "head dims": ", ".join(map(str, head_dims)),
         "longest length": tower.get("length", ""),
-        "blocks": "programs" if tower.get("blocks") else "-",
-        "encoder graphs": graphs,
-        "FP8 on an H200": "; ".join(fp8),
-        "by name": "yes" if is_first and module in known else "-",
-        "gain": gains.get(module, "-") if is_first else "-",
+        "blocks": tower.get("blocks", programs),
+        "encoder graphs": _graphs(tower),
+        "FP8 on an H200": _fp8(head_dims),
+        "by name": ", ".join(_named(models)),
+        "gain on an H200": "; ".join(measured) or "not measured",
+        "why": tower.get("why", ""),
+        "what runs": tower.get("runs", ""),
         "tested": tower["tested"],
         "stock 0.25.1": tower.get("stock", ""),
     }
 
 
-def _fp8(head_dim: int) -> str:
-    """Say from which length on the bundled table attends in FP8, for a head dim."""
-    from vllm_flashinfer_vit.choices.table import BUNDLED, read
+def _when(tower: Tower) -> str:
+    since, until = tower.get("since"), tower.get("until")
+    return (f", from {since}" if since else "") + (f", until {until}" if until else "")
+
+
+def _graphs(tower: Tower) -> str:
+    """Say which classes vLLM captures, and whether this package does so exactly."""
+    from vllm_flashinfer_vit.graphs.manager import EXACT
+    from vllm_flashinfer_vit.machine.versions import TESTED_VLLM
+
+    texts: dict[str, list[str]] = {"exact": [], "padded": []}
+    for name, since in tower.get("graphs", {}).items():
+        short = name.removesuffix("ForConditionalGeneration").removesuffix(
+            "ForCausalLM"
+        )
+        when = "" if since == TESTED_VLLM[0] else f" from {since}"
+        texts["exact" if name in EXACT else "padded"].append(f"{short}{when}")
+    return "; ".join(f"{kind}: {', '.join(t)}" for kind, t in texts.items() if t)
+
+
+def _fp8(head_dims: Sequence[int]) -> str:
+    """Say from which length on FP8 attention runs, by head dim if that differs."""
+    texts: dict[str, list[str]] = {}
+    for head_dim in head_dims:
+        texts.setdefault(_fp8_of(head_dim), []).append(str(head_dim))
+    if len(texts) == 1:
+        return next(iter(texts))
+    return "; ".join(f"{', '.join(dims)}: {text}" for text, dims in texts.items())
+
+
+def _fp8_of(head_dim: int) -> str:
+    from vllm_flashinfer_vit.choices.lookup import (
+        PORTABLE_FP8,
+        fp8_choices_for,
+        fp8_ranges,
+    )
     from vllm_flashinfer_vit.kernels.catalog import KERNELS
 
-    table = read(BUNDLED, _GPU)
-    assert table is not None
-    parts = table.classes.get(f"float8_e4m3fn/{head_dim}", ())
-    if not parts or not KERNELS[parts[-1].kernel].is_fp8:
-        return "-"
-    above = f", above {parts[-2].max_len}" if len(parts) > 1 else ""
-    return f"`{parts[-1].kernel}`{above}"
+    takes = KERNELS[PORTABLE_FP8].needs.head_dims
+    if takes is not None and not takes[0] <= head_dim <= takes[1]:
+        return "refused"
+    choices = fp8_choices_for("NVIDIA H200", (9, 0), "bfloat16", head_dim)
+    ranges = fp8_ranges(choices)
+    return f"from {ranges[0][0]} tokens" if ranges else "not faster"
 
 
-def _known() -> dict[str, bool]:
-    """Return the modules that `encode` knows, and whether graphs have exact sizes."""
-    from vllm_flashinfer_vit.graphs.manager import EXACT
-    from vllm_flashinfer_vit.towers.spec import FAMILIES
+def _named(models: Iterable[tuple[str, int]]) -> list[str]:
+    from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 
-    return {one.module: one.model in EXACT for one in FAMILIES.values()}
+    return [_short(name) for name, _ in models if name in NAMED_MODELS]
 
 
-def _gains() -> Iterator[tuple[str, str]]:
-    """Yield modules and the geometric means of what was measured last of a model."""
-    from vllm_flashinfer_vit.towers.spec import FAMILIES, NAMED_MODELS
-
-    modules = {name: stack.module for name, stack in STACKS.items()}
-    modules |= {name: FAMILIES[kind].module for name, (kind, _) in NAMED_MODELS.items()}
-    rows = chosen_rows.read(_RESULTS)
-    newest = max((row["vllm"] for row in rows), key=_number)
-    best = chosen_rows.Best([row for row in rows if row["vllm"] == newest])
-    for model in best.models:
-        if model not in modules or not best.mean(chosen_rows.PLUGIN, model):
-            continue
-        text = f"{best.mean(chosen_rows.PLUGIN, model)}x"
-        if with_fp8 := best.mean(chosen_rows.PLUGIN_FP8, model):
-            text += f", with FP8 attention {with_fp8}x"
-        yield modules[model], text
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
+def _short(model: str) -> str:
+    return model.rpartition("/")[2].removesuffix("-Instruct")

@@ -1,78 +1,221 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/models.toml says of every encoder what the tests and the code do."""
+"""docs/models.toml has a row for every encoder, and agrees with vLLM as installed."""
 
+import ast
 import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.version import Version
 
-from vllm_flashinfer_vit.plugin import all_patches
-from vllm_flashinfer_vit.towers.spec import FAMILIES, NAMED_MODELS
+from vllm_flashinfer_vit.machine.versions import TESTED_VLLM
+from vllm_flashinfer_vit.patches.fingerprints import known
+from vllm_flashinfer_vit.towers.spec import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "integration")]
 
 import model_tables  # noqa: E402
-from _encoders import DENSE, PACKED  # noqa: E402
+from _encoders import CROSS, DENSE, PACKED, WHISPER  # noqa: E402
 
-TOWERS = {
-    (tower["module"], tower.get("part")): tower
-    for kind in ("packed", "dense")
-    for tower in model_tables.read()[kind]
+# Names are of one of the two: Molmo2 has an encoder here, and pooling elsewhere.
+ENCODERS = {
+    "served": {**PACKED, **DENSE},
+    "outside": {**CROSS, "whisper": WHISPER},
 }
-# Built by name or checkpoint in tests of their own.
-QWEN = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+ROWS = [
+    (kind, tower) for kind, towers in model_tables.read().items() for tower in towers
+]
+SERVED = [tower for kind, tower in ROWS if kind != "outside"]
+VLLM = Version(version("vllm")).base_version
+LAYER = "MMEncoderAttention"
+by_row = pytest.mark.parametrize(
+    "tower",
+    [tower for _, tower in ROWS],
+    ids=[f"{tower['module']}-{tower.get('part')}" for _, tower in ROWS],
+)
+as_tested = pytest.mark.skipif(
+    VLLM not in TESTED_VLLM, reason="rows are of the releases that were tested"
+)
 
 
-def test_every_encoder_that_is_tested_has_one_row():
-    named = [name for tower in TOWERS.values() for name in tower.get("encoders", ())]
-    assert sorted(named) == sorted([*PACKED, *DENSE])
+def modules(towers: list[Any]) -> set[str]:
+    return {model_tables.full_name(tower["module"]) for tower in towers}
 
 
-def test_programs_are_where_a_test_counts_them():
-    for (module, _), tower in TOWERS.items():
-        encoders = [{**PACKED, **DENSE}[name] for name in tower.get("encoders", ())]
-        runs = module in QWEN or any(encoder.programs for encoder in encoders)
-        assert tower.get("blocks", False) == runs, module
+def release_range(tower: Any) -> tuple[str, str]:
+    return tower.get("since", TESTED_VLLM[0]), tower.get("until", TESTED_VLLM[1])
 
 
-def test_modules_with_a_block_patch_have_programs():
-    patched = {
-        patch.target.partition(":")[0].rpartition(".")[2]
-        for patch in all_patches()
-        if patch.name.endswith("-blocks")
-    }
-    assert len(patched) > 10
-    with_blocks = {module for (module, _), one in TOWERS.items() if one.get("blocks")}
-    assert patched <= with_blocks
+def is_in(tower: Any) -> bool:
+    since, until = map(Version, release_range(tower))
+    return since <= Version(VLLM) <= until
 
 
-def test_named_families_have_a_row():
-    modules = {module for module, _ in TOWERS}
-    assert {family.module for family in FAMILIES.values()} <= modules
-    head, _, *lines = (line.split("|") for line in model_tables.packed().splitlines())
-    at = head.index(" by name ")
-    named = [line for line in lines if line[at] == " yes "]
-    assert len(named) == len({family for family, _ in NAMED_MODELS.values()})
-
-
-@pytest.mark.parametrize(("module", "part"), TOWERS)
-def test_modules_exist(module, part):
-    if part is not None and part.startswith(("not ", "until ")):
-        pytest.skip(f"{module}: {part}")
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Return vLLM's models as installed, by their names below `vllm`."""
     spec = find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations
     package = Path(spec.submodule_search_locations[0])
-    places = package / "model_executor" / "models" / module, package / module
-    assert any(path.with_suffix(".py").exists() or path.is_dir() for path in places)
-
-
-def test_gains_are_of_rows():
-    (line,) = (
-        line
-        for line in model_tables.packed().splitlines()
-        if line.startswith("| `qwen2_5_vl`")
+    paths = (
+        path
+        for folder in ("model_executor/models", "models")
+        for path in (package / folder).rglob("*.py")
     )
-    assert "x, with FP8 attention " in line
-    assert "`hopper_fp8`, above 2048" in line and "exact sizes" in line
+    return {
+        ".".join(path.relative_to(package).with_suffix("").parts): ast.parse(
+            path.read_text(encoding="utf-8")
+        )
+        for path in paths
+    }
+
+
+def builds_layer(source: ast.Module) -> bool:
+    """Whether a module calls the layer's class, hands it on or derives from it."""
+
+    def used(node: ast.AST) -> Iterator[ast.AST]:
+        if isinstance(node, ast.Call):
+            yield node.func
+        elif isinstance(node, ast.keyword):
+            yield node.value
+        elif isinstance(node, ast.ClassDef):
+            yield from node.bases
+
+    return any(
+        isinstance(found, ast.Name) and found.id == LAYER
+        for node in ast.walk(source)
+        for found in used(node)
+    )
+
+
+@cache
+def captured() -> set[str]:
+    """Return the names of vLLM's classes whose encoder graphs it captures."""
+    bases: dict[str, set[str]] = {}
+    for source in sources().values():
+        for node in ast.walk(source):
+            if isinstance(node, ast.ClassDef):
+                names = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+                bases.setdefault(node.name, set()).update(names)
+    found = {"SupportsEncoderCudaGraph"}
+    while more := {name for name, of in bases.items() if of & found} - found:
+        found |= more
+    return found
+
+
+@pytest.mark.parametrize("where", ENCODERS)
+def test_every_encoder_that_is_built_in_tests_is_in_one_row(where: str) -> None:
+    named = [
+        (name, model_tables.full_name(tower["module"]))
+        for kind, tower in ROWS
+        for name in tower.get("encoders", ())
+        if (kind == "outside") == (where == "outside")
+    ]
+    built = [(name, encoder.module) for name, encoder in ENCODERS[where].items()]
+    assert sorted(named) == sorted(built)
+
+
+def test_modules_with_a_block_patch_have_a_row_that_says_programs() -> None:
+    patched = model_tables.with_block_patch()
+    assert len(patched) > 10
+    knows = model_tables._Known()
+    runs = [tower for tower in SERVED if knows.runs_programs(tower)]
+    assert patched <= modules(runs)
+    # The file says what runs only where no program does.
+    assert not [tower for tower in runs if "blocks" in tower]
+
+
+def test_families_and_what_is_measured_have_one_row() -> None:
+    whole = [tower["module"] for tower in SERVED if "part" not in tower]
+    assert {family.module for family in FAMILIES.values()} <= set(whole)
+    assert set(model_tables.built()) <= set(whole)
+    assert len(whole) == len(set(whole))
+
+
+def test_the_file_does_not_repeat_head_dims_that_the_code_knows() -> None:
+    known_dims = model_tables.built()
+    for tower in SERVED:
+        if "part" not in tower:
+            dims = {dim for _, dim in known_dims.get(tower["module"], ())}
+            assert not dims & set(tower.get("head_dims", ())), tower["module"]
+
+
+@by_row
+def test_releases_were_read(tower: Any) -> None:
+    named = {*release_range(tower), *tower.get("graphs", {}).values()}
+    assert named <= set(known().releases)
+
+
+@as_tested
+@by_row
+def test_modules_are_in_this_vllm(tower: Any) -> None:
+    source = sources().get(model_tables.full_name(tower["module"]))
+    if is_in(tower):
+        assert source is not None
+    else:
+        assert source is None or not builds_layer(source)
+
+
+@as_tested
+def test_every_module_that_builds_the_layer_has_a_row() -> None:
+    building = {name for name, source in sources().items() if builds_layer(source)}
+    assert len(building) > 30
+    assert building <= modules([tower for _, tower in ROWS if is_in(tower)])
+
+
+@as_tested
+@by_row
+def test_graphs_are_captured_by_this_vllm(tower: Any) -> None:
+    for name, since in tower.get("graphs", {}).items() if is_in(tower) else ():
+        assert (name in captured()) == (Version(since) <= Version(VLLM)), name
+
+
+def test_gains_are_of_the_newest_vllm_with_rows() -> None:
+    def row(vllm: str, model: str, provider: str, ms: float) -> dict[str, str]:
+        return {
+            **{"vllm": vllm, "model": model, "provider": provider, "p50_ms": str(ms)},
+            **{"mode": "graph", "case": "a", "dtype": "bf16", "commit": vllm},
+        }
+
+    rows = [
+        row(vllm, model, provider, ms)
+        for vllm, model, ours in (
+            ("0.33.0", "Qwen/A-7B-Instruct", 4.0),
+            ("0.4.0", "Qwen/A-7B-Instruct", 5.0),
+            ("0.4.0", "B", 8.0),
+        )
+        for provider, ms in (("stock-flash_attn", 8.0), ("plugin", ours))
+    ]
+    assert model_tables.gains(rows) == {
+        "Qwen/A-7B-Instruct": "A-7B 2.00",
+        "B": "B 1.00",
+    }
+
+
+def cells(table: str, module: str) -> dict[str, str]:
+    lines = [
+        [cell.strip() for cell in line.strip("| ").split(" | ")]
+        for line in table.splitlines()
+    ]
+    (found,) = (line for line in lines if line[0] == f"`{module}`")
+    return dict(zip(lines[0], found, strict=True))
+
+
+def test_cells_are_of_the_code_and_the_rows() -> None:
+    qwen = cells(model_tables.packed(), "qwen2_5_vl")
+    assert qwen["blocks"] == "programs"
+    assert qwen["encoder graphs"] == "exact: Qwen2_5_VL"
+    assert "Qwen2.5-VL-72B" in qwen["by name"]
+    assert "Qwen2.5-VL-7B 1." in qwen["gain on an H200"]
+    assert qwen["FP8 on an H200"] == "from 2049 tokens"
+    kimi = cells(model_tables.packed(), "kimi_k25_vit")
+    assert kimi["head dims"] == "72, 128" and "; 128: from " in kimi["FP8 on an H200"]
+    assert kimi["encoder graphs"].startswith("padded: KimiK25 from 0.28.0")
+    gemma = cells(model_tables.transformers(), "gemma4_mm")
+    assert gemma["head dims"] == "64, 72" and "`gemma4_blocks`" in gemma["blocks"]
