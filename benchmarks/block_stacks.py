@@ -31,7 +31,7 @@ _CONTEXT = TowerSpec(
     family="qwen2_vl",
     vision_config={
         "depth": 1,
-        "embed_dim": 32,
+        "embed_dim": 128,
         "hidden_size": 32,
         "hidden_act": "quick_gelu",
         "mlp_ratio": 2,

@@ -63,9 +63,9 @@ def fill_with_random_weights(visual: nn.Module, seed: int) -> None:
         generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
         # Twice the usual width for Q and K: attention is peaked, as after training.
         std = 0.04 if ".qkv." in name else 0.02
-        values = torch.empty(parameter.shape, dtype=torch.float32).normal_(
-            std=std, generator=generator
-        )
+        values = torch.empty(
+            parameter.shape, dtype=torch.float32, device="cpu"
+        ).normal_(std=std, generator=generator)
         parameter.data.copy_(values.to(torch.bfloat16))
 
 
