@@ -84,6 +84,16 @@ class Gemma4Stack(nn.Module):
         self.encoder = Model().vision_tower.encoder
         self.sizes = sizes
 
+    @torch.no_grad()
+    def calm(self) -> None:
+        """Give the queries' norms the weight of 1/sqrt(D), as trained ones have in effect.
+
+        Scores have no scale of their own: norms of weight 1 make them so large that
+        rounding alone decides what blocks of random weights return.
+        """
+        for block in self.blocks:
+            block.self_attn.q_norm.weight.fill_(self.sizes.head_size**-0.5)
+
     @property
     def blocks(self) -> nn.Module:
         """The blocks, one after another."""
