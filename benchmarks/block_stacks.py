@@ -363,7 +363,7 @@ def build_stack(
             visual = Gemma4Stack(stack, depth, context.vllm_config)
         fill_with_random_weights(visual, seed=0)
         if isinstance(visual, Gemma4Stack):
-            visual.calm()
+            visual.shrink_scores()
         model_config = context.vllm_config.model_config
         process_weights_after_loading(visual, model_config, torch.device(device))
     spec = SimpleNamespace(depth=depth, patch_dim=stack.width, merge_size=1)

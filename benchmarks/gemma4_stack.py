@@ -85,8 +85,8 @@ class Gemma4Stack(nn.Module):
         self.sizes = sizes
 
     @torch.no_grad()
-    def calm(self) -> None:
-        """Give the queries' norms the weight of 1/sqrt(D), as trained ones have in effect.
+    def shrink_scores(self) -> None:
+        """Give the queries' norms a weight of 1/sqrt(D).
 
         Scores have no scale of their own: norms of weight 1 make them so large that
         rounding alone decides what blocks of random weights return.

@@ -112,11 +112,16 @@ class Encoder:
             return batch
 
         def note_graph(
-            manager: Any, batch: dict[str, Any], budget: int, *args: Any, **kw: Any
+            manager: Any,
+            batch: dict[str, Any],
+            budget: int,
+            path: str = "default",
+            *args: Any,
+            **kw: Any,
         ) -> torch.Tensor | None:
-            output = run(manager, batch, budget, *args, **kw)
+            output = run(manager, batch, budget, path, *args, **kw)
             if output is not None:
-                graph = self._captured[kw.get("path", "default"), budget]
+                graph = self._captured[path, budget]
                 found[-1] = found[-1]._replace(graph=graph)
             return output
 

@@ -87,9 +87,15 @@ def unpatched() -> Iterator[None]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's platform is the GPU here")
 @pytest.mark.usefixtures("unpatched")
+@pytest.mark.parametrize(
+    ("first", "tokens"), [((1, 10, 12), 50), ((1, 8, 12), 44)], ids=["long", "short"]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_graphs_are_compared_by_their_kernels(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    model: str,
+    first: tuple[int, ...],
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
     from vllm_flashinfer_vit.ops import attention as ops
@@ -109,8 +115,9 @@ def test_graphs_are_compared_by_their_kernels(
     tower = graph_engine.small_tower(engines.Job(model, "limits", "plugin"))
     for layer in tower.attention_layers().values():
         layer._plan = Plan.decode("20:reference,100:triton,*:flash_attn")
-    # Graphs of 64 and 256 patches hold all but the last image, which is too large.
-    grids = [[1, 10, 12], *[[1, 4, 4]] * 5, [1, 18, 18]]
+    # Graphs of 64 and 256 patches hold all but the last image, which is too large. Of
+    # 256 there are two, one of them for sequences of up to 100.
+    grids = [list(first), *[[1, 4, 4]] * 5, [1, 18, 18]]
     with simulated_graphs(), tower.running(), torch.inference_mode():
         manager = build_manager(tower, max_tokens=256, budgets=(16, 64), max_items=4)
         capture(manager, tower)
@@ -128,7 +135,7 @@ def test_graphs_are_compared_by_their_kernels(
     assert served == [([1, 2, 3, 4], 64), ([5, 0], 256), ([6], None)]
     assert found.rel_err > 1e-4
     assert not found.bitwise
-    assert found[2:] == (0.0, True, 80, 50, 6, 1)
+    assert found[2:] == (0.0, True, 80, tokens, 6, 1)
     assert wrong.same_kernel_rel_err > graph_check.GATE
 
 
