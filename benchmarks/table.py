@@ -106,9 +106,9 @@ def render(argv: Sequence[str] | None = None) -> str:
     args = parse_args(argv)
     if args.kind == "summary":
         encoder = wanted_rows(args.source / "encoder.csv", args, None)
-        return summary_table(
-            encoder, wanted_rows(args.source / "graphs.csv", args, None)
-        )
+        eager = wanted_rows(args.source / "eager.csv", args, None)
+        graphs = wanted_rows(args.source / "graphs.csv", args, None)
+        return summary_table(encoder, eager, graphs)
     mode = args.mode or _DEFAULT_MODES.get(args.kind)
     return KINDS[args.kind](wanted_rows(args.source, args, mode))
 

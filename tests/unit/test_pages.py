@@ -14,6 +14,7 @@ from _benchmarks import BENCHMARKS
 
 import chosen_rows
 import engine_tables
+import tower_cases
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS, fp8_names
 
 ROOT = BENCHMARKS.parent
@@ -105,33 +106,17 @@ def test_readme_is_one_page_and_says_what_runs() -> None:
 
 def test_readme_says_that_no_case_is_slower() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
-    best = chosen_rows.Best(rows("encoder", "0.33.0"))
-    for model, provider in itertools.product(best.models, best.challengers):
-        for case in best.cases(model):
+    graphs = chosen_rows.Best(rows("encoder", "0.33.0"))
+    eager = chosen_rows.Best(rows("eager", "0.33.0"), "eager")
+    for best in (graphs, eager):
+        cases = [(model, case) for model in best.models for case in best.cases(model)]
+        for (model, case), provider in itertools.product(cases, best.challengers):
             ratio = chosen_rows.speed_up(
                 best.stock(model, case), best.of(provider, model, case)
             )
             assert ratio is not None and ratio > 1, (model, case, provider)
-    eager = {
-        (r["mode"], r["model"], r["case"], r["provider"]): float(r["p50_ms"])
-        for r in rows("eager")
-    }
-    ours = {
-        key: time
-        for key, time in eager.items()
-        if key[0] == "eager" and key[3] in (chosen_rows.PLUGIN, chosen_rows.PLUGIN_FP8)
-    }
-    for (_, model, case, _), time in ours.items():
-        stock = (
-            eager.get((mode, model, case, chosen_rows.BASELINE))
-            for mode in ("eager", "fused")
-        )
-        assert time < min(other for other in stock if other is not None)
-    cases = {key[1:3] for key in ours}
-    assert (
-        "No tower is slower than stock's in graphs. In eager mode, vLLM's default, "
-        f"none of {len(cases)} cases is slower than FLASH_ATTN (vLLM 0.25.1)."
-    ) in text
+        said = f"In none of the {len(cases)} cases is a tower slower than stock's best."
+        assert said in text
 
 
 def test_pages_say_what_servers_gain() -> None:
@@ -164,14 +149,14 @@ def test_error_in_bf16_is_below_stock_in_every_case(vllm: str) -> None:
         for (model, case, provider), error in found.items()
         if provider == chosen_rows.PLUGIN
     ]
-    assert len(pairs) == 33
+    assert len(pairs) >= 33
     assert all(ours < stock for ours, stock in pairs)
 
 
 def test_changelog_has_the_geometric_means_of_the_rows() -> None:
     text = " ".join((ROOT / "CHANGELOG.md").read_text().split())
     best = chosen_rows.Best(rows("encoder"))
-    for model in best.models:
+    for model in tower_cases.MODELS:
         name = model.removeprefix("Qwen/").removesuffix("-Instruct")
         means = [best.mean(provider, model) for provider in best.challengers]
         assert f"{name} {means[0]}x and {means[1]}x" in text

@@ -86,7 +86,7 @@ def test_a_table_of_another_mode_than_the_rows_is_none(kind, mode):
     with pytest.raises(chosen_rows.NoRowsError, match="no rows"):
         table.KINDS[kind](rows)
     with pytest.raises(chosen_rows.NoRowsError, match="no rows"):
-        engine_tables.summary_table([make_row(mode="eager")], [graph_row()])
+        engine_tables.summary_table([make_row(mode="eager")], [], [graph_row()])
 
 
 def test_all_contenders_and_modes_beside_each_other():
@@ -166,7 +166,18 @@ def test_engines_are_compared_over_the_mixtures_that_all_of_them_timed():
         f"| Qwen3-VL-8B | plugin, FP8 | 2 {missing} | 400 | 2.00 | - |",
     ]
     encoder = [make_row(provider="stock-flash_attn"), make_row()]
-    assert "40 random requests" in engine_tables.summary_table(encoder, rows)
+    eager = [
+        make_row(provider=provider, mode=mode, samples_ms=[ms])
+        for provider, mode, ms in (
+            ("stock-flash_attn", "eager", 9.0),
+            ("stock-flash_attn", "fused", 6.0),
+            ("plugin", "eager", 4.0),
+            ("plugin-fp8", "eager", 3.0),
+        )
+    ]
+    head, _, line = engine_tables.summary_table(encoder, eager, rows).splitlines()
+    assert "40 random requests" in head
+    assert "| 1.50, 2.00 |" in line
     apart = [graph_row("first 9 random mixtures"), graph_row(**stock)]
     with pytest.raises(chosen_rows.NoRowsError, match="random mixtures"):
         engine_tables.graph_table(apart)
