@@ -84,6 +84,24 @@ def idefics2(m: Any) -> tuple[nn.Module, Call]:
     return encoder, lambda: encoder(noise(3, 17, 144))
 
 
+def idefics2_masked(m: Any) -> tuple[nn.Module, Call]:
+    """As MiniCPM-V has it: strips of patches, padded, and the last block left out."""
+    config = siglip_config()
+    config.num_hidden_layers = 3
+    tower = m.Idefics2VisionTransformer(config, apply_encoder_attention_mask=True)
+    tower.encoder.layers = tower.encoder.layers[:-1]
+    pixels = noise(3, 3, config.patch_size, 9 * config.patch_size)
+    # One batch after the other, of one size.
+    masks = [
+        torch.arange(9) < torch.tensor(patches)[:, None]
+        for patches in ((9, 4, 7), (1, 9, 9))
+    ]
+    # What stands where padding was, nobody reads.
+    return tower, lambda: [
+        tower(pixels, patch_attention_mask=mask[:, None])[mask] for mask in masks
+    ]
+
+
 def glm4v(m: Any) -> tuple[nn.Module, Call]:
     config = config_of(hidden_size=224, num_heads=2, dropout_prob=0.0)
     attention = m.EVA2CLIPAttention(config)

@@ -55,6 +55,7 @@ DENSE = {
     "interns1_vit": _model("interns1_vit", dense.interns1_vit, 1),
     "aimv2": _model("aimv2", dense.aimv2, 1),
     "idefics2": _program("idefics2_vision_model", dense.idefics2),
+    "idefics2-masked": _model("idefics2_vision_model", dense.idefics2_masked, 4, 4),
     "glm4v": _model("glm4v", dense.glm4v, 1),
     "glmasr": _model("glmasr", dense.glmasr, 1),
     "mllama4": _model("mllama4", dense.mllama4, 1),

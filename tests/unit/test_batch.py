@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vllm_flashinfer_vit.ops.batch import Batch, ready
+from vllm_flashinfer_vit.ops.batch import Batch, ready, row_offsets
 
 _TOKENS = 12
 
@@ -45,6 +45,13 @@ def test_a_length_on_the_device_is_not_read() -> None:
     max_seqlen = torch.tensor(7, device="meta")
     batch = _batch(cu_seqlens=_offsets(0, 7, 12), max_seqlen=max_seqlen)
     assert ready(batch).longest == _TOKENS
+
+
+def test_rows_of_a_padded_batch_are_two_sequences() -> None:
+    tokens = torch.tensor([3, 0, 4], dtype=torch.int32)
+    found = row_offsets(tokens, 4)
+    assert found.tolist() == [0, 3, 4, 4, 8, 12, 12]
+    assert found.dtype == torch.int32
 
 
 def test_empty_sequences_count_for_the_mean() -> None:

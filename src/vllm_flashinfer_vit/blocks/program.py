@@ -200,8 +200,12 @@ class BlockProgram:
             # Rows of several batches would be in turns.
             is_one = x.dim() == 2 or (x.dim() == 3 and 1 in x.shape[:2])
             return is_one and given.get("cu_seqlens") is not None
-        # A mask, say, which this does not know.
-        return x.dim() == 3 and all(v is None or v is x for v in given.values())
+        mask = self._mask_in(given)
+        if mask is not None and mask.shape != (x.shape[0], 1, 1, x.shape[1]):
+            return False
+        # Of anything else this knows nothing.
+        known = None, x, mask
+        return x.dim() == 3 and all(any(v is k for k in known) for v in given.values())
 
     def run(self, x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
         """Run the block.
@@ -245,11 +249,8 @@ class BlockProgram:
 
     def _count(self, now: Pass, x: torch.Tensor, given: Mapping[str, Any]) -> None:
         """Count the pass at a tower's first block, and at its last."""
-        cu_seqlens, max_seqlen = given.get("cu_seqlens"), given.get("max_seqlen")
-        seq_len = 0 if self.spec.is_packed else x.shape[1]
-        self._attention.counts.passed(
-            "blocks", len(now.qkv), cu_seqlens, max_seqlen, seq_len
-        )
+        lengths = self._lengths(x, self._offsets(now, given), given.get("max_seqlen"))
+        self._attention.counts.passed("blocks", len(now.qkv), *lengths)
 
     def count_refused(self, x: torch.Tensor) -> None:
         """Count a pass whose stream the tower's blocks do not take."""
@@ -328,8 +329,8 @@ class BlockProgram:
         """Return attention's output, and where what reads it keeps its launches."""
         attention = self._attention
         cos, sin = self._tables(now, given)
-        cu_seqlens, max_seqlen = given.get("cu_seqlens"), given.get("max_seqlen")
-        read = cu_seqlens, cos, sin, max_seqlen
+        cu_seqlens = self._offsets(now, given)
+        read = cu_seqlens, cos, sin, given.get("max_seqlen")
         is_shared = (
             self._group is not None and qkv is now.qkv and not attention.is_watched
         )
@@ -360,10 +361,33 @@ class BlockProgram:
         if self._turn is not None and cos is not None:
             turn = self._turn.prepare(q, k, cos, sin)
             cos = sin = None
-        seq_len = 0 if self.spec.is_packed else x.shape[1]
-        batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len)
+        lengths = self._lengths(x, cu_seqlens, max_seqlen)
+        batch = Batch(q, k, v, cos, sin, *lengths)
         attend = self._attention.prepare(batch, given.get("sequence_lengths"))
         return Settled(read, turn, attend, {})
+
+    def _offsets(self, now: Pass, given: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return `cu_seqlens`, None for a dense batch without padding."""
+        mask = self._mask_in(given)
+        return given.get("cu_seqlens") if mask is None else now.offsets(mask)
+
+    def _mask_in(self, given: Mapping[str, Any]) -> torch.Tensor | None:
+        name = self.spec.key_mask
+        return None if name is None else given.get(name)
+
+    def _lengths(
+        self,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+        """Return `cu_seqlens`, `max_seqlen` and `seq_len` of a `Batch`."""
+        if self.spec.is_packed:
+            return cu_seqlens, max_seqlen, 0
+        if cu_seqlens is None:
+            return None, None, x.shape[1]
+        longest = torch.tensor(x.shape[1], dtype=torch.int32, device="cpu")
+        return cu_seqlens, longest, 0
 
     def _tables(self, now: Pass, given: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return what turns q and k: cosines and sines, `[T, R / 2]` each, or None."""

@@ -68,6 +68,9 @@ class BlockSpec:
             stream is multiplied by, or None.
         is_packed: Whether `forward` takes `cu_seqlens`, and a stream of one batch
             `[T, 1, C]`, `[1, T, C]` or `[T, C]`. Else the stream is `[B, S, C]`.
+        key_mask: The name of what `forward` adds to the scores of a dense batch,
+            `[B, 1, 1, S]`: 0 for tokens, and the lowest number for the padding after
+            them. None where it takes no mask.
         returns_pair: Whether `forward` returns the stream and None.
     """
 
@@ -84,4 +87,5 @@ class BlockSpec:
     qk_norms: tuple[str, str] | None = None
     layer_scales: tuple[str, str] | None = None
     is_packed: bool = True
+    key_mask: str | None = None
     returns_pair: bool = False

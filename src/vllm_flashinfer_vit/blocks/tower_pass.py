@@ -16,6 +16,7 @@ import torch
 from vllm_flashinfer_vit.blocks.cublaslt import Problems
 from vllm_flashinfer_vit.blocks.rotary import Tables, tables
 from vllm_flashinfer_vit.blocks.spec import Rotary
+from vllm_flashinfer_vit.ops.batch import row_offsets
 
 # Passes that are kept: some of up to 3000 patches each, where the host's time counts.
 MAX_KEPT_BYTES = 64 * 2**20
@@ -169,6 +170,7 @@ class Pass:
         self.attention: dict[object, Settled] = {}
         self.key = key
         self._turned: tuple[tuple[Any, ...], Tables] | None = None
+        self._masked: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def tables(self, rotary: Rotary, given: tuple[torch.Tensor, ...]) -> Tables:
         """Return cosines and sines, made once for all blocks that are given the same.
@@ -183,9 +185,20 @@ class Pass:
             self._turned = given, tables(rotary, given)
         return self._turned[1]
 
+    def offsets(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return `cu_seqlens`, made once for all blocks that are given one mask.
+
+        Args:
+            mask: See `BlockSpec.key_mask`.
+        """
+        if self._masked is None or self._masked[0] is not mask:
+            tokens = (mask == 0).sum(dim=(1, 2, 3), dtype=torch.int32)
+            self._masked = mask, row_offsets(tokens, mask.shape[-1])
+        return self._masked[1]
+
     def rest(self) -> None:
         """Forget what follows from what its batch held; another one may use it."""
-        self._turned = None
+        self._turned = self._masked = None
 
     def hidden(self, width: int) -> torch.Tensor:
         """Return `[T, width]` for what the MLP's second layer gets."""

@@ -2,8 +2,8 @@
 """SigLIP, and the towers of its kind: dense batches of images of one size, no rotary.
 
 That is SigLIP in Gemma 3, PaliGemma and LLaVA, Idefics2's in Idefics3 and Aria, and
-InternViT, which scales what its branches add. MiniCPM-V gives Idefics2's blocks a mask,
-with which they attend by PyTorch's SDPA, past any layer.
+InternViT, which scales what its branches add. MiniCPM-V gives Idefics2's blocks a mask
+of the padding, with which vLLM's own attend by PyTorch's SDPA, past any layer.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ SIGLIP = BlockSpec(
     is_packed=False,
     returns_pair=True,
 )
-IDEFICS2 = dataclasses.replace(SIGLIP, returns_pair=False)
+IDEFICS2 = dataclasses.replace(SIGLIP, returns_pair=False, key_mask="attention_mask")
 INTERN = BlockSpec(
     first="mlp.fc1",
     act="mlp.activation_fn",
@@ -46,8 +46,18 @@ PATCHES = (
         "idefics2_vision_model",
         "Idefics2EncoderLayer",
         IDEFICS2,
-        methods(
-            "idefics2_vision_model", "Idefics2VisionAttention", "Idefics2VisionMLP"
+        (
+            *methods(
+                "idefics2_vision_model", "Idefics2VisionAttention", "Idefics2VisionMLP"
+            ),
+            # Where the mask comes from, in which padding comes after tokens.
+            "idefics2_vision_model:Idefics2VisionTransformer.forward",
+            *(
+                f"minicpmv:MiniCPMV{version}.get_vision_hidden_states"
+                for version in ("2_5", "2_6", "4_0", "4_5")
+            ),
+            "minicpmv4_6:MiniCPMV4_6ForConditionalGeneration.get_vision_hidden_states",
+            "minicpmv4_6:MiniCPMV4_6ViTWindowAttentionMerger.forward",
         ),
         ("self", "hidden_states", "attention_mask"),
     ),

@@ -16,6 +16,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_flashinfer_vit.models import gemma4
+from vllm_flashinfer_vit.ops.batch import row_offsets
 from vllm_flashinfer_vit.patches.patch import Patch
 from vllm_flashinfer_vit.settings import Settings
 
@@ -65,8 +66,6 @@ def offsets(
 ) -> torch.Tensor | None:
     """Return `cu_seqlens` where Transformers' mask functions return a mask.
 
-    Each row of a batch is two sequences: its tokens, and the padding after them.
-
     Args:
         batch_size: B.
         q_length: S.
@@ -74,21 +73,11 @@ def offsets(
         **unread: What other kinds of masks need.
 
     Returns:
-        `[2 B + 1] int32`, or None if there is no padding.
+        See `row_offsets`; None if there is no padding.
     """
     if attention_mask is None:
         return None
-    ends = torch.arange(
-        0,
-        (batch_size + 1) * q_length,
-        q_length,
-        dtype=torch.int32,
-        device=attention_mask.device,
-    )
-    tokens = attention_mask.sum(-1, dtype=torch.int32)
-    starts = ends[:-1]
-    both = torch.stack([starts, starts + tokens], dim=1).flatten()
-    return torch.cat([both, ends[-1:]])
+    return row_offsets(attention_mask.sum(-1, dtype=torch.int32), q_length)
 
 
 def serve(model: torch.nn.Module, off: frozenset[str] = frozenset()) -> None:

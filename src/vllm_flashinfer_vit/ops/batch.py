@@ -71,6 +71,30 @@ def ready(batch: Batch) -> Ready:
     return Ready(q, k, v, cos, sin, cu_seqlens, longest)
 
 
+def row_offsets(tokens: torch.Tensor, length: int) -> torch.Tensor:
+    """Return `cu_seqlens` of a dense batch with padding, made on the device.
+
+    Each row is two sequences: its tokens, and the padding after them.
+
+    Args:
+        tokens: `[B] int32`, how many of each row are no padding.
+        length: S, the tokens and padding of a row.
+
+    Returns:
+        `[2 B + 1] int32`.
+    """
+    ends = torch.arange(
+        0,
+        (tokens.shape[0] + 1) * length,
+        length,
+        dtype=torch.int32,
+        device=tokens.device,
+    )
+    starts = ends[:-1]
+    both = torch.stack([starts, starts + tokens], dim=1).flatten()
+    return torch.cat([both, ends[-1:]])
+
+
 def longest_of(
     num_tokens: int,
     cu_seqlens: torch.Tensor | None,
