@@ -66,20 +66,21 @@ def speed_up(base: Row | None, row: Row | None, column: str = "p50_ms") -> float
 class Best:
     """Stock's best time of all backends and modes, and this package's over it.
 
-    The modes are those that replay a graph, or those that do not, as this package's own
-    mode does or does not: its program in a graph, or without one. Of each model only
-    the rows of the commit count that measured this package in that mode last. Towers
-    with quantised linear layers are compared with each other alone.
+    The modes are all where this package replays a graph, and those without a graph
+    where it does not. Of each model only the rows of the commit count that measured
+    this package in that mode last. Towers with quantised linear layers are compared
+    with each other alone.
     """
 
     def __init__(
         self, rows: Iterable[Row], own_mode: str = "graph", quantized: bool = False
     ) -> None:
         end = QUANTIZED if quantized else ""
+        self._timed = what_is_timed(own_mode)
         rows = [
             row
             for row in rows
-            if what_is_timed(row["mode"]) == what_is_timed(own_mode)
+            if what_is_timed(row["mode"]) in ("eager", self._timed)
             and row["provider"].endswith(QUANTIZED) == quantized
             and (row["provider"].startswith("stock-") or row["mode"] == own_mode)
         ]
@@ -96,10 +97,15 @@ class Best:
         self.models = list(dict.fromkeys(row["model"] for row in self.rows))
 
     def cases(self, model: str) -> list[str]:
-        """Return a model's cases that stock runs."""
-        mine = (row for row in self.rows if row["model"] == model)
-        cases = dict.fromkeys(row["case"] for row in mine)
-        return [case for case in cases if self.stock(model, case)]
+        """Return a model's cases that stock runs in a mode like this package's."""
+        mine = (
+            row["case"]
+            for row in self.rows
+            if row["model"] == model
+            and row["provider"].startswith("stock-")
+            and what_is_timed(row["mode"]) == self._timed
+        )
+        return list(dict.fromkeys(mine))
 
     def stock(self, model: str, case: str) -> Row | None:
         """Return stock's fastest row."""

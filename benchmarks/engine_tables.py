@@ -32,7 +32,9 @@ ENGINES = ((BASELINE, "automatic"), (PLUGIN, "automatic"), (PLUGIN, "fp8"))
 
 
 def summary_table(encoder: list[Row], eager: list[Row], graphs: list[Row]) -> str:
-    """Write one line a model: the geometric means, and the requests of real engines.
+    """Write one line a whole tower: geometric means, and requests of real engines.
+
+    Whole towers are those that were measured in eager mode, which begins with pixels.
 
     Args:
         encoder: Towers in graphs.
@@ -54,7 +56,7 @@ def summary_table(encoder: list[Row], eager: list[Row], graphs: list[Row]) -> st
             f"in a real engine, {_count(mixtures)} random requests",
         ]
     )
-    for model in sorted(best.models):
+    for model in sorted(set(best.models) & set(best_eager.models)):
         bf16, fp8 = (
             mean(
                 [

@@ -68,6 +68,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", help="default: the newest row of each")
     parser.add_argument("--bench", help="default: host, for the table of that name")
     parser.add_argument("--head-dim")
+    parser.add_argument("--models", nargs="+")
     parser.add_argument("--cases", nargs="+")
     parser.add_argument("--providers", nargs="+")
     return parser.parse_args(argv)
@@ -90,6 +91,7 @@ def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[
         row
         for row in read(path)
         if all(v is None or row.get(name, v) == v for name, v in wanted.items())
+        and (args.models is None or row["model"] in args.models)
         and (args.cases is None or row["case"] in args.cases)
         and (args.providers is None or row["provider"] in args.providers)
     ]
