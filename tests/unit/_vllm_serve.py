@@ -18,9 +18,24 @@ def serve_arguments(given: Sequence[str]) -> Any:
 
     # The parser asks for the device.
     use_cpu_platform()
-    try:
-        cli_args = importlib.import_module("vllm.entrypoints.openai.cli_args")
-    except ImportError:
-        cli_args = importlib.import_module("vllm.entrypoints.common.cli_args")
+    cli_args = first_module(
+        "vllm.entrypoints.common.cli_args",
+        "vllm.entrypoints.launchers.cli_args",
+        "vllm.entrypoints.openai.cli_args",
+    )
     parser = cli_args.make_arg_parser(FlexibleArgumentParser())
     return parser.parse_args(list(given))
+
+
+def first_module(*names: str) -> Any:
+    """Import the first of these modules that this vLLM has; newer names come first.
+
+    Raises:
+        ModuleNotFoundError: It has none of them.
+    """
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise ModuleNotFoundError(f"this vLLM has none of {', '.join(names)}")

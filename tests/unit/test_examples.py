@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 from _benchmarks import BENCHMARKS
-from _vllm_serve import serve_arguments
+from _vllm_serve import first_module, serve_arguments
 from PIL import Image
 
 from vllm_flashinfer_vit.commands.cli import main as command
@@ -47,10 +47,11 @@ def loaded(name: str) -> ModuleType:
 
 
 def chat_parser() -> Any:
-    try:
-        return importlib.import_module("vllm.entrypoints.chat_utils")
-    except ImportError:
-        return importlib.import_module("vllm.renderers.chat_utils.chat_message")
+    return first_module(
+        "vllm.renderers.chat_utils.chat_message",
+        "vllm.renderers.chat_utils",
+        "vllm.entrypoints.chat_utils",
+    )
 
 
 @cpu_only
