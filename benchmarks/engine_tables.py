@@ -32,9 +32,9 @@ ENGINES = ((BASELINE, "automatic"), (PLUGIN, "automatic"), (PLUGIN, "fp8"))
 
 
 def summary_table(encoder: list[Row], eager: list[Row], graphs: list[Row]) -> str:
-    """Write one line a whole tower: geometric means, and requests of real engines.
+    """Write one line a model: geometric means, and requests of real engines.
 
-    Whole towers are those that were measured in eager mode, which begins with pixels.
+    The models are those of both files of towers.
 
     Args:
         encoder: Towers in graphs.
