@@ -47,20 +47,23 @@ def kernels() -> str:
 
 
 def classes() -> str:
-    """Write which kernel serves which lengths on an H200, by dtype and head dim."""
-    from vllm_flashinfer_vit.choices.table import BUNDLED, read
+    """Write which kernel serves which lengths on an H200, newest vLLM first."""
+    from vllm_flashinfer_vit.choices.table import read_bundled
 
-    table = read(BUNDLED, "NVIDIA H200")
-    assert table is not None
-    lines = ["| dtype | head dim | kernel by longest sequence |", "|---|---|---|"]
-    for name, parts in table.classes.items():
-        dtype, _, head_dim = name.partition("/")
-        texts = []
-        for part in parts:
-            upto = "longer" if part.max_len is None else f"up to {part.max_len}"
-            many = f" (many sequences: `{part.many}`)" if part.many else ""
-            texts.append(f"{upto} `{part.kernel}`{many}")
-        lines.append(f"| {dtype} | {head_dim} | {'; '.join(texts)} |")
+    lines = [
+        "| vLLM | dtype | head dim | kernel by longest sequence |",
+        "|---|---|---|---|",
+    ]
+    for table in read_bundled("NVIDIA H200", None):
+        vllm = table.made_by["vllm"]
+        for name, parts in table.classes.items():
+            dtype, _, head_dim = name.partition("/")
+            texts = []
+            for part in parts:
+                upto = "longer" if part.max_len is None else f"up to {part.max_len}"
+                many = f" (many sequences: `{part.many}`)" if part.many else ""
+                texts.append(f"{upto} `{part.kernel}`{many}")
+            lines.append(f"| {vllm} | {dtype} | {head_dim} | {'; '.join(texts)} |")
     return "\n".join(lines)
 
 

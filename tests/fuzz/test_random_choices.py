@@ -81,9 +81,9 @@ ENTRIES = st.dictionaries(KEYS, classes(), max_size=4)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
     """The user's folder, and one in place of the package's."""
-    made = [tmp_path_factory.mktemp(name) for name in ("user", "bundled")]
-    with mock.patch.object(tuned, "BUNDLED", made[1]):
-        yield made
+    user, bundled = (tmp_path_factory.mktemp(name) for name in ("user", "bundled"))
+    with mock.patch.object(tuned, "BUNDLED", bundled):
+        yield [user, bundled / "0.25.1"]
 
 
 def put(folder: Path, entries: dict[str, tuple[Class, ...]] | None) -> None:

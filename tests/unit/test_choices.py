@@ -53,10 +53,10 @@ TABLE = Table(
 
 @pytest.fixture
 def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder in place of the package's own files."""
-    folder = tmp_path / "bundled"
-    folder.mkdir()
-    monkeypatch.setattr(tuned, "BUNDLED", folder)
+    """An empty folder in place of the package's own files for vLLM 0.25.1."""
+    folder = tmp_path / "bundled" / "0.25.1"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(tuned, "BUNDLED", folder.parent)
     return folder
 
 
@@ -126,6 +126,40 @@ def test_the_bundled_file_of_this_gpu_counts(bundled: Path) -> None:
     assert {choice.reason for choice in choices} == {
         "fastest on NVIDIA H200, measured by tune with vLLM 0.25.1"
     }
+
+
+@pytest.mark.parametrize(
+    ("vllm", "measured"),
+    [
+        (None, "0.33.0"),
+        ("0.25.1", "0.25.1"),
+        ("0.28.1", "0.27.0"),
+        ("0.33.0rc1", "0.33.0"),
+        ("0.40.0.dev3+g1a2b", "0.33.0"),
+        ("0.20.0", "0.25.1"),
+        ("from source", "0.33.0"),
+    ],
+)
+def test_the_newest_bundled_file_up_to_the_installed_vllm_counts(
+    bundled: Path, vllm: str | None, measured: str
+) -> None:
+    for release in ("0.25.1", "0.27.0", "0.33.0"):
+        made_by = {**TABLE.made_by, "vllm": release}
+        put(bundled.parent / release, replace(TABLE, made_by=made_by))
+    choices = choices_for(GPU, (9, 0), "bfloat16", 80, None, vllm)
+    reason = f"fastest on NVIDIA H200, measured by tune with vLLM {measured}"
+    assert {choice.reason for choice in choices} == {reason}
+
+
+def test_an_older_bundled_file_has_what_a_newer_one_lacks(bundled: Path) -> None:
+    put(bundled, TABLE)
+    rows = {"bfloat16/128": (Class(None, "flash_attn"),)}
+    made_by = {**TABLE.made_by, "vllm": "0.33.0"}
+    put(bundled.parent / "0.33.0", replace(TABLE, made_by=made_by, classes=rows))
+    assert plan(GPU, (9, 0), "bfloat16", 128) == "*:flash_attn"
+    # Of the head dims that either has, the next one counts.
+    assert plan(GPU, (9, 0), "bfloat16", 88) == "*:cudnn"
+    assert plan(GPU, (9, 0), "float16", 80) == "1024:cudnn,*:flash_attn"
 
 
 def test_a_torch_dtype_finds_its_entry(bundled: Path) -> None:

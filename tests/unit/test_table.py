@@ -219,15 +219,14 @@ def test_a_damaged_file_is_refused(user: Path, content: bytes | None) -> None:
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(tuned.BUNDLED.glob("*.json")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", sorted(tuned.BUNDLED.glob("*/*.json")), ids=str)
 def test_a_bundled_file_follows_from_its_measurements(path: Path) -> None:
     pytest.importorskip("torch")
     from vllm_flashinfer_vit.choices.derive import derive_classes
 
     table = tuned.read(path.parent, json.loads(path.read_text())["made_by"]["gpu"])
     assert table is not None
+    assert table.made_by["vllm"] == path.parent.name
     assert table.classes
     for name, classes in table.classes.items():
         rows = [m for m in table.measurements if name == tuned.key(m.dtype, m.head_dim)]

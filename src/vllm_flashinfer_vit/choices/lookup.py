@@ -96,6 +96,7 @@ def choices_for(
     dtype: "torch.dtype | str",
     head_dim: int,
     tuned_dir: Path | None = None,
+    vllm: str | None = None,
 ) -> tuple[Choice, ...]:
     """Return the choices for a GPU, classes ascending, the last one unbounded.
 
@@ -108,13 +109,14 @@ def choices_for(
         dtype: A torch dtype or its name, `bfloat16`.
         head_dim: Head dim in elements.
         tuned_dir: Folder of the user's measurements, or None to ignore them.
+        vllm: The installed version, or None for the newest that was measured with.
 
     Raises:
         TableError: A file of measurements cannot be used.
     """
     if gpu_name is None or capability is None:
         return _NO_GPU
-    entry = _look_up(gpu_name, capability, dtype, head_dim, tuned_dir)
+    entry = _look_up(gpu_name, capability, dtype, head_dim, tuned_dir, vllm)
     if entry is not None:
         return entry.choices(head_dim)
     if capability[0] in (10, 12):
@@ -128,6 +130,7 @@ def fp8_choices_for(
     dtype: "torch.dtype | str",
     head_dim: int,
     tuned_dir: Path | None = None,
+    vllm: str | None = None,
 ) -> tuple[Choice, ...]:
     """Return the choices of a layer with FP8 attention; see `choices_for`.
 
@@ -140,17 +143,18 @@ def fp8_choices_for(
         dtype: The activations' dtype.
         head_dim: As for `choices_for`.
         tuned_dir: As for `choices_for`.
+        vllm: As for `choices_for`.
 
     Raises:
         TableError: A file of measurements cannot be used.
     """
     if gpu_name is None or capability is None:
         return _NO_GPU_FP8
-    entry = _look_up(gpu_name, capability, FP8_DTYPE, head_dim, tuned_dir)
+    entry = _look_up(gpu_name, capability, FP8_DTYPE, head_dim, tuned_dir, vllm)
     if entry is not None:
         return entry.choices(head_dim)
     short = []
-    for choice in choices_for(gpu_name, capability, dtype, head_dim, tuned_dir):
+    for choice in choices_for(gpu_name, capability, dtype, head_dim, tuned_dir, vllm):
         if choice.max_len is None or choice.max_len >= _FP8_ABOVE:
             short.append(choice._replace(max_len=_FP8_ABOVE))
             break
@@ -186,8 +190,9 @@ def is_measured(gpu_name: str, tuned_dir: Path | None = None) -> bool:
     Raises:
         TableError: A file of measurements cannot be used.
     """
-    folders = (tuned.BUNDLED,) if tuned_dir is None else (tuned_dir, tuned.BUNDLED)
-    return any(tuned.read(folder, gpu_name) for folder in folders)
+    if tuned_dir is not None and tuned.read(tuned_dir, gpu_name):
+        return True
+    return bool(tuned.read_bundled(gpu_name, None))
 
 
 def other_versions(
@@ -212,7 +217,7 @@ def other_versions(
     if stack.capability is None:
         return None
     gpu_name = stack.gpus[0].name
-    entry = _look_up(gpu_name, stack.capability, dtype, head_dim, tuned_dir)
+    entry = _look_up(gpu_name, stack.capability, dtype, head_dim, tuned_dir, stack.vllm)
     if entry is None:
         return None
     versions = [
@@ -263,11 +268,12 @@ def _look_up(
     dtype: "torch.dtype | str",
     head_dim: int,
     tuned_dir: Path | None,
+    vllm: str | None,
 ) -> _Entry | None:
     """Return what was measured, or None."""
     dtype_name = str(dtype).removeprefix("torch.")
     found: _Entry | None = None
-    for table, origin in _tables(gpu_name, capability, tuned_dir):
+    for table, origin in _tables(gpu_name, capability, tuned_dir, vllm):
         for name, classes in table.classes.items():
             entry_dtype, _, text = name.partition("/")
             measured = int(text)
@@ -279,17 +285,20 @@ def _look_up(
 
 
 def _tables(
-    gpu_name: str, capability: tuple[int, int], tuned_dir: Path | None
+    gpu_name: str,
+    capability: tuple[int, int],
+    tuned_dir: Path | None,
+    vllm: str | None,
 ) -> Iterator[tuple[tuned.Table, str]]:
     """Yield the tables that apply, best first, and what to say of each."""
     if tuned_dir is not None and (table := tuned.read(tuned_dir, gpu_name)):
         yield table, f"fastest on this machine, {_measured(table)}"
-    if table := tuned.read(tuned.BUNDLED, gpu_name):
-        yield table, f"fastest on {gpu_name}, {_measured(table)}"
-        return
-    other = _STANDS_FOR.get(capability[0])
-    if other is not None and (table := tuned.read(tuned.BUNDLED, other)):
-        yield table, f"{_UNMEASURED}; fastest on {other}, {_measured(table)}"
+    if tables := tuned.read_bundled(gpu_name, vllm):
+        for table in tables:
+            yield table, f"fastest on {gpu_name}, {_measured(table)}"
+    elif other := _STANDS_FOR.get(capability[0]):
+        for table in tuned.read_bundled(other, vllm):
+            yield table, f"{_UNMEASURED}; fastest on {other}, {_measured(table)}"
 
 
 def _measured(table: tuned.Table) -> str:

@@ -2,10 +2,11 @@
 """Files of measured choices: schema, read, validate, write.
 
 One JSON file holds one GPU's classes, and the measurements that they follow from. The
-ones that come with the package lie in this folder; all are written by
-`vllm-flashinfer-vit tune` and never by hand.
+ones that come with the package lie in `data/`, in a folder for each vLLM that they were
+measured with; all are written by `vllm-flashinfer-vit tune` and never by hand.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
@@ -97,6 +99,32 @@ def read(folder: Path, gpu_name: str) -> Table | None:
             "`vllm-flashinfer-vit tune` again"
         ) from error
     return table
+
+
+def read_bundled(gpu_name: str, vllm: str | None) -> list[Table]:
+    """Read the package's files of a GPU, best first; empty if there are none.
+
+    That of the newest vLLM up to the installed one comes first, then older ones, newest
+    first, then newer ones, oldest first.
+
+    Args:
+        gpu_name: The GPU's product name.
+        vllm: The installed version, or None if it is not known: the newest is best. A
+            release candidate or a development build counts as its release.
+
+    Raises:
+        TableError: A file cannot be used.
+    """
+    by_release = {Version(folder.name).release: folder for folder in BUNDLED.iterdir()}
+    newest_first = sorted(by_release, reverse=True)
+    here = max(newest_first, default=())
+    if vllm is not None:
+        with contextlib.suppress(InvalidVersion):
+            here = Version(vllm).release
+    order = [release for release in newest_first if release <= here]
+    order += [release for release in reversed(newest_first) if release > here]
+    tables = (read(by_release[release], gpu_name) for release in order)
+    return [table for table in tables if table is not None]
 
 
 def write(table: Table, path: Path) -> None:

@@ -75,7 +75,9 @@ def usable_choices(
     """
     gpu_name = stack.gpus[0].name if stack.gpus else None
     look_up = lookup.fp8_choices_for if fp8 else lookup.choices_for
-    choices = look_up(gpu_name, stack.capability, dtype, head_dim, tuned_dir)
+    choices = look_up(
+        gpu_name, stack.capability, dtype, head_dim, tuned_dir, stack.vllm
+    )
     if forced is not None:
         choices = lookup.forced(choices, forced)
     refusals: dict[str, str] = {}

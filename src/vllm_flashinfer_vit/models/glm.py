@@ -8,6 +8,7 @@ from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.models._shared import BLOCK_PARAMETERS, block_program, methods
 from vllm_flashinfer_vit.models.ends import patch_embed
 from vllm_flashinfer_vit.models.metadata import kept_metadata
+from vllm_flashinfer_vit.models.positions import summed_positions
 
 SPEC = BlockSpec(
     first="mlp.gate_up_proj",
@@ -37,5 +38,6 @@ PATCHES = (
         grids="grid_thw_list",
         of_weights={"pos_embeds": "pos_embeds_interpolate"},
     ),
+    summed_positions("glm4_1v", "Glm4vVisionTransformer", "Glm4vVisionEmbeddings"),
     patch_embed("glm4_1v", "Glm4vVisionPatchEmbed"),
 )

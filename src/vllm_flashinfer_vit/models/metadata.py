@@ -66,7 +66,8 @@ def _bytes(tensors: Tensors) -> int:
     return sum(-(-size // _BLOCK_BYTES) * _BLOCK_BYTES for size in sizes)
 
 
-def _cache_of(tower: Any) -> SizeCache:
+def cache_of(tower: Any) -> SizeCache:
+    """Return what a tower keeps, made when it is first asked for."""
     return vars(tower).setdefault(CACHE, SizeCache(MAX_BYTES))
 
 
@@ -124,7 +125,7 @@ def _keep_metadata(original: Function, of_weights: Mapping[str, str]) -> Functio
         if not (_is_plain(overrides) and is_served(self.blocks[0].attn)):
             return original(self, *grids, **overrides)
         (grid_thw,) = grids
-        cache = _cache_of(self)
+        cache = cache_of(self)
         sizes = tuple((int(t), int(h), int(w)) for t, h, w in grid_thw)
         if (kept := cache.find(sizes)) is not None:
             fresh = {
@@ -181,7 +182,7 @@ def _keep_rotary(original: Function) -> Function:
     def rot_pos_emb(self: Any, grid_thw: Grids) -> tuple[torch.Tensor, torch.Tensor]:
         if not is_served(self.blocks[0].attn):
             return original(self, grid_thw)
-        cache = _cache_of(self)
+        cache = cache_of(self)
         all_cos, all_sin = [], []
         for t, h, w in grid_thw:
             if (frame := cache.find((h, w))) is None:
