@@ -85,6 +85,8 @@ def take_python(words: list[str]) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", words[1:])
+        # As for a script that is run: its neighbours can be imported.
+        patched.syspath_prepend(script.parent)
         patched.setattr(argparse.ArgumentParser, "parse_args", parse_only)
         with pytest.raises(Parsed):
             runpy.run_path(str(script), run_name="__main__")
