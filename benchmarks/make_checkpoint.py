@@ -11,6 +11,7 @@ language model has its true dimensions, too, and the tokenizer as many tokens.
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,17 +98,37 @@ def make_checkpoint(folder: Path, model: str, true_llm: bool = False) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
-def _tokenizer(size: int) -> transformers.PreTrainedTokenizerFast:
-    """Return a tokenizer of at least `size` tokens: a model's answer must have text."""
+def byte_tokenizer(
+    special_tokens: Sequence[str],
+    size: int = 0,
+    cls: type[transformers.PreTrainedTokenizerFast] = (
+        transformers.PreTrainedTokenizerFast
+    ),
+    **fields: Any,
+) -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes and special tokens.
+
+    Args:
+        special_tokens: What is one token each.
+        size: At least so many tokens: a model's answer must have text.
+        cls: The tokenizer's class.
+        **fields: More of its constructor's arguments.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    named = len(letters) + len(SPECIAL_TOKENS)
+    named = len(letters) + len(special_tokens)
     letters += [f"token{i}" for i in range(size - named)]
     bare = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = decoders.ByteLevel()
-    bare.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
-    tokenizer = transformers.Qwen2TokenizerFast(
-        tokenizer_object=bare,
+    bare.add_special_tokens([AddedToken(t, special=True) for t in special_tokens])
+    return cls(tokenizer_object=bare, **fields)
+
+
+def _tokenizer(size: int) -> transformers.PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer(
+        SPECIAL_TOKENS,
+        size,
+        transformers.Qwen2TokenizerFast,
         bos_token=None,
         eos_token=TURN_END,
         pad_token=PADDING,

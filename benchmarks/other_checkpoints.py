@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes checkpoint folders of models other than Qwen's, without weights.
+
+As those of make_checkpoint.py: the vision tower has its published dimensions, the
+language model after it is small, and the tokenizer knows bytes and special tokens only.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from make_checkpoint import byte_tokenizer
+from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
+
+_PADDING, _START, _END = "<pad>", "<bos>", "<eos>"
+_VOCABULARY = 512
+# Of every language model; heads of 128 unless a model has its own.
+_SMALL = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "pad_token_id": 256,
+    "bos_token_id": 257,
+    "eos_token_id": 258,
+}
+_GEMMA = {"head_dim": 256, "num_attention_heads": 4, "sliding_window": 1024}
+
+
+@dataclass(frozen=True)
+class OtherModel:
+    """A model whose folder can be written.
+
+    Attributes:
+        architecture: The model's class in vLLM.
+        image: What stands for an image in a prompt.
+        video: What stands for a video; empty if none is asked.
+        named: The tokenizer's attributes that are special tokens.
+        special_tokens: Other special tokens.
+        config: Takes ids by special token and the number of blocks or None, and returns
+            the model's config.
+        processor: Takes the tokenizer, and returns the model's processor.
+    """
+
+    architecture: str
+    image: str
+    video: str
+    named: Mapping[str, str]
+    special_tokens: tuple[str, ...]
+    config: Callable[
+        [Mapping[str, int], int | None], transformers.PretrainedConfig
+    ]
+    processor: Callable[
+        [transformers.PreTrainedTokenizerFast], transformers.ProcessorMixin
+    ]
+
+
+def make_other_checkpoint(folder: Path, model: str, depth: int | None = None) -> None:
+    """Write config, tokenizer and processor of a model.
+
+    Args:
+        folder: Made if it does not exist.
+        model: A name in `OTHER_MODELS`.
+        depth: Blocks of the vision tower; None for all.
+    """
+    this = OTHER_MODELS[model]
+    folder.mkdir(parents=True, exist_ok=True)
+    special = (_PADDING, _START, _END, *this.named.values(), *this.special_tokens)
+    tokenizer = byte_tokenizer(
+        special,
+        bos_token=_START,
+        eos_token=_END,
+        pad_token=_PADDING,
+        extra_special_tokens=dict(this.named),
+    )
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in special}
+    config = this.config(ids, depth)
+    config.architectures = [this.architecture]
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+    this.processor(tokenizer).save_pretrained(folder)
+    generation = {
+        "do_sample": False,
+        "eos_token_id": ids[_END],
+        "pad_token_id": ids[_PADDING],
+    }
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def _glm4v_config(
+    ids: Mapping[str, int], depth: int | None
+) -> transformers.PretrainedConfig:
+    vision = dict(NAMED_MODELS["zai-org/GLM-4.1V-9B-Thinking"][1])
+    text = {
+        **_SMALL,
+        # The tower's merger is as wide as the language model.
+        "hidden_size": vision["out_hidden_size"],
+        "num_attention_heads": 32,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [8, 12, 12],
+        },
+    }
+    return transformers.Glm4vConfig(
+        text_config=text,
+        vision_config={**vision, "depth": depth or vision["depth"]},
+        image_token_id=ids["<|image|>"],
+        video_token_id=ids["<|video|>"],
+        image_start_token_id=ids["<|begin_of_image|>"],
+        image_end_token_id=ids["<|end_of_image|>"],
+        video_start_token_id=ids["<|begin_of_video|>"],
+        video_end_token_id=ids["<|end_of_video|>"],
+    )
+
+
+def _glm4v_processor(
+    tokenizer: transformers.PreTrainedTokenizerFast,
+) -> transformers.ProcessorMixin:
+    # At most 4096 tokens for an image or a video.
+    return transformers.Glm4vProcessor(
+        image_processor=transformers.Glm4vImageProcessor(
+            size={"shortest_edge": 112 * 112, "longest_edge": 4096 * 28 * 28 * 2}
+        ),
+        tokenizer=tokenizer,
+        video_processor=transformers.Glm4vVideoProcessor(
+            size={"shortest_edge": 112 * 112, "longest_edge": 4096 * 28 * 28 * 2}
+        ),
+    )
+
+
+def _paddleocr_config(
+    ids: Mapping[str, int], depth: int | None
+) -> transformers.PretrainedConfig:
+    text = {
+        **_SMALL,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500000.0,
+            "mrope_section": [16, 24, 24],
+        },
+    }
+    vision = {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": depth or 27,
+        "num_attention_heads": 16,
+        "image_size": 384,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+    }
+    return transformers.PaddleOCRVLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|IMAGE_PLACEHOLDER|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|IMAGE_START|>"],
+        vision_end_token_id=ids["<|IMAGE_END|>"],
+    )
+
+
+def _paddleocr_processor(
+    tokenizer: transformers.PreTrainedTokenizerFast,
+) -> transformers.ProcessorMixin:
+    return transformers.PaddleOCRVLProcessor(
+        image_processor=transformers.PaddleOCRVLImageProcessor(
+            size={"shortest_edge": 147384, "longest_edge": 2822400}
+        ),
+        tokenizer=tokenizer,
+    )
+
+
+def _pixtral_config(
+    ids: Mapping[str, int], depth: int | None
+) -> transformers.PretrainedConfig:
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": depth or 24,
+        "num_attention_heads": 16,
+        "hidden_act": "silu",
+        "image_size": 1024,
+        "patch_size": 16,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
+    }
+    return transformers.LlavaConfig(
+        text_config={**_SMALL, "model_type": "mistral", "sliding_window": None},
+        vision_config=vision,
+        image_token_index=ids["[IMG]"],
+        image_seq_length=1,
+        projector_hidden_act="gelu",
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+
+
+def _pixtral_processor(
+    tokenizer: transformers.PreTrainedTokenizerFast,
+) -> transformers.ProcessorMixin:
+    return transformers.PixtralProcessor(
+        image_processor=transformers.PixtralImageProcessor(
+            size={"longest_edge": 1024}, patch_size={"height": 16, "width": 16}
+        ),
+        tokenizer=tokenizer,
+        patch_size=16,
+    )
+
+
+def _gemma3_config(
+    ids: Mapping[str, int], depth: int | None
+) -> transformers.PretrainedConfig:
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": depth or 27,
+        "num_attention_heads": 16,
+        "image_size": 896,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    return transformers.Gemma3Config(
+        text_config={**_SMALL, **_GEMMA},
+        vision_config=vision,
+        mm_tokens_per_image=256,
+        boi_token_index=ids["<start_of_image>"],
+        eoi_token_index=ids["<end_of_image>"],
+        image_token_index=ids["<image_soft_token>"],
+    )
+
+
+def _gemma3_processor(
+    tokenizer: transformers.PreTrainedTokenizerFast,
+) -> transformers.ProcessorMixin:
+    return transformers.Gemma3Processor(
+        image_processor=transformers.Gemma3ImageProcessor(
+            size={"height": 896, "width": 896}
+        ),
+        tokenizer=tokenizer,
+        image_seq_length=256,
+    )
+
+
+def _gemma4_config(
+    ids: Mapping[str, int], depth: int | None
+) -> transformers.PretrainedConfig:
+    text = {
+        **_SMALL,
+        **_GEMMA,
+        # One size of heads, for which any of vLLM's backends will do.
+        "global_head_dim": _GEMMA["head_dim"],
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": _VOCABULARY,
+    }
+    vision = {
+        "model_type": "gemma4_vision",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": depth or 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 72,
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 10240,
+        "standardize": True,
+    }
+    return transformers.Gemma4Config(
+        text_config=text,
+        vision_config=vision,
+        audio_config=None,
+        boi_token_id=ids["<|image>"],
+        eoi_token_id=ids["<image|>"],
+        image_token_id=ids["<|image|>"],
+        video_token_id=ids["<|video|>"],
+        boa_token_id=ids["<|audio>"],
+        eoa_token_index=ids["<audio|>"],
+        audio_token_id=ids["<|audio|>"],
+    )
+
+
+def _gemma4_processor(
+    tokenizer: transformers.PreTrainedTokenizerFast,
+) -> transformers.ProcessorMixin:
+    return transformers.Gemma4Processor(
+        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
+        image_processor=transformers.Gemma4ImageProcessor(),
+        tokenizer=tokenizer,
+        video_processor=transformers.Gemma4VideoProcessor(),
+    )
+
+
+OTHER_MODELS: Mapping[str, OtherModel] = {
+    "zai-org/GLM-4.1V-9B-Thinking": OtherModel(
+        architecture="Glm4vForConditionalGeneration",
+        image="<|begin_of_image|><|image|><|end_of_image|>",
+        video="<|begin_of_video|><|video|><|end_of_video|>",
+        named={"image_token": "<|image|>", "video_token": "<|video|>"},
+        special_tokens=(
+            "<|begin_of_image|>",
+            "<|end_of_image|>",
+            "<|begin_of_video|>",
+            "<|end_of_video|>",
+        ),
+        config=_glm4v_config,
+        processor=_glm4v_processor,
+    ),
+    "PaddlePaddle/PaddleOCR-VL": OtherModel(
+        architecture="PaddleOCRVLForConditionalGeneration",
+        image="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        video="",
+        named={"image_token": "<|IMAGE_PLACEHOLDER|>"},
+        special_tokens=("<|IMAGE_START|>", "<|IMAGE_END|>", "<|video_pad|>"),
+        config=_paddleocr_config,
+        processor=_paddleocr_processor,
+    ),
+    "mistral-community/pixtral-12b": OtherModel(
+        architecture="LlavaForConditionalGeneration",
+        image="[IMG]",
+        video="",
+        named={},
+        special_tokens=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        config=_pixtral_config,
+        processor=_pixtral_processor,
+    ),
+    "google/gemma-3-4b-it": OtherModel(
+        architecture="Gemma3ForConditionalGeneration",
+        image="<start_of_image>",
+        video="",
+        named={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        special_tokens=(),
+        config=_gemma3_config,
+        processor=_gemma3_processor,
+    ),
+    "google/gemma-4-31B-it": OtherModel(
+        architecture="Gemma4ForConditionalGeneration",
+        image="<|image|>",
+        video="",
+        named={
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "image_token": "<|image|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+            "audio_token": "<|audio|>",
+        },
+        special_tokens=("<|video|>",),
+        config=_gemma4_config,
+        processor=_gemma4_processor,
+    ),
+}
