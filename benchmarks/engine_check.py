@@ -3,10 +3,13 @@
 
 For each model and configuration a process starts `vllm.LLM` with stock FLASH_ATTN and
 another with this package. Both answer an image, a video and a multi-image prompt, and
-encode the same images with the same tower weights; the embeddings are compared. This is
-a check, not a benchmark: processes may run side by side.
+encode the same images with the same tower weights; the embeddings are compared. Models
+of other_checkpoints.py are compared by their image prompt, and most are asked no video:
+`answered_video` is empty then. This is a check, not a benchmark: processes may run side
+by side.
 
     python benchmarks/engine_check.py --configs eager compile_mm_encoder --jobs 3
+    python benchmarks/engine_check.py --models google/gemma-3-4b-it --jobs 2
     python benchmarks/engine_check.py --configs tp2 tp2_data          # two GPUs
 """
 
@@ -18,7 +21,6 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,18 +30,21 @@ from safetensors.torch import load_file, save_file
 
 from correctness import relative_error
 from csv_log import CsvLog, results_path
-from engines import (
-    BACKENDS,
-    ENTRY_POINT,
-    Job,
-    compiles_blocks,
-    fill_tower,
-    random_pixels,
-    start,
+from engine_models import (
+    MODELS,
+    describe_tower,
+    draw_inputs,
+    embed,
+    embed_without_attention,
+    prompts,
+    record_inputs,
+    write_checkpoint,
 )
+from engines import BACKENDS, ENTRY_POINT, Job, compiles_blocks, fill_tower, start
 from environment import ENVIRONMENT_COLUMNS, Environment
 from failures import Failures
-from tower_cases import MODELS
+from other_checkpoints import OTHER_MODELS
+from tower_cases import MODELS as QWEN_MODELS
 
 # Engine arguments by configuration.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -69,8 +74,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # The configuration whose stock tower has the same weights, runs without a compiler, and
 # exists: stock has no FP8 attention on Hopper.
 COMPARED_WITH = {"compile_mm_encoder": "eager", "fp8": "eager", "fp8_tp2": "tp2"}
-# Images whose embeddings are compared: frames, rows and columns of patches.
-GRIDS = [[1, 16, 16], [1, 26, 38], [1, 64, 64]]
 # Two attention kernels in bf16 differ by 1 to 3 percent after a whole tower.
 GATE = 5e-2
 # The image of 4096 patches attends in FP8, at about 5 percent a layer.
@@ -100,104 +103,6 @@ ANSWER_TOKENS = 8
 PROCESS_TIMEOUT_S = 420.0
 
 
-def prompts(model: str) -> dict[str, dict[str, Any]]:
-    """Return an image, a video and a multi-image prompt for `LLM.generate`."""
-    import numpy as np
-
-    from make_checkpoint import IMAGE_TOKEN, VIDEO_TOKEN, VISION_END, VISION_START
-
-    random = np.random.default_rng(0)
-
-    def pixels(*shape: int) -> "np.ndarray":
-        return random.integers(0, 256, (*shape, 3), dtype=np.uint8)
-
-    image, video = (
-        f"{VISION_START}{token}{VISION_END}" for token in (IMAGE_TOKEN, VIDEO_TOKEN)
-    )
-    frames: Any = pixels(8, 168, 224)
-    # Newer vLLM needs a video's metadata for Qwen2.5-VL, too.
-    if "Qwen2-VL" not in model:
-        about = {
-            "fps": 2.0,
-            "duration": 4.0,
-            "total_num_frames": len(frames),
-            "frames_indices": list(range(len(frames))),
-            "video_backend": "opencv",
-            "do_sample_frames": False,
-        }
-        frames = (frames, about)
-    several = [pixels(336, 448), pixels(112, 112), pixels(224, 560)]
-    return {
-        "image": {
-            "prompt": f"{image}What is this?",
-            "multi_modal_data": {"image": pixels(448, 672)},
-        },
-        "video": {
-            "prompt": f"{video}What happens?",
-            "multi_modal_data": {"video": frames},
-        },
-        "multi": {
-            "prompt": f"{image * 3}Compare.",
-            "multi_modal_data": {"image": several},
-        },
-    }
-
-
-def describe_tower(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the attention layers' class and kernels, and what is compiled."""
-    from vllm.model_executor.layers.attention.mm_encoder_attention import (
-        MMEncoderAttention,
-    )
-
-    layers = [m for m in model.visual.modules() if isinstance(m, MMEncoderAttention)]
-    kernels = {
-        layer.kernel_for(length)
-        for layer in layers
-        if hasattr(layer, "kernel_for")
-        for length in (64, 1024, 16384)
-    }
-    return {
-        "layer_class": " ".join(sorted({type(layer).__name__ for layer in layers})),
-        "kernels": " ".join(sorted(kernels)),
-        "compiled_modules": sum(
-            not getattr(module, "do_not_compile", True)
-            for module in model.visual.modules()
-        ),
-    }
-
-
-def embed(model: torch.nn.Module) -> torch.Tensor:
-    """Return the embeddings of images drawn from a fixed seed, `[tokens, hidden]`."""
-    patches = sum(t * h * w for t, h, w in GRIDS)
-    pixels = random_pixels(model.visual, patches, torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        parts = model.embed_multimodal(
-            pixel_values=pixels.to(model.visual.device),
-            image_grid_thw=torch.tensor(GRIDS),
-        )
-        return torch.cat(list(parts)).float().cpu()
-
-
-def embed_without_attention(model: torch.nn.Module) -> torch.Tensor:
-    """Return what `embed` does if every attention layer gives zeros."""
-
-    def no_context(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (torch.zeros_like(inputs[0]), *inputs[1:])
-
-    def no_attention(layer: object, attend: object, batch: Any) -> torch.Tensor:
-        return torch.zeros_like(batch.q, memory_format=torch.contiguous_format)
-
-    with ExitStack() as undo:
-        for block in model.visual.blocks:
-            if hasattr(block.attn.attn, "watched"):
-                # The plugin's blocks run past the layers of vLLM's.
-                undo.enter_context(block.attn.attn.watched(no_attention))
-            else:
-                hook = block.attn.proj.register_forward_pre_hook(no_context)
-                undo.callback(hook.remove)
-        return embed(model)
-
-
 def take_peak_memory_mib(_: torch.nn.Module) -> int:
     """Return the most memory held on the GPU, pools included, since the last call."""
     peak = torch.cuda.max_memory_reserved()
@@ -210,10 +115,9 @@ def run_engine(job: Job, folder: Path) -> None:
     """Start one engine, ask it everything, and leave a JSON and a safetensors file."""
     from vllm import LLM, SamplingParams
 
-    from make_checkpoint import make_checkpoint
-
     checkpoint = folder / f"{job.stem}.checkpoint"
-    make_checkpoint(checkpoint, job.model)
+    write_checkpoint(checkpoint, job.model)
+    asked = prompts(job.model)
     begin = time.perf_counter()
     llm = LLM(
         model=str(checkpoint),
@@ -221,7 +125,7 @@ def run_engine(job: Job, folder: Path) -> None:
         dtype="bfloat16",
         max_model_len=8192,
         max_num_seqs=4,
-        limit_mm_per_prompt={"image": 3, "video": 1},
+        limit_mm_per_prompt={"image": 3, "video": int("video" in asked)},
         mm_encoder_attn_backend=BACKENDS[job.provider],
         # A fixed cache, since several engines may share a GPU.
         gpu_memory_utilization=0.2,
@@ -235,16 +139,13 @@ def run_engine(job: Job, folder: Path) -> None:
     # Filling takes copies of weights that no engine takes.
     llm.apply_model(take_peak_memory_mib)
     facts |= llm.apply_model(describe_tower)[0]
-    embeddings = llm.apply_model(embed)[0]
-    save_file({"output": embeddings}, str(folder / f"{job.stem}.safetensors"))
-    facts["attention_share"] = ""
-    if not facts["compiled_modules"]:
-        blind = llm.apply_model(embed_without_attention)[0]
-        facts["attention_share"] = f"{relative_error(blind, embeddings):.2e}"
+    other = job.model in OTHER_MODELS
+    llm.apply_model(record_inputs if other else draw_inputs)
     sampling = SamplingParams(
         temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True
     )
-    for kind, prompt in prompts(job.model).items():
+    facts["answered_video"] = ""
+    for kind, prompt in asked.items():
         facts[f"answered_{kind}"] = 0
         try:
             answer = llm.generate([prompt], sampling, use_tqdm=False)[0].outputs[0]
@@ -253,6 +154,12 @@ def run_engine(job: Job, folder: Path) -> None:
             traceback.print_exc()
         else:
             facts[f"answered_{kind}"] = int(len(answer.token_ids) == ANSWER_TOKENS)
+    embeddings = llm.apply_model(embed)[0]
+    save_file({"output": embeddings}, str(folder / f"{job.stem}.safetensors"))
+    facts["attention_share"] = ""
+    if not facts["compiled_modules"]:
+        blind = llm.apply_model(embed_without_attention)[0]
+        facts["attention_share"] = f"{relative_error(blind, embeddings):.2e}"
     facts["peak_memory_mib"] = max(*peaks, *llm.apply_model(take_peak_memory_mib))
     (folder / f"{job.stem}.json").write_text(json.dumps(facts))
 
@@ -280,6 +187,7 @@ def judge(row: Mapping[str, Any]) -> list[str]:
         f"no answer to the {kind} prompt"
         for kind in ("image", "video", "multi")
         if row[f"answered_{kind}"] != 1
+        and (kind != "video" or row["answered_video"] != "")
     ]
     if row["layer_class"] != "FlashInferViTAttention":
         faults.append(f"the attention layers are {row['layer_class']}")
@@ -325,7 +233,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=QWEN_MODELS)
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=("eager",))
     parser.add_argument("--jobs", type=int, default=1, help="engines at a time")
     parser.add_argument("--logs", help="folder to keep logs and embeddings in")

@@ -17,6 +17,8 @@ from packaging.version import Version
 
 BACKENDS = {"stock-flash_attn": "FLASH_ATTN", "plugin": "FLASHINFER"}
 ENTRY_POINT = "flashinfer_vit"
+# Transformers' class, which stock attends by where others have MMEncoderAttention.
+GEMMA4_ATTENTION = "Gemma4VisionAttention"
 
 
 def compiles_blocks(model: str, vllm: str) -> bool:
@@ -96,27 +98,50 @@ def start(
         raise RuntimeError(f"exit status {done.returncode}: {said}")
 
 
+def encoder_parts(model: Any) -> dict[str, torch.nn.Module]:
+    """Return what encodes images, by its name in the model: all but the language model.
+
+    Args:
+        model: A multimodal model of vLLM.
+    """
+    language_model = model.get_language_model()
+    return {
+        name: part
+        for name, part in model.named_children()
+        if part is not language_model
+    }
+
+
 def fill_tower(model: torch.nn.Module) -> None:
     """Give the tower weights with which attention matters; in each engine the same.
 
     Dummy weights are so small that the biases alone make up the embeddings.
     """
+    for part in encoder_parts(model).values():
+        _fill(part)
+
+
+def _fill(part: torch.nn.Module) -> None:
     from vllm_flashinfer_vit.blocks.aligned_linear import AlignedLinearMethod
     from vllm_flashinfer_vit.towers.weights import fill_with_random_weights
 
     with ExitStack() as stack:
         # What the package padded must get the values that stock's weights get.
-        for module in model.visual.modules():
+        for module in part.modules():
             method = getattr(module, "quant_method", None)
             if isinstance(method, AlignedLinearMethod):
                 for parameter in module.parameters(recurse=False):
                     if hasattr(parameter, "stock_weight_loader"):
                         stack.enter_context(method.in_stock_size(parameter))
-        fill_with_random_weights(model.visual, seed=0)
-    for name, module in model.visual.named_modules():
+        fill_with_random_weights(part, seed=0)
+    for name, module in part.named_modules():
         weight = getattr(module, "weight", None)
         if weight is not None and weight.dtype == torch.float8_e4m3fn:
             _fill_quantized(name, module)
+        if type(module).__name__ == GEMMA4_ATTENTION:
+            # Its scores are not scaled: norms of weight 1 make them so large that
+            # rounding alone decides what comes out.
+            module.q_norm.weight.data.fill_(module.head_dim**-0.5)
 
 
 def _fill_quantized(name: str, layer: Any) -> None:

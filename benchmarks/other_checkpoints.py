@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import transformers
 
@@ -55,9 +54,7 @@ class OtherModel:
     video: str
     named: Mapping[str, str]
     special_tokens: tuple[str, ...]
-    config: Callable[
-        [Mapping[str, int], int | None], transformers.PretrainedConfig
-    ]
+    config: Callable[[Mapping[str, int], int | None], transformers.PretrainedConfig]
     processor: Callable[
         [transformers.PreTrainedTokenizerFast], transformers.ProcessorMixin
     ]
@@ -274,6 +271,8 @@ def _gemma4_config(
         "pooling_kernel_size": 3,
         "position_embedding_size": 10240,
         "standardize": True,
+        # vLLM reads it, and Transformers has no default.
+        "default_output_length": 280,
     }
     return transformers.Gemma4Config(
         text_config=text,
@@ -342,7 +341,8 @@ OTHER_MODELS: Mapping[str, OtherModel] = {
             "eoi_token": "<end_of_image>",
             "image_token": "<image_soft_token>",
         },
-        special_tokens=(),
+        # vLLM looks them up, to join those before and after an image.
+        special_tokens=tuple("\n" * count for count in (1, 2, 3, 4)),
         config=_gemma3_config,
         processor=_gemma3_processor,
     ),

@@ -24,6 +24,14 @@ def test_pixels_are_the_same_values_in_every_dtype():
         assert torch.equal(drawn(dtype), pixels.to(dtype))
 
 
+def fake_model(visual):
+    model = torch.nn.Module()
+    model.visual = visual
+    model.language_model = torch.nn.Linear(2, 2)
+    model.get_language_model = lambda: model.language_model
+    return model
+
+
 def test_engines_fill_quantised_layers_alike():
     def filled():
         layer = torch.nn.Module()
@@ -31,8 +39,7 @@ def test_engines_fill_quantised_layers_alike():
             torch.zeros(64, 192).to(torch.float8_e4m3fn), requires_grad=False
         )
         layer.weight_scale = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
-        visual = torch.nn.ModuleDict({"qkv": layer})
-        engines.fill_tower(SimpleNamespace(visual=visual))
+        engines.fill_tower(fake_model(torch.nn.ModuleDict({"qkv": layer})))
         return layer
 
     first, second = filled(), filled()
