@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zlib
@@ -19,6 +20,8 @@ BACKENDS = {"stock-flash_attn": "FLASH_ATTN", "plugin": "FLASHINFER"}
 ENTRY_POINT = "flashinfer_vit"
 # Transformers' class, which stock attends by where others have MMEncoderAttention.
 GEMMA4_ATTENTION = "Gemma4VisionAttention"
+# Names that towers other than Qwen's give the projections to Q, K and V.
+_PROJECTIONS = re.compile(r"\.(qkv_proj|q_proj|k_proj|v_proj)\.")
 
 
 def compiles_blocks(model: str, vllm: str) -> bool:
@@ -134,6 +137,10 @@ def _fill(part: torch.nn.Module) -> None:
                     if hasattr(parameter, "stock_weight_loader"):
                         stack.enter_context(method.in_stock_size(parameter))
         fill_with_random_weights(part, seed=0)
+    for name, parameter in part.named_parameters():
+        if _PROJECTIONS.search(name) and parameter.dim() > 1:
+            # As wide as `fill_with_random_weights` makes those that are named qkv.
+            parameter.data.mul_(2)
     for name, module in part.named_modules():
         weight = getattr(module, "weight", None)
         if weight is not None and weight.dtype == torch.float8_e4m3fn:
