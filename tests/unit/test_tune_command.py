@@ -23,7 +23,8 @@ from vllm_flashinfer_vit.choices.measure import candidates
 from vllm_flashinfer_vit.commands import tune as tuning
 from vllm_flashinfer_vit.commands.cli import main
 from vllm_flashinfer_vit.commands.tune import Options, build_table
-from vllm_flashinfer_vit.kernels.catalog import fp8_names
+from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
+from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.settings import ENV_TUNED_DIR
 
 
@@ -121,24 +122,49 @@ class TestBeforeMeasuring:
         assert not list(tmp_path.rglob("*.json"))
 
 
+def runnable(stack: Stack, dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Return the candidates where every test run is right."""
+    found, left_out = candidates(stack, dtype, head_dim, lambda *_: None)
+    assert not left_out
+    return found
+
+
 def test_candidates_are_the_gpu_kernels_that_can_run() -> None:
-    found = candidates(STACK, torch.bfloat16, 80)
+    found = runnable(STACK, torch.bfloat16, 80)
     assert {"cudnn", "flash_attn", "triton_window"} <= set(found)
     assert "reference" not in found
     old = replace(STACK, cudnn_backend=90800)
-    assert "cudnn" not in candidates(old, torch.bfloat16, 80)
-    assert "triton_window" not in candidates(STACK, torch.bfloat16, 256)
+    assert "cudnn" not in runnable(old, torch.bfloat16, 80)
+    assert "triton_window" not in runnable(STACK, torch.bfloat16, 256)
     assert not fp8_names().intersection(found)
 
 
 def test_candidates_of_fp8_layers_are_those_of_bf16_and_the_fp8_kernels() -> None:
     fp8 = torch.float8_e4m3fn
-    found = candidates(STACK, fp8, 80)
-    assert set(found) > set(candidates(STACK, torch.bfloat16, 80))
+    found = runnable(STACK, fp8, 80)
+    assert set(found) > set(runnable(STACK, torch.bfloat16, 80))
     assert "triton_fp8" in found and "reference_fp8" not in found
     ampere = STACK.gpus[0]._replace(capability=(8, 0))
     with pytest.raises(TuneError, match="no FP8 kernel"):
-        candidates(replace(STACK, gpus=(ampere,)), fp8, 80)
+        runnable(replace(STACK, gpus=(ampere,)), fp8, 80)
+
+
+def test_what_layers_would_refuse_is_no_candidate() -> None:
+    runs: list[tuple[str, int, torch.dtype]] = []
+
+    def attempt(kernel: str, head_dim: int, dtype: torch.dtype) -> str | None:
+        runs.append((kernel, head_dim, dtype))
+        return "a test run is wrong" if kernel == "triton_fp8" else None
+
+    fp8 = torch.float8_e4m3fn
+    everything = runnable(STACK, fp8, 80)
+    found, left_out = candidates(STACK, fp8, 80, attempt)
+    assert left_out == ["triton_fp8: a test run is wrong"]
+    assert found == [kernel for kernel in everything if kernel != "triton_fp8"]
+    tried = [kernel for kernel in everything if KERNELS[kernel].needs_trial]
+    assert runs == [(kernel, 80, torch.bfloat16) for kernel in tried]
+    with pytest.raises(TuneError, match="no FP8 kernel.*triton_fp8: no"):
+        candidates(STACK, fp8, 80, lambda *_: "no")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +204,7 @@ def test_this_gpu_is_measured(tmp_path: Path) -> None:
     )
     tuned.write(table, tmp_path / tuned.file_name(stack.gpus[0].name))
     assert tuned.read(tmp_path, stack.gpus[0].name) == table
-    kernels = candidates(stack, torch.bfloat16, 80)
+    kernels = runnable(stack, torch.bfloat16, 80)
     assert table.left_out == ()
     for row in table.measurements:
         expected = {k for k in kernels if row.longest <= 128 or k != "triton_window"}

@@ -203,7 +203,7 @@ def build(options: Options, clock: ToldClock | None = None) -> tuned.Table:
 def two_kernels(
     monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Callable[..., Any]]
 ) -> None:
-    monkeypatch.setattr(tuning, "candidates", lambda *_: ["flash_attn", "cudnn"])
+    monkeypatch.setattr(tuning, "candidates", lambda *_: (["flash_attn", "cudnn"], []))
 
 
 @pytest.mark.usefixtures("two_kernels")
@@ -354,7 +354,7 @@ def test_fp8_layers_have_entries_of_their_own(
 ) -> None:
     kernels["reference_fp8"] = attention_fp8_ref
     names = ["flash_attn", "reference_fp8"]
-    monkeypatch.setattr(tuning, "candidates", lambda *_: names)
+    monkeypatch.setattr(tuning, "candidates", lambda *_: (names, []))
     times = {"flash_attn": lambda n: n / 10, "reference_fp8": lambda n: 5 + n / 20}
     table = build(Options(dtypes="fp8", head_dims="80"), ToldClock(times))
     assert dict(table.classes) == {

@@ -58,25 +58,45 @@ class Cell(NamedTuple):
         return f"{self.num_seqs} x {self.longest} tokens"
 
 
-def candidates(stack: Stack, dtype: torch.dtype, head_dim: int) -> list[str]:
+def candidates(
+    stack: Stack,
+    dtype: torch.dtype,
+    head_dim: int,
+    attempt: Callable[[str, int, torch.dtype], str | None],
+) -> tuple[list[str], list[str]]:
     """Return the kernels to compare; plain PyTorch is no candidate on a GPU.
 
     For FP8 layers these are the kernels of bf16 and those of FP8.
 
+    Args:
+        stack: What the machine has.
+        dtype: Activation dtype; e4m3 for FP8 layers, whose activations are bf16.
+        head_dim: Head dim in elements.
+        attempt: Runs a kernel once, as a layer would before it takes it; says what went
+            wrong, or None.
+
+    Returns:
+        The kernels, and what is left out for its test run, with the reason.
+
     Raises:
         TuneError: No FP8 kernel can run, so there is nothing to choose for FP8 layers.
     """
-    found = [
-        kernel
-        for kernel, record in KERNELS.items()
-        if not record.is_reference
-        and kernel_verdict(kernel, stack, head_dim, _dtype_of(kernel, dtype)).ok
-    ]
-    if dtype == torch.float8_e4m3fn and not any(
-        KERNELS[kernel].is_fp8 for kernel in found
-    ):
-        raise TuneError("no FP8 kernel runs on this GPU")
-    return found
+    found, left_out = [], []
+    is_fp8 = dtype == torch.float8_e4m3fn
+    for kernel, record in KERNELS.items():
+        attends_in = _dtype_of(kernel, dtype)
+        if record.is_reference or not (
+            kernel_verdict(kernel, stack, head_dim, attends_in).ok
+        ):
+            continue
+        activations = torch.bfloat16 if is_fp8 else dtype
+        if record.needs_trial and (error := attempt(kernel, head_dim, activations)):
+            left_out.append(f"{kernel}: {error}")
+        else:
+            found.append(kernel)
+    if is_fp8 and not any(KERNELS[kernel].is_fp8 for kernel in found):
+        raise TuneError("; ".join(["no FP8 kernel runs on this GPU", *left_out]))
+    return found, left_out
 
 
 def _dtype_of(kernel: str, dtype: torch.dtype) -> torch.dtype:

@@ -43,6 +43,7 @@ from vllm_flashinfer_vit.choices.measure import (
     measure,
 )
 from vllm_flashinfer_vit.choices.table import Measurement, Table
+from vllm_flashinfer_vit.choices.trial import attempt
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS
 from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.machine.probe import probe
@@ -256,11 +257,11 @@ def build_table(
                 bar.update(task, advance=1, description=f"{name}, {cell}")
 
             try:
-                kernels = candidates(stack, dtype, head_dim)
+                kernels, refused = candidates(stack, dtype, head_dim, attempt)
                 rows, failures = measure(
                     dtype, head_dim, kernels, cells, clock, device, advance
                 )
-                left_out += [f"{name}: {failure}" for failure in failures]
+                left_out += [f"{name}: {reason}" for reason in refused + failures]
                 classes[name] = derive_classes(rows)
                 measurements += rows
             except (TimeIsUpError, TuneError) as error:
