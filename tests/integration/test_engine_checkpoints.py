@@ -138,6 +138,8 @@ def embeddings(name: str, backend: str) -> tuple[torch.Tensor, torch.Tensor, Any
 @pytest.mark.extended
 @pytest.mark.parametrize("name", MODELS)
 def test_both_engines_embed_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "gemma-4" in name and Version(vllm.__version__) < Version("0.33"):
+        pytest.skip("this vLLM's language model wants a compiled operator")
     # Gemma 4 sizes its batches by it.
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda *_: (2**36, 2**36))
     expected, blind, stock = embeddings(name, "TORCH_SDPA")

@@ -99,7 +99,7 @@ def test_projections_to_q_k_and_v_are_wider():
     layer = {name: torch.nn.Linear(64, 64) for name in ("q_proj", "out_proj")}
     tower = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict(layer)})
     engines.fill_tower(fake_model(tower))
-    widths = {name: one.weight.std() for name, one in layer.items()}
+    widths = {name: one.weight.std().item() for name, one in layer.items()}
     assert widths["q_proj"] == pytest.approx(0.04, rel=0.05)
     assert widths["out_proj"] == pytest.approx(0.02, rel=0.05)
 
