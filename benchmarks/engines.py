@@ -138,7 +138,7 @@ def _fill(part: torch.nn.Module) -> None:
                         stack.enter_context(method.in_stock_size(parameter))
         fill_with_random_weights(part, seed=0)
     for name, parameter in part.named_parameters():
-        if _PROJECTIONS.search(name) and parameter.dim() > 1:
+        if _PROJECTIONS.search(name) and parameter.dtype.itemsize > 1:
             # As wide as `fill_with_random_weights` makes those that are named qkv.
             parameter.data.mul_(2)
     for name, module in part.named_modules():

@@ -8,6 +8,7 @@ import torch
 from _benchmarks import BENCHMARKS  # noqa: F401, it puts the benchmarks on the path
 
 import engine_check
+import engine_models
 import engines
 
 
@@ -74,6 +75,33 @@ def test_a_good_engine_is_not_faulted():
     for model, vllm in (("Qwen3-VL-8B", "0.27.1"), ("Qwen2-VL-7B", "0.33.0")):
         row = engine_row(config="compile_mm_encoder", model=model, vllm=vllm)
         assert engine_check.judge(row) == []
+
+
+def test_a_model_that_is_asked_no_video_is_not_faulted_for_it():
+    assert "video" not in engine_models.prompts("google/gemma-3-4b-it")
+    row = engine_row(model="google/gemma-3-4b-it", answered_video="")
+    assert engine_check.judge(row) == []
+    assert engine_check.judge(row | {"answered_multi": ""})
+
+
+def test_only_the_first_inputs_are_recorded():
+    model = fake_model(torch.nn.Identity())
+    model.embed_multimodal = lambda pixel_values: (pixel_values,)
+    with pytest.raises(RuntimeError, match="no image"):
+        engine_models.embed(model)
+    engine_models.record_inputs(model)
+    for value in (1.0, 2.0):
+        model.embed_multimodal(pixel_values=torch.full((2, 3), value))
+    assert torch.equal(engine_models.embed(model), torch.ones(2, 3))
+
+
+def test_projections_to_q_k_and_v_are_wider():
+    layer = {name: torch.nn.Linear(64, 64) for name in ("q_proj", "out_proj")}
+    tower = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict(layer)})
+    engines.fill_tower(fake_model(tower))
+    widths = {name: one.weight.std().item() for name, one in layer.items()}
+    assert widths["q_proj"] == pytest.approx(0.04, rel=0.05)
+    assert widths["out_proj"] == pytest.approx(0.02, rel=0.05)
 
 
 @pytest.mark.parametrize(

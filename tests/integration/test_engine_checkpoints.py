@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folders that engine_check.py starts engines from, as far as a CPU can tell.
+
+Processors, their dummy inputs and the check's own prompts run as in an engine; vLLM's
+models are built with two blocks, and embed the image prompt with stock's attention and
+with this package.
+"""
+
+import functools
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from _towers import cpu_only, small_tower
+from packaging.version import Version
+
+from cases import relative_error
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import engine_models  # noqa: E402
+from engines import fill_tower  # noqa: E402
+from other_checkpoints import OTHER_MODELS, make_other_checkpoint  # noqa: E402
+
+# vLLM 0.25.1 fails with them and the Transformers that it is tested with.
+NEWER = (
+    "zai-org/GLM-4.1V-9B-Thinking",
+    "mistral-community/pixtral-12b",
+    "google/gemma-3-4b-it",
+)
+MODELS = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            name in NEWER and Version(vllm.__version__) < Version("0.33"),
+            reason="does not run with this vLLM and Transformers",
+        ),
+    )
+    for name in OTHER_MODELS
+]
+
+
+@functools.cache
+def checkpoint(name: str) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="vit-checkpoint-"))
+    make_other_checkpoint(folder, name, depth=2)
+    return folder
+
+
+def engine_config(name: str, backend: str) -> Any:
+    """Return an engine's configuration, with the check's arguments."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    # It makes the process one of vLLM's, on the CPU and with this package.
+    small_tower("qwen2_vl")
+    return EngineArgs(
+        model=str(checkpoint(name)),
+        load_format="dummy",
+        dtype="float32",
+        max_model_len=8192,
+        max_num_seqs=4,
+        limit_mm_per_prompt={
+            "image": 3,
+            "video": int("video" in engine_models.prompts(name)),
+        },
+        mm_encoder_attn_backend=backend,
+        kv_cache_memory_bytes=2**28,
+        enforce_eager=True,
+        seed=0,
+    ).create_engine_config()
+
+
+def processed(config: Any, prompt: dict[str, Any]) -> Any:
+    """Return what an engine makes of a prompt."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    processor = MULTIMODAL_REGISTRY.create_processor(config.model_config)
+    tokens = cached_tokenizer_from_config(config.model_config).encode(prompt["prompt"])
+    items = processor.info.parse_mm_data(prompt["multi_modal_data"])
+    return processor(tokens, items)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_engine_profiles_and_takes_the_prompts(name: str) -> None:
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.encoder_budget import MultiModalBudget
+
+    config = engine_config(name, "FLASHINFER")
+    assert config.model_config.architecture == OTHER_MODELS[name].architecture
+    budget = MultiModalBudget(config, MULTIMODAL_REGISTRY)
+    asked = engine_models.prompts(name)
+    assert set(budget.mm_max_toks_per_item) == set(asked) - {"multi"}
+    for prompt in asked.values():
+        found = processed(config, prompt)
+        ((modality, given),) = prompt["multi_modal_data"].items()
+        count = len(given) if isinstance(given, list) else 1
+        placeholders = found["mm_placeholders"][modality]
+        assert len(placeholders) == count
+        assert len(found["prompt_token_ids"]) < 8192 - 8
+        vocabulary = config.model_config.get_vocab_size()
+        assert max(found["prompt_token_ids"]) < vocabulary
+
+
+def embeddings(name: str, backend: str) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Return the image prompt's, those without attention, and facts of the tower."""
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.multimodal.utils import group_and_batch_mm_kwargs
+
+    from vllm_flashinfer_vit.towers.config import current_config
+
+    config = engine_config(name, backend)
+    images = processed(config, engine_models.prompts(name)["image"])["mm_kwargs"]
+    ((_, _, inputs),) = group_and_batch_mm_kwargs(
+        [("image", image) for image in images["image"]], device=torch.device("cpu")
+    )
+    with current_config(config), torch.inference_mode():
+        model: Any = get_model_loader(config.load_config).load_model(
+            vllm_config=config, model_config=config.model_config
+        )
+        # An engine profiles before the check fills in weights.
+        model.embed_multimodal(**inputs)
+        fill_tower(model)
+        engine_models.record_inputs(model)
+        model.embed_multimodal(**inputs)
+        return (
+            engine_models.embed(model),
+            engine_models.embed_without_attention(model),
+            engine_models.describe_tower(model),
+        )
+
+
+@cpu_only
+@pytest.mark.extended
+@pytest.mark.parametrize("name", MODELS)
+def test_both_engines_embed_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "gemma-4" in name and Version(vllm.__version__) < Version("0.33"):
+        pytest.skip("this vLLM's language model wants a compiled operator")
+    # Gemma 4 sizes its batches by it.
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda *_: (2**36, 2**36))
+    expected, blind, stock = embeddings(name, "TORCH_SDPA")
+    got, our_blind, ours = embeddings(name, "FLASHINFER")
+    assert relative_error(got, expected) < 1e-5
+    # Attention matters, and is left out in both in the same way.
+    assert relative_error(blind, expected) > 0.2
+    assert relative_error(our_blind, blind) < 1e-5
+    assert ours["layer_class"] == "FlashInferViTAttention"
+    assert ours["kernels"]
+    assert stock["layer_class"] in ("MMEncoderAttention", "")
+    assert stock["kernels"] == ""
