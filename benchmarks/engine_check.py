@@ -274,7 +274,7 @@ def check_all(
     failures: Failures,
     environment: Environment,
 ) -> None:
-    """Run every engine, then write and judge every row."""
+    """Run every engine; write and judge its row when it has ended."""
     jobs = []
     for job in jobs_for(args.models, args.configs):
         ranks = CONFIGS[job.config].get("tensor_parallel_size", 1)
@@ -287,20 +287,19 @@ def check_all(
             job: pool.submit(start, __file__, job, [], folder, PROCESS_TIMEOUT_S)
             for job in jobs
         }
-        finished = []
+        # Stock's engine comes before the one that is compared with it. Rows are written
+        # as engines end, so that a run that is cut short keeps them.
         for job, future in running.items():
             with failures.noted(job.stem):
                 future.result()
-                finished.append(job)
-                print(f"ran {job.stem}", flush=True)
-    for job in finished:
-        with failures.noted(job.stem):
-            row = collect(job, folder, environment)
-            log.add(row)
-            faults = judge(row) if job.provider == "plugin" else []
-            print(f"{job.stem}: {'; '.join(faults) or 'as it should be'}")
-            for fault in faults:
-                failures.add(job.stem, fault)
+                row = collect(job, folder, environment)
+                log.add(row)
+                faults = judge(row) if job.provider == "plugin" else []
+                print(
+                    f"{job.stem}: {'; '.join(faults) or 'as it should be'}", flush=True
+                )
+                for fault in faults:
+                    failures.add(job.stem, fault)
 
 
 if __name__ == "__main__":
