@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
+
+# A busy machine is no defect.
+settings.register_profile("without deadline", deadline=None)
+settings.load_profile("without deadline")
 
 HAS_GPU = torch.cuda.is_available()
 

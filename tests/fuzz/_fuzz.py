@@ -17,10 +17,9 @@ INT32 = st.integers(-(2**31), 2**31 - 1)
 
 
 def fuzz(examples: int) -> Callable[[Any], Any]:
-    """Return the settings of a test: no deadline, since a busy machine is no defect."""
+    """Return the settings of a test that draws so many examples."""
     return settings(
         max_examples=examples,
-        deadline=None,
         derandomize=os.environ.get("FUZZ") != "random",
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow],

@@ -50,8 +50,8 @@ def test_the_users_choices_are_shown_with_their_origin(tmp_path: Path) -> None:
 def test_choices_that_were_measured_with_other_versions_are_noted(
     tmp_path: Path,
 ) -> None:
-    stack = replace(STACK, vllm="0.33.0", cudnn_backend=92400)
-    versions = "vllm 0.25.1 (here 0.33.0), cudnn 9.19.0 (here 9.24.0)"
+    stack = replace(STACK, vllm="0.30.0", cudnn_backend=92400)
+    versions = "vllm 0.25.1 (here 0.30.0), cudnn 9.19.0 (here 9.24.0)"
 
     def noted(stack: Stack, **env: str) -> list[str]:
         notes = judge(stack, env=env).notes
@@ -60,6 +60,7 @@ def test_choices_that_were_measured_with_other_versions_are_noted(
     assert noted(STACK) == []
     (note,) = noted(stack)
     assert versions in note
+    assert "For " not in note
     assert judge(stack).ok
     assert noted(stack, **{ENV_KERNEL: "flash_attn"}) == []
     # What was measured here is not, until FP8's choices are the package's again.
@@ -73,7 +74,7 @@ def test_choices_that_were_measured_with_other_versions_are_noted(
     assert noted(stack, **env) == []
     del classes[tuned.key(FP8_DTYPE, 80)]
     tuned.write(tuned.Table(made_by, classes), path)
-    assert noted(stack, **env) == [note]
+    assert noted(stack, **env) == [f"{note} (For {FP8_DTYPE}/80.)"]
 
 
 @pytest.mark.parametrize("gpu", [AMPERE, ADA, BLACKWELL, BLACKWELL_RTX, H100])

@@ -215,7 +215,8 @@ def test_cells_are_of_the_code_and_the_rows() -> None:
     assert "Qwen2.5-VL-7B 1." in qwen["gain on an H200"]
     assert qwen["FP8 on an H200"] == "from 2049 tokens"
     kimi = cells(model_tables.packed(), "kimi_k25_vit")
-    assert kimi["head dims"] == "72, 128" and "; 128: from " in kimi["FP8 on an H200"]
+    assert kimi["head dims"] == "72, 128"
+    assert kimi["FP8 on an H200"] == "72: from 769 tokens; 128: not faster"
     assert kimi["encoder graphs"].startswith("padded: KimiK25 from 0.28.0")
     gemma = cells(model_tables.transformers(), "gemma4_mm")
     assert gemma["head dims"] == "64, 72" and "`gemma4_blocks`" in gemma["blocks"]

@@ -21,7 +21,7 @@ def test_measurements_with_other_versions_are_said(
 ) -> None:
     said: list[str] = []
     logger = SimpleNamespace(info_once=lambda text, *args: said.append(text % args))
-    stack = replace(STACK, vllm="0.33.0", triton="3.8.0")
+    stack = replace(STACK, vllm="0.30.0", triton="3.8.0")
     monkeypatch.setattr(module, "logger", logger)
     monkeypatch.setattr(module, "attempt", lambda kernel, **_: None)
     monkeypatch.setattr(module, "probe", lambda libraries: stack)
@@ -29,7 +29,7 @@ def test_measurements_with_other_versions_are_said(
     assert len(resolve(80, torch.bfloat16, None, None)) > 1
     (line,) = said
     assert (
-        "other versions: vllm 0.25.1 (here 0.33.0), triton 3.6.0 (here 3.8.0)" in line
+        "other versions: vllm 0.25.1 (here 0.30.0), triton 3.6.0 (here 3.8.0)" in line
     )
     # A kernel that is forced follows from no measurement.
     resolve(80, torch.bfloat16, kernel, None)

@@ -189,7 +189,7 @@ class TestUsableFp8Choices:
 
 def test_choices_are_those_of_the_table_where_all_run() -> None:
     choices, refusals = usable_choices(STACK, 80, "bfloat16")
-    assert choices == choices_for(HOPPER.name, (9, 0), "bfloat16", 80)
+    assert choices == choices_for(HOPPER.name, (9, 0), "bfloat16", 80, None, STACK.vllm)
     assert refusals == {}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_flashinfer_vit.choices.lookup import is_measured, other_versions
-from vllm_flashinfer_vit.choices.table import TableError, file_name
+from vllm_flashinfer_vit.choices.table import TableError, file_name, key
 from vllm_flashinfer_vit.choices.usable import serves_fp8, usable_choices
 from vllm_flashinfer_vit.kernels import catalog
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
@@ -130,20 +130,24 @@ def _by_reason(refusals: Mapping[str, str]) -> list[str]:
     return [f"{', '.join(names)}: {reason}" for reason, names in kernels.items()]
 
 
-def _version_notes(stack: Stack, settings: Settings | None) -> list[str | None]:
-    """Return what `other_versions` says, each text once."""
+def _version_notes(stack: Stack, settings: Settings | None) -> list[str]:
+    """Return what `other_versions` says, each text once, and what it is of."""
     if settings is None or settings.kernel is not None:
         return []
+    served_by: dict[str | None, list[str]] = {}
     try:
-        texts = [
-            other_versions(stack, dtype, head_dim, settings.tuned_dir)
-            for dtype in (*HALF_DTYPES, FP8_DTYPE)
-            for head_dim in HEAD_DIMS
-        ]
+        for dtype in (*HALF_DTYPES, FP8_DTYPE):
+            for head_dim in HEAD_DIMS:
+                text = other_versions(stack, dtype, head_dim, settings.tuned_dir)
+                served_by.setdefault(text, []).append(key(dtype, head_dim))
     except TableError:
         # A problem of the choices already.
         return []
-    return list(dict.fromkeys(texts))
+    return [
+        text if len(served_by) == 1 else f"{text} (For {', '.join(names)}.)"
+        for text, names in served_by.items()
+        if text is not None
+    ]
 
 
 def _unmeasured_note(stack: Stack, settings: Settings | None) -> str | None:
