@@ -16,31 +16,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from vllm_flashinfer_vit.kernels import hopper_fp8
-from vllm_flashinfer_vit.kernels._triton import split_width
 
 
 def _source(head_dim: int) -> GluonASTSource:
-    qk_lo, qk_hi = split_width(-(-head_dim // 32) * 32, 32)
-    v_lo, v_hi = split_width(-(-head_dim // 16) * 16, 16)
+    form, boxes_of_form = hopper_fp8._form(head_dim)
+    parts = ("q_lo", "q_hi", "k_lo", "k_hi", "v_lo", "v_hi")
     boxes = {
-        "q_lo_desc": (64, qk_lo),
-        "q_hi_desc": (64, qk_hi),
-        "k_lo_desc": (128, qk_lo),
-        "k_hi_desc": (128, qk_hi),
-        "v_lo_desc": (v_lo, 128),
-        "v_hi_desc": (v_hi, 128),
+        f"{part}_desc": box for part, box in zip(parts, boxes_of_form, strict=True)
     }
-    constants = {name: None for name, box in boxes.items() if 0 in box} | {
-        "H": 16,
-        "H_RATIO": 1,
-        "D": head_dim,
-        "QK_HI": qk_hi,
-        "V_HI": v_hi,
-        "GROUPS": hopper_fp8._GROUPS,
-        "BLOCK_N": 128,
-        "STAGES": hopper_fp8._STAGES,
-        "REGISTERS": hopper_fp8._REGISTERS,
-    }
+    constants = {name: None for name, box in boxes.items() if 0 in box}
+    constants |= {"H": 16, "H_RATIO": 1, **form}
     signature = {}
     for name in hopper_fp8._hopper_fp8_kernel.arg_names:
         if name in constants:

@@ -181,7 +181,7 @@ KERNELS: dict[str, Kernel] = {
             needs=Needs(
                 "triton",
                 dtypes=_FP8,
-                head_dims=(32, 80),
+                head_dims=(32, 128),
                 capability=(8, 9),
                 major=9,
             ),

@@ -7,6 +7,7 @@ only a number loads no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
@@ -26,16 +27,23 @@ E4M3_MAX = 448.0
 # The least scale of a row in e4m3, as vLLM has it: `_FP8_MIN_SCALING_FACTOR` of its
 # vllm/model_executor/layers/quantization/input_quant_fp8.py.
 MIN_ROW_SCALE = 1.0 / (E4M3_MAX * 512.0)
-# The largest q and k: 28 * 28 * 83 fits fp16, where the Hopper kernel has its scores.
-QK_MAX = 28.0
 # The least normal number in fp32, and so the least scale.
 FP32_TINY = 2.0**-126
+
+
+def qk_max(head_dim: int) -> float:
+    """Return the largest q and k, a number in e4m3: 28, and 22 at head dim 128.
+
+    The Hopper kernel has its scores in fp16, where a sum of so many products must fit.
+    """
+    # From 16 to 32, numbers in e4m3 are the even ones.
+    return min(28.0, 2.0 * (math.isqrt(65504 // head_dim) // 2))
 
 
 class QuantizedQKV(NamedTuple):
     """q, k and v in e4m3, `x ~ x8 * scale`, in blocks of 128 tokens of a sequence.
 
-    No element of q and k is above 28, none of v above 448.
+    No element of q and k is above `qk_max` of D, none of v above 448.
 
     Sequence n starts at block `cu_seqlens[n] // 128 + n`; NB = T // 128 + N blocks are
     enough for every batch, and Tp = 128 * NB. Blocks of no sequence are not written.

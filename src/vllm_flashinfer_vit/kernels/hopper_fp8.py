@@ -25,6 +25,7 @@ rescales it anyway. A row's bits depend on its sequence alone.
 
 import struct
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -44,11 +45,28 @@ from vllm_flashinfer_vit.kernels._triton import split_width
 from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV, check_blocks
 
 _LOG2_E = 1.4426950408889634
-_GROUPS = 3
-_BLOCK_M = 64 * _GROUPS
-_STAGES = 3
-# Of 65536 per multiprocessor; the loading warp has 24.
-_REGISTERS = 160
+
+
+class _Config(NamedTuple):
+    """How a multiprocessor is shared.
+
+    Attributes:
+        groups: Warp groups of 64 queries.
+        registers: Of a thread of theirs, of 65536 in all; the loading warp has 24.
+        stages: Blocks of keys and values that there is room for.
+        in_turn: Whether the two parts of a product with v follow one another, so that
+            only one of them needs registers.
+    """
+
+    groups: int
+    registers: int
+    stages: int
+    in_turn: bool
+
+
+# Head dims up to 80, and above.
+_NARROW = _Config(groups=3, registers=160, stages=3, in_turn=False)
+_WIDE = _Config(groups=3, registers=160, stages=3, in_turn=True)
 # Of 8 pairs of exponentials, those that are polynomials.
 _POLYNOMIALS = 2
 # 2^r, |r| <= 1/2, fitted in fp16: c0 + c1 r + c2 r^2.
@@ -170,6 +188,17 @@ def _copy(desc, smem, barrier, head, row, col):
 
 
 @gluon.jit
+def _copy_rows(desc, smem, barrier, head, row, col, ROWS: gl.constexpr):
+    """Start the copies of a tile's first ROWS rows, which are no power of two."""
+    PART: gl.constexpr = desc.block_shape[1]
+    tile = smem.reshape([1, smem.shape[0], smem.shape[1]])
+    for first in gl.static_range(0, ROWS, PART):
+        tma.async_copy_global_to_shared(
+            desc, [head, row + first, col], barrier, tile.slice(first, PART, 1)
+        )
+
+
+@gluon.jit
 def _load(
     descs,
     tiles,
@@ -182,7 +211,7 @@ def _load(
 ):
     """The loading warp: queries once a tile, keys and values ahead of their use."""
     q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc = descs
-    q_lo, q_hi, k_lo, k_hi, v_lo, v_hi = tiles
+    q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, _ = tiles
     q_full, q_empty, full, empty = barriers
     num_seqs, num_tokens, num_tiles, tiles_per_head, _ = sizes
     GROUPS: gl.constexpr = q_lo.shape[0]
@@ -219,7 +248,9 @@ def _load(
                     _copy(k_hi_desc, k_hi.index(stage), ready, kv_head, row_n, QK_LO)
                 _copy(v_lo_desc, v_lo.index(stage), ready, kv_head, 0, row_n)
                 if V_HI > 0:
-                    _copy(v_hi_desc, v_hi.index(stage), ready, kv_head, V_LO, row_n)
+                    _copy_rows(
+                        v_hi_desc, v_hi.index(stage), ready, kv_head, V_LO, row_n, V_HI
+                    )
                 step += 1
 
 
@@ -293,6 +324,11 @@ def _start(weights, v):
     return warpgroup_mma(weights, v.permute([1, 0]), zero, use_acc=False, is_async=True)
 
 
+@gluon.constexpr_function
+def _log2(x):
+    return x.bit_length() - 1
+
+
 @gluon.jit
 def _scaled(acc, factor):
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -322,13 +358,14 @@ def _attend_to_block(
     length,
     QK_HI: gl.constexpr,
     V_HI: gl.constexpr,
+    IN_TURN: gl.constexpr,
 ):
     """Go on to block n of the keys; with a length, mask what lies after it.
 
     The state is each row's offset of the exponents, the unit of its sum over v, this
     sum in two parts, and the sum of its weights.
     """
-    k_lo, k_hi, v_lo, v_hi, full, empty = rings
+    k_lo, k_hi, v_lo, v_hi, v_ones, full, empty = rings
     q_factor, k_scale_ptr, v_scale_ptr = scales
     top, v_scale, acc_lo, acc_hi, total = state
     STAGES: gl.constexpr = k_lo.shape[0]
@@ -358,20 +395,40 @@ def _attend_to_block(
         scores, best.to(gl.float16), factor, offset.to(gl.float16), operand_layout
     )
     part_lo = _start(weights, v_lo.index(stage))
-    part_hi = _start(weights, v_hi.index(stage))
+    if not IN_TURN:
+        part_hi = _start(weights, v_hi.index(stage))
     decay = gl.exp2(top - next_top)
     acc_decay = decay * (v_scale / next_v_scale)
-    part_lo, part_hi = warpgroup_mma_wait(0, deps=[part_lo, part_hi])
+    if IN_TURN:
+        part_lo = warpgroup_mma_wait(0, deps=[part_lo])
+        acc_lo = _scaled(acc_lo, acc_decay) + part_lo
+        part_hi = _start(weights, v_hi.index(stage))
+    if v_hi.shape[1] == V_HI:
+        part_sum = _start(weights, v_ones.index(0))
+        if IN_TURN:
+            part_hi, part_sum = warpgroup_mma_wait(0, deps=[part_hi, part_sum])
+        else:
+            part_lo, part_hi, part_sum = warpgroup_mma_wait(
+                0, deps=[part_lo, part_hi, part_sum]
+            )
+    else:
+        if IN_TURN:
+            part_hi = warpgroup_mma_wait(0, deps=[part_hi])
+        else:
+            part_lo, part_hi = warpgroup_mma_wait(0, deps=[part_lo, part_hi])
+        part_sum = part_hi
     mbarrier.arrive(empty.index(stage))
-    acc_lo = _scaled(acc_lo, acc_decay) + part_lo
-    if V_HI > 0:
+    if not IN_TURN:
+        acc_lo = _scaled(acc_lo, acc_decay) + part_lo
+    if v_hi.shape[1] == 2 * V_HI:
         part_hi, part_sum = _halves(part_hi)
+    if V_HI > 0:
         part_hi = gl.convert_layout(part_hi, acc_hi.type.layout, assert_trivial=True)
         acc_hi = _scaled(acc_hi, acc_decay) + part_hi
-        for _ in gl.static_range(V_HI // 16):
-            part_sum, _ = _halves(part_sum)
-    else:
-        part_sum = part_hi
+    for _ in gl.static_range(_log2(part_sum.shape[1]) - 3):
+        _, part_sum = _halves(part_sum)
+    if IN_TURN:
+        part_sum, _ = gl.split(part_sum.reshape([64, 4, 2]))
     part_sum = gl.convert_layout(part_sum, total.type.layout, assert_trivial=True)
     total = _scaled(total, decay) + part_sum
     return next_top, next_v_scale, acc_lo, acc_hi, total
@@ -386,18 +443,21 @@ def _attend(
     D: gl.constexpr,
     QK_HI: gl.constexpr,
     V_HI: gl.constexpr,
+    IN_TURN: gl.constexpr,
 ):
     """A warp group: 64 rows of every tile, from the last block of keys to the first."""
     tiles, barriers, scale_ptrs, cu_ptr, out_ptr, sizes, scale_log2e = tensors
-    q_lo_tiles, q_hi_tiles, k_lo, k_hi, v_lo, v_hi = tiles
+    q_lo_tiles, q_hi_tiles, k_lo, k_hi, v_lo, v_hi, v_ones = tiles
     q_full, q_empty, full, empty = barriers
     q_scale_ptr, k_scale_ptr, v_scale_ptr = scale_ptrs
     num_seqs, num_tokens, num_tiles, tiles_per_head, num_blocks = sizes
     GROUPS: gl.constexpr = q_lo_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_lo.shape[1]
     V_LO: gl.constexpr = v_lo.shape[1]
-    # Not empty, and not used, if there are no such columns.
-    HI: gl.constexpr = max(V_HI, 16)
+    # Not empty, and not used, if there are no such columns. Ones that are not half of
+    # the tile stay with them, and are not stored.
+    TILE: gl.constexpr = v_hi.shape[1]
+    HI: gl.constexpr = max(TILE // 2 if TILE == 2 * V_HI else TILE, 16)
     score_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, BLOCK_N, 32]
     )
@@ -407,7 +467,7 @@ def _attend(
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     q_lo = q_lo_tiles.index(GROUP)
     q_hi = q_hi_tiles.index(GROUP)
-    rings = (k_lo, k_hi, v_lo, v_hi, full, empty)
+    rings = (k_lo, k_hi, v_lo, v_hi, v_ones, full, empty)
     done = 0
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -430,15 +490,37 @@ def _attend(
             acc_lo = gl.zeros([64, V_LO], gl.float32, lo_layout)
             acc_hi = gl.zeros([64, HI], gl.float32, hi_layout)
             total = gl.zeros([64, 8], gl.float32, sum_layout)
+            if IN_TURN:
+                total, _ = gl.split(total.reshape([64, 4, 2]))
             state = (top, gl.cast(1.0, gl.float32), acc_lo, acc_hi, total)
             mbarrier.wait(q_full.index(GROUP), done & 1)
             state = _attend_to_block(
-                q_lo, q_hi, rings, scales, state, step, count - 1, length, QK_HI, V_HI
+                q_lo,
+                q_hi,
+                rings,
+                scales,
+                state,
+                step,
+                count - 1,
+                length,
+                QK_HI,
+                V_HI,
+                IN_TURN,
             )
             for n in range(count - 2, -1, -1):
                 step += 1
                 state = _attend_to_block(
-                    q_lo, q_hi, rings, scales, state, step, n, None, QK_HI, V_HI
+                    q_lo,
+                    q_hi,
+                    rings,
+                    scales,
+                    state,
+                    step,
+                    n,
+                    None,
+                    QK_HI,
+                    V_HI,
+                    IN_TURN,
                 )
             step += 1
             _, v_scale, acc_lo, acc_hi, total = state
@@ -514,6 +596,8 @@ def _hopper_fp8_kernel(
     D: gl.constexpr,
     QK_HI: gl.constexpr,
     V_HI: gl.constexpr,
+    ONES: gl.constexpr,
+    IN_TURN: gl.constexpr,
     GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -526,8 +610,6 @@ def _hopper_fp8_kernel(
     """
     QK_LO: gl.constexpr = k_lo_desc.block_shape[2]
     V_LO: gl.constexpr = v_lo_desc.block_shape[1]
-    # As many as make a power of two.
-    ONES: gl.constexpr = V_HI if V_HI > 0 else 8
     _zero_padding(cu_ptr, out_ptr, num_seqs, num_tokens, H * D)
     q_lo = _allocate(GROUPS, 64, QK_LO)
     k_lo = _allocate(STAGES, BLOCK_N, QK_LO)
@@ -540,9 +622,18 @@ def _hopper_fp8_kernel(
         [1, 4], [1, 32], [gl.num_warps(), 1], [1, 0]
     )
     # As bits: of two equal numbers converted to e4m3 at once, ptxas 12.8 loses one.
-    ones = gl.full([ONES, BLOCK_N], 0x38, gl.uint8, layout)
+    PART: gl.constexpr = v_hi_desc.block_shape[1] if V_HI > 0 else 8
+    ones = gl.full([PART, BLOCK_N], 0x38, gl.uint8, layout)
     for i in gl.static_range(STAGES):
-        v_hi.index(i).slice(V_HI, ONES, 0).store(ones.to(gl.float8e4nv, bitcast=True))
+        for first in gl.static_range(V_HI, V_HI + ONES, PART):
+            v_hi.index(i).slice(first, PART, 0).store(
+                ones.to(gl.float8e4nv, bitcast=True)
+            )
+    v_ones = v_hi
+    if ONES == 0:
+        v_ones = _allocate(1, 8, BLOCK_N)
+        ones = gl.full([8, BLOCK_N], 0x38, gl.uint8, layout)
+        v_ones.index(0).store(ones.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
     barriers = (
         _make_barriers(GROUPS, 1),
@@ -550,23 +641,34 @@ def _hopper_fp8_kernel(
         _make_barriers(STAGES, 1),
         _make_barriers(STAGES, GROUPS),
     )
-    tiles = (q_lo, q_hi, k_lo, k_hi, v_lo, v_hi)
+    tiles = (q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, v_ones)
     descs = (q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc)
     scale_ptrs = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
     num_blocks = num_tokens // BLOCK_N + num_seqs
     seqs, tiles_per_head = _used(cu_ptr, num_seqs, 64 * GROUPS)
     sizes = (seqs, num_tokens, H * tiles_per_head, tiles_per_head, num_blocks)
     tensors = (tiles, barriers, scale_ptrs, cu_ptr, out_ptr, sizes, scale_log2e)
-    gl.warp_specialize(
-        [
-            (_attend, (0, tensors, H, H_RATIO, D, QK_HI, V_HI)),
-            (_attend, (1, tensors, H, H_RATIO, D, QK_HI, V_HI)),
-            (_attend, (2, tensors, H, H_RATIO, D, QK_HI, V_HI)),
-            (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
-        ],
-        [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
-    )
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_attend, (0, tensors, H, H_RATIO, D, QK_HI, V_HI, IN_TURN)),
+                (_attend, (1, tensors, H, H_RATIO, D, QK_HI, V_HI, IN_TURN)),
+                (_attend, (2, tensors, H, H_RATIO, D, QK_HI, V_HI, IN_TURN)),
+                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (0, tensors, H, H_RATIO, D, QK_HI, V_HI, IN_TURN)),
+                (_attend, (1, tensors, H, H_RATIO, D, QK_HI, V_HI, IN_TURN)),
+                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
 
 
 def attention(
@@ -658,14 +760,8 @@ def _plan(
     num_tokens, heads, head_dim = out.shape
     num_seqs = cu_seqlens.numel() - 1
     check_blocks(q, v, num_tokens, num_seqs, head_dim, scale)
-    if head_dim > 80:
-        raise ValueError(
-            f"head dim {head_dim} needs more registers than a thread has; at most 80, "
-            "or VLLM_FLASHINFER_VIT_KERNEL=triton_fp8"
-        )
-    qk_lo, qk_hi = split_width(q.shape[2], 32)
-    v_lo, v_hi = split_width(v.shape[1], 16)
-    most_tiles = heads * (num_tokens // _BLOCK_M + num_seqs)
+    constants, boxes = _form(head_dim)
+    most_tiles = heads * (num_tokens // (64 * constants["GROUPS"]) + num_seqs)
     launch = Launch(
         _hopper_fp8_kernel,
         min(most_tiles, torch.cuda.get_device_properties(device).multi_processor_count),
@@ -674,24 +770,50 @@ def _plan(
         scale * _LOG2_E,
         H=heads,
         H_RATIO=heads // k.shape[0],
-        D=head_dim,
-        QK_HI=qk_hi,
-        V_HI=v_hi,
-        GROUPS=_GROUPS,
-        BLOCK_N=BLOCK,
-        STAGES=_STAGES,
-        REGISTERS=_REGISTERS,
         num_warps=4,
+        **constants,
     )
+    tensors = (q, q, k, k, v, v)
+    descs = (_describe(x, *box) for x, box in zip(tensors, boxes, strict=True))
+    return launch, tuple(descs)
+
+
+def _form(head_dim: int) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
+    """Return the constants that follow from a head dim, and the boxes that are copied.
+
+    q and k have their columns in two parts, v its rows; a box of 0 is none. The second
+    part of v has ones for the sums of the rows: as many as make a power of two, or none
+    if it is one; a head dim up to 80 doubles it.
+    """
+    config = _NARROW if head_dim <= 80 else _WIDE
+    qk_lo, qk_hi = split_width(-(-head_dim // 32) * 32, 32)
+    if head_dim <= 80:
+        v_lo, v_hi = split_width(-(-head_dim // 16) * 16, 16)
+        ones = v_hi or 8
+    else:
+        v_lo, v_hi = 64, head_dim - 64
+        ones = (1 << (v_hi - 1).bit_length()) - v_hi
+    constants = {
+        "D": head_dim,
+        "QK_HI": qk_hi,
+        "V_HI": v_hi,
+        "ONES": ones,
+        "IN_TURN": config.in_turn,
+        "GROUPS": config.groups,
+        "BLOCK_N": BLOCK,
+        "STAGES": config.stages,
+        "REGISTERS": config.registers,
+    }
     boxes = (
-        (q, 64, qk_lo),
-        (q, 64, qk_hi),
-        (k, BLOCK, qk_lo),
-        (k, BLOCK, qk_hi),
-        (v, v_lo, BLOCK),
-        (v, v_hi, BLOCK),
+        (64, qk_lo),
+        (64, qk_hi),
+        (BLOCK, qk_lo),
+        (BLOCK, qk_hi),
+        (v_lo, BLOCK),
+        # The largest power of two that divides it.
+        (v_hi & -v_hi, BLOCK),
     )
-    return launch, tuple(_describe(*box) for box in boxes)
+    return constants, boxes
 
 
 def _describe(x: torch.Tensor, rows: int, cols: int) -> TensorDescriptor | None:

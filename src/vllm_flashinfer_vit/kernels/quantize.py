@@ -8,10 +8,10 @@ that it sums over.
 
 Numerics: q and k are turned in fp32 and rounded to the input's dtype, bit for bit as
 `kernels/rope.py` does, then multiplied by the reciprocal of their scale and rounded to
-nearest even. q and k end at 28 = 448 / 16, as if their scales were 16 times as large;
-what that loses is 1800 times smaller than the largest value of its block. Values beyond
-the range saturate; NaN and Inf become NaN. The bits equal those of
-`kernels/quantize_ref.py`.
+nearest even. q and k end at 28 = 448 / 16, as if their scales were 16 times as large,
+and a little earlier at head dims above 83, see `qk_max`: what that loses is 1400 to
+1800 times smaller than the largest value of its block. Values beyond the range
+saturate; NaN and Inf become NaN. The bits equal those of `kernels/quantize_ref.py`.
 """
 
 from collections.abc import Callable
@@ -47,8 +47,8 @@ from vllm_flashinfer_vit.kernels._triton import (
 from vllm_flashinfer_vit.kernels.formats import (
     BLOCK,
     E4M3_MAX,
-    QK_MAX,
     QuantizedQKV,
+    qk_max,
 )
 
 # Heads of a program, which share the angles: at 8x4096 and D=72 an H200 takes 150 us
@@ -59,7 +59,6 @@ _GROUP = 8
 _NUM_WARPS = 16
 _MAXNREG = 64
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
-_QK_MAX = tl.constexpr(QK_MAX)
 
 
 # Nothing but the model and the layout of its tensors selects a variant.
@@ -119,6 +118,7 @@ def _quantize_blocks_kernel(
     HI: tl.constexpr,
     V_LO: tl.constexpr,
     V_HI_PAD: tl.constexpr,
+    QK_MAX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Quantise a block of up to `group` heads of q, k or v.
@@ -177,12 +177,12 @@ def _quantize_blocks_kernel(
             head += stride_h
             if HAS_SCALES:
                 scale = tl.load(scales_ptr + tl.where(is_q, 0, 1)) * (
-                    _E4M3_MAX / _QK_MAX
+                    _E4M3_MAX / QK_MAX
                 )
             else:
                 ahead = tl.where(i + 1 < last, rows, 0)
                 pairs = load_pairs(head, stride_t, ahead, items, D, TURNED, UNIT, HI)
-                scale = block_scale(absmax_pairs(turned, UNIT, HI > 0), _QK_MAX)
+                scale = block_scale(absmax_pairs(turned, UNIT, HI > 0), QK_MAX)
             at = tl.cast(i, tl.int64) * num_blocks + pid_b
             tl.store(scale_base + at, scale)
             store_pairs(
@@ -192,7 +192,7 @@ def _quantize_blocks_kernel(
                 items,
                 turned,
                 tl.div_rn(1.0, scale),
-                _QK_MAX if HAS_SCALES else None,
+                QK_MAX if HAS_SCALES else None,
                 D,
                 D_QK,
                 HI,
@@ -270,9 +270,9 @@ def quantize_blocks(
 ) -> QuantizedQKV:
     """Turn q and k, and quantise q, k and v in blocks of 128 tokens of a sequence.
 
-    A block's scale is the largest finite absolute value of its rows over 28 for q and k
-    and over 448 for v, 1 for a block without one: what lies in another block or after
-    the end has no part in it.
+    A block's scale is the largest finite absolute value of its rows over `qk_max` for q
+    and k and over 448 for v, 1 for a block without one: what lies in another block or
+    after the end has no part in it.
 
     Args:
         q: `[T, H, D]` fp32, fp16 or bf16, D a multiple of 8 from 32 to 128, D-stride
@@ -289,8 +289,8 @@ def quantize_blocks(
         scales: `[3]` fp32 on the device, for q, k and v, or None for block scales.
 
     Returns:
-        Fresh tensors; see `QuantizedQKV`. Given scales fill the scale tensors,
-        16 times as large for q and k; what is beyond 448 of them saturates.
+        Fresh tensors; see `QuantizedQKV`. Given scales fill the scale tensors, for q
+        and k 448 / `qk_max` times as large; what is beyond 448 of them saturates.
 
     Raises:
         ValueError: A tensor breaks a demand above.
@@ -390,6 +390,7 @@ def _plan(
         D_V=d_v,
         V_LO=v_lo,
         V_HI_PAD=v_hi_pad,
+        QK_MAX=qk_max(head_dim),
         num_warps=_NUM_WARPS,
         maxnreg=_MAXNREG if head_dim <= 80 else None,
         **constants,

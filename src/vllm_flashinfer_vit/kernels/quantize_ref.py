@@ -10,8 +10,8 @@ from vllm_flashinfer_vit.kernels.formats import (
     BLOCK,
     E4M3_MAX,
     FP32_TINY,
-    QK_MAX,
     QuantizedQKV,
+    qk_max,
 )
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
@@ -46,7 +46,7 @@ def quantize_blocks_ref(
     num_blocks = num_tokens // BLOCK + len(offsets) - 1
     outs, out_scales = [], []
     for i, x in enumerate((q, k, v)):
-        largest = E4M3_MAX if i == 2 else QK_MAX
+        largest = E4M3_MAX if i == 2 else qk_max(head_dim)
         given = None if scales is None else scales[i] * (E4M3_MAX / largest)
         x8 = torch.zeros(
             (x.shape[1], num_blocks, BLOCK, head_dim),
