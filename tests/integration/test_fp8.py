@@ -280,7 +280,7 @@ class TestLayer:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [72, 80])
+@pytest.mark.parametrize("head_dim", [72, 80, 128])
 @pytest.mark.parametrize("kernel", ["triton_fp8", "hopper_fp8", "cudnn_fp8"])
 class TestOnGpu:
     def state(self, method: str) -> DynamicScales:

@@ -24,11 +24,14 @@ from vllm_flashinfer_vit.kernels.quantize import quantize_blocks
 pytestmark = pytest.mark.usefixtures("nan_empty", "exact_fp8")
 
 
-@pytest.mark.parametrize("head_dim", values([72], extended=[56, 64, 80]))
+@pytest.mark.parametrize(
+    "head_dim", values([72, 128], extended=[56, 64, 80, 88, 96, 112])
+)
 def test_hopper_fp8_fits_its_registers(head_dim):
     """Gluon changes between releases; no GPU is needed to see whether it still fits.
 
-    Two scalars may spill (Triton 3.8): one is loaded once a tile, one once a block.
+    Up to head dim 80 two scalars may spill (Triton 3.8): one is loaded once a tile, one
+    once a block.
     """
     script = Path(__file__).with_name("compile_hopper_fp8.py")
     env = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -39,7 +42,7 @@ def test_hopper_fp8_fits_its_registers(head_dim):
         r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr
     )
     assert spills, done.stderr
-    assert max(map(int, spills.groups())) <= 8
+    assert max(map(int, spills.groups())) <= (8 if head_dim <= 80 else 0)
     # The compiler's word for waiting after every product.
     assert "serialized" not in done.stderr
 
@@ -62,38 +65,49 @@ def test_a_descriptor_of_another_tensor_is_like_a_new_one():
 
 
 @pytest.mark.gpu
-def test_hopper_fp8_loses_no_small_terms_of_a_long_sum():
+@pytest.mark.parametrize("head_dim", [72, 112, 128])
+def test_hopper_fp8_loses_no_small_terms_of_a_long_sum(head_dim):
     """Values with a mean add up; a sum in the tensor cores' 14 bits drops the rest."""
     case = Case("long", (16384,))
-    q, k, v = make_qkv(case, 1, 72, torch.bfloat16, device="cuda")
+    q, k, v = make_qkv(case, 1, head_dim, torch.bfloat16, device="cuda")
     cu_seqlens = case.cu_seqlens("cuda")
     quantized = quantize_blocks(q, k, v + 2, cu_seqlens)
-    args = quantized, cu_seqlens, case.rows, case.max_seqlen, 72**-0.5, 72
+    scale = head_dim**-0.5
+    args = quantized, cu_seqlens, case.rows, case.max_seqlen, scale, head_dim
     expected = attention_fp8_ref(*args, torch.float32)
     assert relative_error(attention(*args, torch.bfloat16), expected) < 5e-3
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [80, 88, 96, 112, 128])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_hopper_fp8_of_the_largest_scores(head_dim, sign):
+    """Every product is as large as it may be, and their sum must fit fp16."""
+    case = Case("two", (700, 65))
+    q, k, v = make_qkv(case, 2, head_dim, torch.bfloat16, device="cuda")
+    q.fill_(3.0)
+    k.fill_(3.0 * sign)
+    cu_seqlens = case.cu_seqlens("cuda")
+    quantized = quantize_blocks(q, k, v, cu_seqlens)
+    args = quantized, cu_seqlens, case.rows, case.max_seqlen, 1.0, head_dim
+    expected = attention_fp8_ref(*args, torch.float32)
+    out = attention(*args, torch.bfloat16)
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [80, 88, 96, 112, 128])
 @pytest.mark.parametrize("tail", ["zeros", "repeats"])
 @pytest.mark.parametrize("lengths", [(4096,), (300, 0, 2500, 17)], ids=str)
-def test_hopper_fp8_passes_over_empty_sequences(lengths, tail):
+def test_hopper_fp8_passes_over_empty_sequences(lengths, tail, head_dim):
     outs = []
     for count in (0, 1500):
         case = Case("tail", lengths, pad_rows=200, **{tail: count})
-        qkv = make_qkv(case, 16, 80, torch.bfloat16, device="cuda")
+        qkv = make_qkv(case, 16, head_dim, torch.bfloat16, device="cuda")
         cu_seqlens = case.cu_seqlens("cuda")
         quantized = quantize_blocks(*qkv, cu_seqlens)
-        args = quantized, cu_seqlens, case.rows, case.max_seqlen, 80**-0.5, 80
+        scale = head_dim**-0.5
+        args = quantized, cu_seqlens, case.rows, case.max_seqlen, scale, head_dim
         outs.append(attention(*args, torch.bfloat16))
     assert torch.equal(*outs)
     assert not outs[0][sum(lengths) :].any()
-
-
-def test_hopper_fp8_ends_at_head_dim_80():
-    case = Case("8", (8,))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    cu_seqlens = case.cu_seqlens(device)
-    qkv = make_qkv(case, 1, 96, torch.float16, device=device)
-    quantized = quantize_blocks(*qkv, cu_seqlens)
-    with pytest.raises(ValueError, match="head dim 96 .* at most 80"):
-        attention(quantized, cu_seqlens, 8, 8, 0.1, 96, torch.float16)

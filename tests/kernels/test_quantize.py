@@ -211,7 +211,7 @@ def test_quantize_rejects_what_it_cannot_read():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [72, 80])
+@pytest.mark.parametrize("head_dim", [72, 80, 128])
 @pytest.mark.parametrize("case", params(GPU_CASES))
 def test_blocks_as_the_engine_runs_them(case, head_dim):
     inputs = make_inputs(case, 16, head_dim, head_dim)

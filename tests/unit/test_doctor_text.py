@@ -8,7 +8,7 @@ from _doctor import NO_GPU, PATCH, judge, text_of
 from _stacks import AMPERE, BLACKWELL, STACK, TURING
 
 from vllm_flashinfer_vit.commands.doctor_text import OWN_STEPS
-from vllm_flashinfer_vit.kernels.catalog import fp8_names
+from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
 from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES, ENV_TUNED_DIR
@@ -98,14 +98,19 @@ class TestText:
         assert {line.rpartition(": ")[0] for line in told} == reasons
         assert len(told) == len(reasons)
 
-    def test_a_kernel_is_named_with_the_head_dims_that_a_reason_is_of(self) -> None:
+    def test_a_kernel_is_named_with_the_head_dims_that_a_reason_is_of(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kernel = KERNELS["hopper_fp8"]
+        narrow = replace(kernel, needs=replace(kernel.needs, head_dims=(32, 80)))
+        monkeypatch.setitem(KERNELS, "hopper_fp8", narrow)
         reason = "it takes head dims of 32 to 80 that are multiples of 8"
         assert f"- {reason}: hopper_fp8 (96, 128)" in sections(STACK, 500)[REFUSED]
 
     def test_the_kernels_that_run_are_listed_by_dtype_and_head_dim(self) -> None:
         rows = [line.split("  ") for line in sections(STACK, 80)[RUN]]
         found = {row[0]: [c.strip() for c in row[1:] if c.strip()] for row in rows}
-        assert found["hopper_fp8"] == ["float8_e4m3fn", "64, 72, 80"]
+        assert found["hopper_fp8"] == ["float8_e4m3fn", "64, 72, 80, 96, 128"]
         assert found["triton"] == ["float16, bfloat16", "64, 72, 80, 96, 128"]
         assert found["reference"][0] == "float16, bfloat16, float32"
         assert "cudnn_fp8" not in found

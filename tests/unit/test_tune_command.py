@@ -23,7 +23,7 @@ from vllm_flashinfer_vit.choices.measure import candidates
 from vllm_flashinfer_vit.commands import tune as tuning
 from vllm_flashinfer_vit.commands.cli import main
 from vllm_flashinfer_vit.commands.tune import Options, build_table
-from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS, fp8_names
 from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.settings import ENV_TUNED_DIR
 
@@ -144,6 +144,7 @@ def test_candidates_of_fp8_layers_are_those_of_bf16_and_the_fp8_kernels() -> Non
     found = runnable(STACK, fp8, 80)
     assert set(found) > set(runnable(STACK, torch.bfloat16, 80))
     assert "triton_fp8" in found and "reference_fp8" not in found
+    assert all("hopper_fp8" in runnable(STACK, fp8, dim) for dim in HEAD_DIMS)
     ampere = STACK.gpus[0]._replace(capability=(8, 0))
     with pytest.raises(TuneError, match="no FP8 kernel"):
         runnable(replace(STACK, gpus=(ampere,)), fp8, 80)
