@@ -108,21 +108,24 @@ class TestRotary:
     @pytest.mark.parametrize(
         "name, expected",
         [
-            ("glm4_1v", torch.bfloat16),
-            ("ernie45_vl", torch.float32),
+            ("glm4_1v", (torch.bfloat16, False)),
+            ("ernie45_vl", (torch.float32, False)),
+            ("kimi_k25", (torch.float32, True)),
+            ("pixtral", (torch.float32, True)),
+            ("pixtral_hf", (torch.bfloat16, False)),
             # Turned in front of attention, or never.
-            ("glm_ocr", None),
-            ("kimi_k25", None),
-            ("siglip", None),
+            ("glm_ocr", (None, False)),
+            ("siglip", (None, False)),
         ],
     )
     def test_what_programs_hand_to_attention(
-        self, name: str, expected: torch.dtype | None
+        self, name: str, expected: tuple[torch.dtype | None, bool]
     ) -> None:
         tower = small_tower("qwen3_vl", dtype=torch.bfloat16)
         with set_default_torch_dtype(torch.bfloat16):
             layers = self.layers(tower, name)
-        assert {layer.rotary_dtype for layer in layers} == {expected}
+        found = {(layer.rotary_dtype, layer.is_interleaved) for layer in layers}
+        assert found == {expected}
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_not_where_the_patch_is_left_out(

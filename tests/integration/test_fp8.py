@@ -141,7 +141,8 @@ class TestOp:
         from vllm_flashinfer_vit.ops import attention as ops  # noqa: F401
 
         inputs = op_inputs()
-        args = (*inputs, BATCH.cu_seqlens(), torch.tensor(BATCH.max_seqlen), 0, SCALE)
+        longest = torch.tensor(BATCH.max_seqlen)
+        args = (*Batch(*inputs, BATCH.cu_seqlens(), longest), SCALE)
         state = DynamicScales.on("cpu")
         op = torch.ops.vllm_flashinfer_vit.fp8_attention
         torch.library.opcheck(op, (*args, PLAN, method, save, *state))

@@ -13,6 +13,7 @@ A minute for each capability leaves no room for all there is. Left out are:
 - fp16 at most head dims: the instructions are those of bf16 with another type. The head
   dims of one part and of two, 128 and 80, are compiled in both.
 - Windows without rotary of 32 and 64 tokens: less code than with it.
+- Interleaved pairs but at the head dims of towers that have them, with their tables.
 - The quantiser in fp16 and fp32 at most head dims: as for fp16.
 - Other numbers of heads, and strides that no power of two divides: constants, and
   loads of single elements.
@@ -70,6 +71,8 @@ TYPES = {
 }
 # Head dims of one part and of two, and the largest, that are compiled in every dtype.
 BOTH_TYPES = (80, 128)
+# Of towers with interleaved pairs, whose tables are fp32.
+INTERLEAVED = (64, 72, 128)
 HEADS, ROWS, LENGTH = 16, 512, 128
 E4M3 = torch.float8_e4m3fn
 # What a launch is of: the launch, and its tensors.
@@ -176,14 +179,48 @@ def of_rotary(dim: int) -> Iterator[Case]:
     q, k, _ = heads(dim)
     cos, sin = angles(dim)
     yield f"rope {dim}", functools.partial(rope.prepare, q, k, cos, sin)
-    for interleaved, normed in itertools.product((False, True), repeat=2):
-        weights = (q.new_empty(dim), q.new_empty(dim)) if normed else ()
+    weights, tables = (q.new_empty(dim),) * 2, angles(dim, torch.float32)
+    yield f"turn {dim}", functools.partial(turn.turn, q, k, *tables, weights, 1e-5)
+
+
+def of_interleaved(dim: int, capability: int) -> Iterator[Case]:
+    """What turns q and k, by fp32 tables of interleaved pairs."""
+    q, k, v = heads(dim)
+    tables = angles(dim, torch.float32)
+    yield (
+        f"rope {dim} interleaved",
+        functools.partial(rope.prepare, q, k, *tables, True),
+    )
+    for length in (16, 32, 64, 128):
         yield (
-            f"turn {dim} interleaved={interleaved} normed={normed}",
+            f"triton_window {dim} interleaved {length}",
             functools.partial(
-                turn.turn, q, k, *angles(dim, torch.float32), weights, 1e-5, interleaved
+                *(window.prepare, q, k, v, offsets(), length, dim**-0.5),
+                *(*tables, True),
             ),
         )
+    if capability < FP8:
+        return
+    for scales in (None, torch.empty(3)):
+        yield (
+            f"quantize {dim} interleaved scales={scales is not None}",
+            functools.partial(
+                quantize.prepare, q, k, v, offsets(), *tables, scales, True
+            ),
+        )
+    yield (
+        f"absmax {dim} interleaved",
+        functools.partial(
+            absmax.absmax, q, k, v, offsets(), torch.empty(3), *tables, True
+        ),
+    )
+    yield (
+        f"quantize_rows {dim} interleaved",
+        functools.partial(
+            *(quantize_rows.quantize_rows, q, k, v, offsets(), torch.empty(3)),
+            *(-(-dim // 16) * 16, *tables, True),
+        ),
+    )
 
 
 def of_gemma4() -> Iterator[Case]:
@@ -332,6 +369,8 @@ def cases(capability: int) -> Iterator[Case]:
         if dim in BOTH_TYPES:
             yield from of_attention(dim, torch.float16)
         yield from of_rotary(dim)
+        if dim in INTERLEAVED:
+            yield from of_interleaved(dim, capability)
         if capability >= FP8:
             yield from of_fp8_attention(dim)
     yield from of_batches()

@@ -32,10 +32,10 @@ def _inputs(case, heads, head_dim, rotary_dim=None, **kwargs):
     return *qkv, case.cu_seqlens(DEVICE), angles
 
 
-def _absmax(inputs, function=absmax) -> torch.Tensor:
+def _absmax(inputs, function=absmax, interleaved=False) -> torch.Tensor:
     *tensors, angles = inputs
     amax = torch.zeros(3, device=DEVICE)
-    function(*tensors, amax, *angles)
+    function(*tensors, amax, *angles, interleaved)
     return amax
 
 
@@ -46,7 +46,9 @@ def _absmax(inputs, function=absmax) -> torch.Tensor:
 )
 def test_absmax_is_the_references(case, heads, kv_heads, head_dim, rotary_dim):
     inputs = _inputs(case, heads, head_dim, rotary_dim, kv_heads=kv_heads)
-    assert torch.equal(_absmax(inputs), _absmax(inputs, absmax_ref))
+    for interleaved in (False, True):
+        expected = _absmax(inputs, absmax_ref, interleaved)
+        assert torch.equal(_absmax(inputs, absmax, interleaved), expected)
 
 
 def test_absmax_of_negative_values():

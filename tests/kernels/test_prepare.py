@@ -92,9 +92,9 @@ def _flash() -> Made:
     )
 
 
-def _window() -> Made:
+def _window(interleaved: bool) -> Made:
     q, k, v, cu_seqlens, *angles = _inputs(0)
-    args = q, k, v, cu_seqlens, LONGEST, SCALE, *angles
+    args = q, k, v, cu_seqlens, LONGEST, SCALE, *angles, interleaved
     return Made(
         _stage(q, k, v, cu_seqlens, *angles),
         lambda: (window.attention(*args),),
@@ -112,26 +112,26 @@ def _window_as_it_is() -> Made:
     )
 
 
-def _rope() -> Made:
+def _rope(interleaved: bool) -> Made:
     q, k, v, cu_seqlens, *angles = _inputs(0)
+    args = q, k, *angles, interleaved
 
     def settle() -> Call:
-        launch, turned = rope.prepare(q, k, *angles)
+        launch, turned = rope.prepare(*args)
         return returning(launch, turned)
 
-    return Made(
-        _stage(q, k, v, cu_seqlens, *angles), lambda: rope.rope(q, k, *angles), settle
-    )
+    return Made(_stage(q, k, v, cu_seqlens, *angles), lambda: rope.rope(*args), settle)
 
 
-def _quantize() -> Made:
+def _quantize(interleaved: bool) -> Made:
     inputs = _inputs(0)
+    args = *inputs, None, interleaved
 
     def settle() -> Call:
-        launch, quantized = quantize.prepare(*inputs)
+        launch, quantized = quantize.prepare(*args)
         return returning(launch, quantized)
 
-    return Made(_stage(*inputs), lambda: quantize.quantize_blocks(*inputs), settle)
+    return Made(_stage(*inputs), lambda: quantize.quantize_blocks(*args), settle)
 
 
 def _quantize_by_scales() -> Made:
@@ -198,10 +198,13 @@ def _sum_norm() -> Made:
 
 KERNELS = {
     "flash": _flash,
-    "window": _window,
+    "window": functools.partial(_window, False),
+    "window interleaved": functools.partial(_window, True),
     "window without rope": _window_as_it_is,
-    "rope": _rope,
-    "quantize": _quantize,
+    "rope": functools.partial(_rope, False),
+    "rope interleaved": functools.partial(_rope, True),
+    "quantize": functools.partial(_quantize, False),
+    "quantize interleaved": functools.partial(_quantize, True),
     "quantize by scales": _quantize_by_scales,
     "flash_fp8": _fp8(flash_fp8),
     "hopper_fp8": _fp8(hopper_fp8),

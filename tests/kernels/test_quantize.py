@@ -25,6 +25,7 @@ from vllm_flashinfer_vit.kernels.quantize_ref import (
     quantize_rows_ref,
 )
 from vllm_flashinfer_vit.kernels.quantize_rows import quantize_rows
+from vllm_flashinfer_vit.kernels.rope import rope
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty", "exact_fp8")
@@ -50,9 +51,14 @@ def _assert_same(out, expected, cu_seqlens, num_tokens) -> None:
         assert torch.equal(x, y), name
 
 
-def _check_blocks(inputs, scales=None) -> None:
-    out = quantize_blocks(*inputs, scales)
-    expected = quantize_blocks_ref(*inputs, scales)
+@pytest.fixture(params=[False, True], ids=["halves", "interleaved"])
+def interleaved(request):
+    return request.param
+
+
+def _check_blocks(inputs, scales=None, interleaved=False) -> None:
+    out = quantize_blocks(*inputs, scales, interleaved)
+    expected = quantize_blocks_ref(*inputs, scales, interleaved)
     _assert_same(out, expected, inputs[3], inputs[0].shape[0])
 
 
@@ -70,9 +76,20 @@ def test_blocks_of_every_case(case):
         + [(88, 88), (104, 8), (112, None), (120, 120)],
     ),
 )
-def test_blocks_of_every_head_dim(head_dim, rotary_dim, scales):
+def test_blocks_of_every_head_dim(head_dim, rotary_dim, scales, interleaved):
     inputs = make_inputs(RAGGED, 2, head_dim, rotary_dim, kv_heads=1)
-    _check_blocks(inputs, None if scales is None else make_scales(*scales))
+    scales = None if scales is None else make_scales(*scales)
+    _check_blocks(inputs, scales, interleaved)
+
+
+@pytest.mark.parametrize("tables", [DTYPE, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", values([64, 72], extended=[80, 128]))
+def test_blocks_are_turned_as_rope_does(head_dim, tables, interleaved):
+    q, k, v, cu_seqlens, cos, sin = make_inputs(RAGGED, 2, head_dim, head_dim)
+    turns = cos.to(tables), sin.to(tables)
+    out = quantize_blocks(q, k, v, cu_seqlens, *turns, None, interleaved)
+    turned = rope(q, k, *turns, interleaved)
+    _assert_same(out, quantize_blocks(*turned, v, cu_seqlens), cu_seqlens, len(q))
 
 
 @pytest.mark.parametrize("kv_heads", [5, 10])
@@ -83,11 +100,12 @@ def test_blocks_of_many_heads(kv_heads):
 @pytest.mark.parametrize(
     "dtype", dict.fromkeys((torch.float32, torch.float16, DTYPE)), ids=str
 )
-def test_blocks_of_every_dtype(dtype):
-    _check_blocks(make_inputs(RAGGED, 2, 72, 72, dtype=dtype))
+def test_blocks_of_every_dtype(dtype, interleaved):
+    inputs = make_inputs(RAGGED, 2, 72, 72, dtype=dtype)
+    _check_blocks(inputs, interleaved=interleaved)
 
 
-def test_blocks_of_other_layouts():
+def test_blocks_of_other_layouts(interleaved):
     q, k, v, cu_seqlens, cos, sin = make_inputs(Case("two", (90, 161)), 2, 72, 72)
     heads_first = q.transpose(0, 1).contiguous().transpose(0, 1)
     # Rows of 2 * 72 + 1 elements: nothing is aligned to more than one element.
@@ -95,15 +113,17 @@ def test_blocks_of_other_layouts():
     odd = odd[:, 1:].unflatten(1, (2, 72)).copy_(v)
     both = torch.cat([cos, sin], dim=1)
     tables = [both[:, :36], sin.T.contiguous().T]
-    _check_blocks((heads_first, k.contiguous(), odd, cu_seqlens, *tables))
-    _check_blocks((odd, odd, odd, cu_seqlens, cos[:1].expand(251, -1), sin))
+    inputs = heads_first, k.contiguous(), odd, cu_seqlens, *tables
+    _check_blocks(inputs, interleaved=interleaved)
+    inputs = odd, odd, odd, cu_seqlens, cos[:1].expand(251, -1), sin
+    _check_blocks(inputs, interleaved=interleaved)
 
 
 @pytest.mark.parametrize("rotary_dim", values([40], extended=[72]))
-def test_blocks_of_tables_in_fp32(rotary_dim):
+def test_blocks_of_tables_in_fp32(rotary_dim, interleaved):
     q, k, v, cu_seqlens, cos, sin = make_inputs(RAGGED, 2, 72, rotary_dim)
-    _check_blocks((q, k, v, cu_seqlens, cos.float(), sin.float()))
-    _check_blocks((q, k, v, cu_seqlens, cos, sin.float()))
+    for tables in ((cos.float(), sin.float()), (cos, sin.float())):
+        _check_blocks((q, k, v, cu_seqlens, *tables), interleaved=interleaved)
 
 
 def test_blocks_of_offsets_beyond_the_last_row():
@@ -130,6 +150,19 @@ def test_order_of_columns():
     assert column_order(8, 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     assert column_order(8, 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     assert column_order(8, 0).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_interleaved_pairs_lie_as_they_did():
+    """What is stored is the head in its own order: a tower's complex product."""
+    case = Case("two", (200, 60))
+    q, k, v, cu_seqlens, cos, sin = make_inputs(case, 2, 72, 72, dtype=torch.float32)
+    blocks = quantize_blocks(q, k, v, cu_seqlens, cos, sin, None, True)
+    outs = dequantize_ref(blocks, cu_seqlens, case.rows, 72)
+    turn = torch.complex(cos, sin)[:, None]
+    for out, x in zip(outs[:2], (q, k), strict=True):
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        turned = torch.view_as_real(pairs * turn).flatten(2)
+        assert relative_error(out, turned) < 0.03
 
 
 def test_blocks_stand_for_the_inputs():
@@ -211,26 +244,31 @@ def test_quantize_rejects_what_it_cannot_read():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [72, 80, 128])
+@pytest.mark.parametrize("tables", [DTYPE, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 128])
 @pytest.mark.parametrize("case", params(GPU_CASES))
-def test_blocks_as_the_engine_runs_them(case, head_dim):
-    inputs = make_inputs(case, 16, head_dim, head_dim)
-    _check_blocks(inputs)
-    first, second = quantize_blocks(*inputs), quantize_blocks(*inputs)
+def test_blocks_as_the_engine_runs_them(case, head_dim, tables, interleaved):
+    *qkv, cos, sin = make_inputs(case, 16, head_dim, head_dim)
+    inputs = *qkv, cos.to(tables), sin.to(tables)
+    for scales in (None, make_scales(0.01, 0.02, 0.01)):
+        _check_blocks(inputs, scales, interleaved)
+    args = *inputs, None, interleaved
+    first, second = quantize_blocks(*args), quantize_blocks(*args)
     _assert_same(first, second, inputs[3], case.rows)
 
 
 @pytest.mark.gpu
-def test_quantize_in_a_graph():
+def test_quantize_in_a_graph(interleaved):
     lengths = [(300, 20, 0), (1, 319), (128, 128, 64)]
     inputs = make_inputs(Case("320", (320,), repeats=2), 4, 72, 72)
     q, k, v, cu_seqlens, cos, sin = inputs
     scales = make_scales(0.01, 0.02, 0.01)
-    rows = q, k, v, cu_seqlens, scales, 128, cos, sin
-    quantize_blocks(*inputs), quantize_rows(*rows)  # compile outside the capture
+    rows = q, k, v, cu_seqlens, scales, 128, cos, sin, interleaved
+    blocks = *inputs, None, interleaved
+    quantize_blocks(*blocks), quantize_rows(*rows)  # compile outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = quantize_blocks(*inputs)
+        out = quantize_blocks(*blocks)
         out_rows = quantize_rows(*rows)
     for seed, replayed in enumerate(lengths, start=1):
         case = Case("replay", replayed, repeats=3 - len(replayed))
@@ -240,7 +278,7 @@ def test_quantize_in_a_graph():
             x.copy_(new)
         cu_seqlens.copy_(case.cu_seqlens())
         graph.replay()
-        _assert_same(out, quantize_blocks(*inputs), cu_seqlens, 320)
+        _assert_same(out, quantize_blocks(*blocks), cu_seqlens, 320)
         for x, y in zip(out_rows, quantize_rows(*rows), strict=True):
             assert torch.equal(bits(x), bits(y))
 

@@ -33,7 +33,9 @@ def check(case, *args) -> None:
 )
 def test_rows_of_every_kind(case, heads, kv_heads, head_dim, width, rotary_dim):
     inputs = make_inputs(case, heads, head_dim, rotary_dim, kv_heads=kv_heads)
-    check(case, *inputs[:4], make_scales(0.01, 0.02, 1e-3), width, *inputs[4:])
+    args = *inputs[:4], make_scales(0.01, 0.02, 1e-3), width, *inputs[4:]
+    for interleaved in (False, True):
+        check(case, *args, interleaved)
 
 
 def test_rows_of_many_sequences():

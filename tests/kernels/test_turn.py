@@ -17,19 +17,7 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_avail
 EPS = 1e-5
 
 
-@pytest.fixture(params=[False, True], ids=["NeoX", "interleaved"])
-def interleaved(request):
-    return request.param
-
-
-@pytest.fixture(params=[False, True], ids=["plain", "normed"])
-def has_norms(request):
-    return request.param
-
-
-def make_inputs(
-    tokens, head_dim, has_norms, heads=3, kv_heads=3, dtype=torch.float16, seed=0
-):
+def make_inputs(tokens, head_dim, heads=3, kv_heads=3, dtype=torch.float16, seed=0):
     """q and k of a projection, whose v is NaN, cos and sin, and the norms' weights."""
     case = Case("tokens", (tokens,))
     kinds = {"kv_heads": kv_heads, "device": DEVICE, "seed": seed}
@@ -38,23 +26,22 @@ def make_inputs(
     cos, sin = make_cos_sin(case, head_dim, device=DEVICE, seed=seed + 1)
     generator = torch.Generator().manual_seed(seed)
     drawn = 1 + 0.3 * torch.randn(2, head_dim, generator=generator)
-    weights = tuple(drawn.to(DEVICE, dtype)) if has_norms else ()
-    return q, k, cos, sin, weights
+    return q, k, cos, sin, tuple(drawn.to(DEVICE, dtype))
 
 
-def expected_of(q, k, cos, sin, weights, interleaved):
+def expected_of(q, k, cos, sin, weights):
     q, k = q.clone(), k.clone()
-    turn_ref(q, k, cos, sin, weights, EPS, interleaved)
+    turn_ref(q, k, cos, sin, weights, EPS)
     return q, k
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 88, 112, 128, 2])
 @pytest.mark.parametrize(("heads", "kv_heads"), values([(3, 1)], [(16, 16), (12, 12)]))
-def test_turn(head_dim, heads, kv_heads, dtype, interleaved, has_norms):
-    q, k, *rest = make_inputs(21, head_dim, has_norms, heads, kv_heads, dtype)
-    expected = expected_of(q, k, *rest, interleaved)
-    turn(q, k, *rest, EPS, interleaved)
+def test_turn(head_dim, heads, kv_heads, dtype):
+    q, k, *rest = make_inputs(21, head_dim, heads, kv_heads, dtype)
+    expected = expected_of(q, k, *rest)
+    turn(q, k, *rest, EPS)
     unit = torch.finfo(dtype).eps
     for found, right in zip((q, k), expected, strict=True):
         bound = unit * right.float().abs() + 8 * torch.finfo(torch.float32).eps
@@ -62,20 +49,20 @@ def test_turn(head_dim, heads, kv_heads, dtype, interleaved, has_norms):
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_few_tokens(tokens, interleaved, has_norms):
-    q, k, *rest = make_inputs(tokens, 64, has_norms)
-    expected = expected_of(q, k, *rest, interleaved)
-    turn(q, k, *rest, EPS, interleaved)
+def test_few_tokens(tokens):
+    q, k, *rest = make_inputs(tokens, 64)
+    expected = expected_of(q, k, *rest)
+    turn(q, k, *rest, EPS)
     for found, right in zip((q, k), expected, strict=True):
         torch.testing.assert_close(found, right, rtol=2e-3, atol=1e-3)
 
 
-def test_settled_calls_take_other_weights(interleaved):
-    q, k, cos, sin, weights = make_inputs(9, 64, True)
-    call = prepare(q, k, cos, sin, weights, EPS, interleaved)
+def test_settled_calls_take_other_weights():
+    q, k, cos, sin, weights = make_inputs(9, 64)
+    call = prepare(q, k, cos, sin, weights, EPS)
     for seed in (1, 2):
-        new_q, new_k, *_, new = make_inputs(9, 64, True, seed=seed)
-        expected = expected_of(new_q, new_k, cos, sin, new, interleaved)
+        new_q, new_k, *_, new = make_inputs(9, 64, seed=seed)
+        expected = expected_of(new_q, new_k, cos, sin, new)
         q.copy_(new_q)
         k.copy_(new_k)
         call(*new)
@@ -83,29 +70,17 @@ def test_settled_calls_take_other_weights(interleaved):
             torch.testing.assert_close(found, right, rtol=2e-3, atol=1e-3)
 
 
-def test_the_reference_is_a_complex_product():
-    q, k, cos, sin, _ = make_inputs(9, 80, False, dtype=torch.float32)
-    by = torch.complex(cos, sin)[:, None]
-    expected = [
-        torch.view_as_real(
-            torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2))) * by
-        ).flatten(-2)
-        for x in (q, k)
-    ]
-    turn_ref(q, k, cos, sin, interleaved=True)
-    for found, right in zip((q, k), expected, strict=True):
-        torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
-
-
 def test_the_reference_turns_as_rope_does():
-    q, k, cos, sin, _ = make_inputs(9, 80, False, dtype=torch.float32)
-    expected = rope_ref(q, k, cos, sin)
-    turn_ref(q, k, cos, sin)
+    q, k, cos, sin, weights = make_inputs(9, 80, dtype=torch.float32)
+    still = torch.ones_like(cos), torch.zeros_like(sin)
+    normed = expected_of(q, k, *still, weights)
+    expected = rope_ref(*normed, cos, sin)
+    turn_ref(q, k, cos, sin, weights, EPS)
     assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
 
 
 def test_the_reference_normalises_each_head():
-    q, k, cos, sin, weights = make_inputs(9, 64, True, dtype=torch.float32)
+    q, k, cos, sin, weights = make_inputs(9, 64, dtype=torch.float32)
     still = torch.ones_like(cos), torch.zeros_like(sin)
     expected = [
         torch.nn.functional.rms_norm(x, (64,), weight, EPS)
@@ -119,10 +94,10 @@ def test_the_reference_normalises_each_head():
 def axial_inputs(tokens, head_dim, kv_heads=2, dtype=torch.float16, seed=0):
     """What Gemma 4's blocks have: norms of q, k and v, and axial rotary embedding."""
     q, k, cos, sin, weights = make_inputs(
-        tokens, head_dim, True, kv_heads=kv_heads, dtype=dtype, seed=seed
+        tokens, head_dim, kv_heads=kv_heads, dtype=dtype, seed=seed
     )
-    v = make_inputs(tokens, head_dim, False, kv_heads=kv_heads, dtype=dtype, seed=9)[1]
-    return q, k, cos, sin, weights, EPS, False, head_dim // 4, v
+    v = make_inputs(tokens, head_dim, kv_heads=kv_heads, dtype=dtype, seed=9)[1]
+    return q, k, cos, sin, weights, EPS, head_dim // 4, v
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -160,47 +135,46 @@ def test_the_reference_turns_the_halves_of_a_head_apart():
 
 @pytest.mark.parametrize("call", [turn, turn_ref])
 def test_what_does_not_fit(call):
-    q, k, cos, sin, weights = make_inputs(8, 64, True)
+    q, k, cos, sin, weights = make_inputs(8, 64)
     for arguments, message in [
-        ((q, k[:7], cos, sin), "must be"),
-        ((q, k, cos[:, :16], sin[:, :16]), "for all of a head"),
-        ((q, k, cos, sin, weights[:1]), "two of"),
-        ((q, k, cos, sin, (weights[0], weights[1][:8])), "two of"),
-        ((q, k, cos, sin, weights, EPS, False, 24), "a span of 24"),
-        ((q, k, cos, sin, weights, EPS, False, 0), "a span of 0"),
-        ((q, k, cos, sin, weights, EPS, True, 16), "interleaved"),
-        ((q, k, cos, sin, weights, EPS, False, None, k[:, :2]), "v must be like k"),
+        ((q, k[:7], cos, sin, weights, EPS), "must be"),
+        ((q, k, cos[:, :16], sin[:, :16], weights, EPS), "for all of a head"),
+        ((q, k, cos, sin, weights[:1], EPS), "two of"),
+        ((q, k, cos, sin, (weights[0], weights[1][:8]), EPS), "two of"),
+        ((q, k, cos, sin, weights, EPS, 24), "a span of 24"),
+        ((q, k, cos, sin, weights, EPS, 0), "a span of 0"),
+        ((q, k, cos, sin, weights, EPS, None, k[:, :2]), "v must be like k"),
     ]:
         with pytest.raises(ValueError, match=message):
             call(*arguments)
 
 
 def test_what_the_kernel_cannot_read():
-    q, k, cos, sin, _ = make_inputs(8, 64, False)
+    q, k, cos, sin, weights = make_inputs(8, 64)
     for arguments in [
         (q, k.float(), cos, sin),
         (q.mT.contiguous().mT, k, cos, sin),
         (q, k, cos.T.contiguous().T, sin),
     ]:
         with pytest.raises(ValueError, match="every last stride"):
-            turn(*arguments)
+            turn(*arguments, weights, EPS)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
-def test_in_a_graph(head_dim, interleaved, has_norms):
+def test_in_a_graph(head_dim):
     kinds = {"heads": 16, "kv_heads": 16, "dtype": torch.bfloat16}
-    q, k, *rest = make_inputs(300, head_dim, has_norms, **kinds)
-    turn(q, k, *rest, EPS, interleaved)  # compiles outside the capture
+    q, k, *rest = make_inputs(300, head_dim, **kinds)
+    turn(q, k, *rest, EPS)  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        turn(q, k, *rest, EPS, interleaved)
+        turn(q, k, *rest, EPS)
     for seed in (1, 1, 2):
-        new_q, new_k, *_ = make_inputs(300, head_dim, has_norms, **kinds, seed=seed)
+        new_q, new_k, *_ = make_inputs(300, head_dim, **kinds, seed=seed)
         q.copy_(new_q)
         k.copy_(new_k)
         graph.replay()
-        turn(new_q, new_k, *rest, EPS, interleaved)
+        turn(new_q, new_k, *rest, EPS)
         assert torch.equal(q, new_q) and torch.equal(k, new_k)
 
 
@@ -225,17 +199,17 @@ def test_axial_in_a_graph(head_dim):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_more_than_int32_elements(interleaved):
+def test_more_than_int32_elements():
     tokens = 2**31 // (3 * 16 * 128) + 64
-    q, k, cos, sin, _ = make_inputs(64, 128, False, 16, 16, torch.bfloat16)
+    q, k, cos, sin, weights = make_inputs(64, 128, 16, 16, torch.bfloat16)
     qkv = torch.zeros(tokens, 48, 128, dtype=torch.bfloat16, device="cuda")
     assert qkv.numel() > 2**31
     large_q, large_k, _ = qkv.split(16, dim=1)
     large_q[-64:], large_k[-64:] = q, k
     padding = torch.zeros(tokens - 64, 64, device="cuda")
     tables = [torch.cat([padding, table]) for table in (cos, sin)]
-    turn(large_q, large_k, *tables, interleaved=interleaved)
-    expected = expected_of(q, k, cos, sin, (), interleaved)
+    turn(large_q, large_k, *tables, weights, EPS)
+    expected = expected_of(q, k, cos, sin, weights)
     assert relative_error(large_q[-64:], expected[0]) < 4e-3
     assert relative_error(large_k[-64:], expected[1]) < 4e-3
     assert not large_q[:-64].any()

@@ -36,9 +36,14 @@ def _inputs(case, heads, head_dim, dtype, *, kv_heads=None, seed=0, device=DEVIC
     return q, k, v, cos, sin
 
 
-def _expected(q, k, v, cos, sin, case: Case) -> torch.Tensor:
+@pytest.fixture(params=[False, True], ids=["halves", "interleaved"])
+def interleaved(request):
+    return request.param
+
+
+def _expected(q, k, v, cos, sin, case: Case, interleaved=False) -> torch.Tensor:
     """fp32 output; nothing before it is rounded."""
-    q, k = rope_ref(q.float(), k.float(), cos, sin)
+    q, k = rope_ref(q.float(), k.float(), cos, sin, interleaved)
     cu_seqlens = case.cu_seqlens(q.device)
     return attention_ref(
         q, k, v.float(), cu_seqlens, case.max_seqlen, q.shape[2] ** -0.5
@@ -71,29 +76,33 @@ def test_window_of_grouped_heads():
 
 
 @pytest.mark.parametrize("head_dim", values([64, 72, 80], [40, 88, 96, 128]))
-def test_window_turns_as_rope_does(head_dim):
+def test_window_turns_as_rope_does(head_dim, interleaved):
     dtype = torch.float16
     case = Case("ragged", (20, 1, 32, 0))
     q, k, v, cos, sin = _inputs(case, 2, head_dim, dtype, kv_heads=1)
     args = case.cu_seqlens(DEVICE), case.max_seqlen, head_dim**-0.5
-    fused = attention(q, k, v, *args, cos, sin)
-    assert torch.equal(fused, attention(*rope(q, k, cos, sin), v, *args))
-    expected = _expected(q, k, v, cos, sin, case)
-    assert relative_error(fused, expected) < TOLERANCES[dtype]
+    for tables in ((cos, sin), make_cos_sin(case, head_dim, device=DEVICE)):
+        turns = *tables, interleaved
+        fused = attention(q, k, v, *args, *turns)
+        assert torch.equal(fused, attention(*rope(q, k, *turns), v, *args))
+        expected = _expected(q, k, v, *tables, case, interleaved)
+        assert relative_error(fused, expected) < TOLERANCES[dtype]
 
 
-def test_window_of_other_layouts():
+def test_window_of_other_layouts(interleaved):
     case = Case("two", (30, 11))
     q, k, v, cos, sin = _inputs(case, 2, 72, torch.float16)
     args = case.cu_seqlens(DEVICE), case.max_seqlen, 72**-0.5
-    packed = attention(q, k, v, *args, cos, sin)
+    packed = attention(q, k, v, *args, cos, sin, interleaved)
     heads_first = q.transpose(0, 1).contiguous().transpose(0, 1)
     # Rows of 2 * 72 + 1 elements: nothing is aligned to more than one element.
-    odd = torch.zeros(41, 2 * 72 + 1, dtype=torch.float16, device=DEVICE)
-    odd = odd[:, 1:].unflatten(1, (2, 72)).copy_(v)
+    odd = torch.zeros(2, 41, 2 * 72 + 1, dtype=torch.float16, device=DEVICE)
+    odd_k, odd_v = odd[..., 1:].unflatten(2, (2, 72)).copy_(torch.stack([k, v]))
     cos_t, sin_t = cos.T.contiguous().T, sin.T.contiguous().T
-    out = attention(heads_first, k.contiguous(), odd, *args, cos_t, sin_t)
-    assert torch.equal(out, packed)
+    for other_k in (k.contiguous(), odd_k):
+        turns = cos_t, sin_t, interleaved
+        out = attention(heads_first, other_k, odd_v, *args, *turns)
+        assert torch.equal(out, packed)
 
 
 def test_window_of_a_sequence_is_the_same_in_a_batch():
@@ -163,20 +172,23 @@ def test_window_rejects_what_it_cannot_do():
         ]
     ),
 )
-def test_window_is_as_exact_as_eager(case, head_dim, dtype):
+def test_window_is_as_exact_as_eager(case, head_dim, dtype, interleaved):
     q, k, v, cos, sin = _inputs(case, 16, head_dim, dtype)
-    expected = _expected(q, k, v, cos, sin, case)
+    turns = cos, sin, interleaved
+    expected = _expected(q, k, v, cos, sin, case, interleaved)
     scale = head_dim**-0.5
     cu_seqlens = case.cu_seqlens("cuda")
-    out = attention(q, k, v, cu_seqlens, case.max_seqlen, scale, cos, sin)
-    eager = attention_eager(*rope_ref(q, k, cos, sin), v, case, scale)
+    out = attention(q, k, v, cu_seqlens, case.max_seqlen, scale, *turns)
+    eager = attention_eager(*rope_ref(q, k, *turns), v, case, scale)
+    unfused = rope(q, k, *turns)
+    assert torch.equal(out, attention(*unfused, v, cu_seqlens, case.max_seqlen, scale))
     assert relative_error(out, expected) <= 2 * relative_error(eager, expected)
     assert (out[case.tokens :] == 0).all()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("with_rope", [True, False])
-def test_window_in_a_graph_of_other_lengths(with_rope):
+@pytest.mark.parametrize("rotary", ["halves", "interleaved", "none"])
+def test_window_in_a_graph_of_other_lengths(rotary):
     rows, slots = 400, 8
     cases = [
         Case("as-captured", (64,) * 6, repeats=2, pad_rows=16),
@@ -188,7 +200,7 @@ def test_window_in_a_graph_of_other_lengths(with_rope):
     assert all(case.rows == rows for case in cases)
     dtype = torch.bfloat16
     *static, cos, sin = _inputs(cases[0], 4, 80, dtype)
-    turn = (cos, sin) if with_rope else ()
+    turn = () if rotary == "none" else (cos, sin, rotary == "interleaved")
     static = [x.clone() for x in static]
     cu_seqlens = cases[0].cu_seqlens("cuda")
     assert cu_seqlens.numel() == slots + 1

@@ -8,8 +8,9 @@ import torch
 
 from cases import Case, make_cos_sin, make_qkv
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.kernels.formats import DynamicScales
-from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
+from vllm_flashinfer_vit.kernels.rope_ref import halves, rope_ref
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.ops.attention import Fp8, prepare
 from vllm_flashinfer_vit.ops.batch import Batch
@@ -29,7 +30,7 @@ def make_batch(turned: int = 0, **kwargs: int) -> Batch:
 
 
 def expected(batch: Batch) -> torch.Tensor:
-    q, k, v, cos, sin, cu_seqlens, _, _ = batch
+    q, k, v, cos, sin, cu_seqlens, *_ = batch
     if cos is not None and sin is not None:
         q, k = rope_ref(q, k, cos, sin)
     assert cu_seqlens is not None
@@ -107,6 +108,47 @@ def test_the_plan_is_asked_once(monkeypatch) -> None:
     call()
     call()
     assert asked == ["reference"]
+
+
+@pytest.mark.parametrize("turned", [16, 8])
+@pytest.mark.parametrize(
+    ("plan", "fp8"),
+    [(REFERENCE, None), (REFERENCE_FP8, Fp8("block"))],
+    ids=["fp32", "fp8"],
+)
+def test_interleaved_pairs_are_turned(plan, fp8, turned) -> None:
+    batch = make_batch(turned)
+    # The columns of q and k in the other order: halves.
+    q, k = (halves(x, turned) for x in (batch.q, batch.k))
+    right = prepare(batch._replace(q=q, k=k), SCALE, plan, fp8)()
+    found = prepare(batch._replace(interleaved=True), SCALE, plan, fp8)()
+    assert torch.equal(found, right)
+    assert not torch.allclose(found, prepare(batch, SCALE, plan, fp8)(), atol=0.05)
+
+
+def test_interleaved_pairs_are_observed() -> None:
+    batch, state = make_batch(16)._replace(interleaved=True), make_state()
+    prepare(batch, SCALE, REFERENCE, Fp8("static", True, state))()
+    turned = rope_ref(batch.q, batch.k, batch.cos, batch.sin, True)
+    largest = [x.abs().max() for x in (*turned, batch.v)]
+    assert torch.equal(state.history[0], torch.stack(largest))
+
+
+@pytest.mark.parametrize(("turned", "passes"), [(16, 0), (8, 1)])
+def test_a_kernel_that_rotates_gets_the_pairs(turned, passes, monkeypatch) -> None:
+    """What turns a whole head turns its interleaved pairs, too: no pass in front."""
+    batch = make_batch(turned)._replace(interleaved=True)
+    seen, rotated = [], []
+    kernel = KERNELS["triton_window"].name
+    monkeypatch.setattr(
+        ops, "_prepare_kernel", lambda name: lambda *args: lambda: seen.append(args)
+    )
+    monkeypatch.setattr(ops, "rotate", lambda *args: rotated.append(args) or args[:2])
+    prepare(batch, SCALE, Plan.of(kernel))()
+    assert len(rotated) == passes
+    assert all(args[4] is True for args in rotated)
+    rest = seen[0][6:]
+    assert rest == (() if passes else (batch.cos, batch.sin, True))
 
 
 def make_state() -> DynamicScales:

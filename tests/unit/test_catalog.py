@@ -31,7 +31,7 @@ def test_names_are_in_order() -> None:
 def test_the_entry_takes_what_the_op_hands_over(kernel: Kernel) -> None:
     expected = {"blocks": _BLOCKS, "rows": _ROWS, None: _HALF}[kernel.quantized]
     if kernel.rotates:
-        expected = [*expected, "cos", "sin"]
+        expected = [*expected, "cos", "sin", "interleaved"]
     assert list(inspect.signature(kernel.load()).parameters) == expected
 
 

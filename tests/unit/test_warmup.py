@@ -81,7 +81,11 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
     """What warm-ups run instead: counts of sequences, lengths, and whether q turns."""
     seen: list[tuple[int, int, bool]] = []
     monkeypatch.setattr(
-        warmup, "_run", lambda layer, *shape: seen.append((*shape, layer.rotary_dtype))
+        warmup,
+        "_run",
+        lambda layer, *shape: seen.append(
+            (*shape, (layer.rotary_dtype, layer.is_interleaved))
+        ),
     )
     monkeypatch.setattr(warmup, "_max_patches", lambda: 8192)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -92,13 +96,18 @@ def an_engine() -> Any:
     return SimpleNamespace(compilation_config=SimpleNamespace())
 
 
-def a_layer(plan: str, *, rotary_dtype: torch.dtype | None = None) -> Any:
+# What a layer's q and k are turned by: the dtype, and whether pairs are interleaved.
+Turned = tuple[torch.dtype | None, bool]
+
+
+def a_layer(plan: str, turned: Turned = (None, False)) -> Any:
     decoded = Plan.decode(plan)
     return SimpleNamespace(
         signature=(plan,),
         bounds=decoded.bounds,
         kernel_for=decoded.kernel_for,
-        rotary_dtype=rotary_dtype,
+        rotary_dtype=turned[0],
+        is_interleaved=turned[1],
     )
 
 
@@ -106,11 +115,11 @@ WINDOWS = "128:triton_window,*:flash_attn"
 
 
 def test_equal_layers_warm_up_once(
-    runs: list[tuple[int, int, torch.dtype | None]],
+    runs: list[tuple[int, int, Turned]],
 ) -> None:
     engine = WarmUp(an_engine())
     engine.run(a_layer(WINDOWS))
-    assert runs == [(1, length, None) for length in warmup.lengths((128,))]
+    assert runs == [(1, length, (None, False)) for length in warmup.lengths((128,))]
     engine.run(a_layer(WINDOWS))
     assert len(runs) == len(warmup.lengths((128,)))
     engine.run(a_layer("*:cudnn"))
@@ -118,20 +127,21 @@ def test_equal_layers_warm_up_once(
 
 
 def test_layers_that_turn_q_are_not_equal_to_those_that_do_not(
-    runs: list[tuple[int, int, torch.dtype | None]],
+    runs: list[tuple[int, int, Turned]],
 ) -> None:
     engine = WarmUp(an_engine())
-    dtypes = (torch.float32, torch.bfloat16, None)
-    for dtype in dtypes:
-        engine.run(a_layer(WINDOWS, rotary_dtype=dtype))
-    for dtype in dtypes:
-        assert [(n, length) for n, length, turned in runs if turned is dtype] == [
+    kinds = [(dtype, False) for dtype in (torch.float32, torch.bfloat16, None)]
+    kinds.append((torch.float32, True))
+    for kind in kinds:
+        engine.run(a_layer(WINDOWS, kind))
+    for kind in kinds:
+        assert [(n, length) for n, length, turned in runs if turned == kind] == [
             (1, length) for length in warmup.lengths((128,))
         ]
 
 
 def test_an_engine_warms_up_by_itself(
-    runs: list[tuple[int, int, torch.dtype | None]],
+    runs: list[tuple[int, int, Turned]],
 ) -> None:
     first, second = an_engine(), an_engine()
     one, other = WarmUp.of(first), WarmUp.of(second)
@@ -159,9 +169,16 @@ def test_the_kernel_for_many_sequences_warms_up() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [72, 80])
-@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize(
+    ("rotary_dtype", "interleaved"),
+    [(torch.bfloat16, False), (torch.float32, True), (None, False)],
+    ids=["halves", "interleaved", "none"],
+)
 def test_no_call_compiles_after_it(
-    monkeypatch: pytest.MonkeyPatch, head_dim: int, rotate: bool
+    monkeypatch: pytest.MonkeyPatch,
+    head_dim: int,
+    rotary_dtype: torch.dtype | None,
+    interleaved: bool,
 ) -> None:
     from vllm_flashinfer_vit.choices.lookup import plan_of
     from vllm_flashinfer_vit.engine.selection import served
@@ -175,10 +192,11 @@ def test_no_call_compiles_after_it(
         return attention(batch, head_dim**-0.5, plan)
 
     layer: Any = SimpleNamespace(
-        signature=(plan.text, rotate),
+        signature=(plan.text,),
         bounds=plan.bounds,
         kernel_for=plan.kernel_for,
-        rotary_dtype=torch.bfloat16 if rotate else None,
+        rotary_dtype=rotary_dtype,
+        is_interleaved=interleaved,
         num_heads=16,
         num_kv_heads=16,
         head_size=head_dim,
@@ -193,9 +211,11 @@ def test_no_call_compiles_after_it(
         qkv = torch.randn(tokens, 48, head_dim, dtype=torch.bfloat16, device="cuda")
         q, k, v = qkv.split(16, dim=1)
         cos = sin = None
-        if rotate:
-            cos = sin = torch.randn(tokens, head_dim // 2, device="cuda").bfloat16()
+        if rotary_dtype is not None:
+            cos = sin = torch.randn(tokens, head_dim // 2, device="cuda")
+            cos = sin = cos.to(rotary_dtype)
         cu = torch.arange(0, tokens + 1, length, dtype=torch.int32, device="cuda")
-        attend(Batch(q, k, v, cos, sin, cu, torch.tensor(length)))
+        longest = torch.tensor(length)
+        attend(Batch(q, k, v, cos, sin, cu, longest, interleaved=interleaved))
     torch.cuda.synchronize()
     assert warmup.counters() == before

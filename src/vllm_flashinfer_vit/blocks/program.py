@@ -58,6 +58,7 @@ class Attention(Protocol):
     head_size: int
     dtype: torch.dtype
     rotary_dtype: torch.dtype | None
+    is_interleaved: bool
     is_watched: bool
 
     @property
@@ -104,6 +105,8 @@ class BlockProgram:
         self._tower.blocks[self._index] = self
         self._attention: Attention = self._part(spec.attention)
         self._attention.rotary_dtype = self._rotary_dtype()
+        self._is_interleaved = spec.rotary is not None and spec.rotary.is_interleaved
+        self._attention.is_interleaved = self._is_interleaved
         # Adapters are added to what a layer itself returns, in the checkpoint's size.
         self._gets_adapters = gets_adapters()
         first, second = self._part(spec.first), self._part(spec.second)
@@ -131,9 +134,10 @@ class BlockProgram:
     def _rotary_dtype(self) -> torch.dtype | None:
         """Return the dtype of cosines and sines that attention gets, None for none."""
         rotary = self.spec.rotary
-        if rotary is None or rotary.form == "complex" or self._qk_norms():
+        if rotary is None or self._qk_norms():
             return None
-        return torch.float32 if rotary.form == "angles" else self._attention.dtype
+        is_exact = rotary.form in ("angles", "complex")
+        return torch.float32 if is_exact else self._attention.dtype
 
     def build(self) -> None:
         """Resolve the steps. The weights are loaded; later loads need no other call."""
@@ -147,8 +151,7 @@ class BlockProgram:
         if spec.split is not None and getattr(self._part(spec.qkv), "tp_size", 1) > 1:
             self._split = spec.split(self._block)
         qk_norms = self._qk_norms()
-        interleaved = spec.rotary is not None and spec.rotary.form == "complex"
-        self._turn = Turn(qk_norms, interleaved) if qk_norms or interleaved else None
+        self._turn = Turn(qk_norms) if qk_norms else None
         self._group = None
         # What ranks gather are tensors of its own for each block.
         if self._split is None and attention.prepares_for is not None:
@@ -362,7 +365,7 @@ class BlockProgram:
             turn = self._turn.prepare(q, k, cos, sin)
             cos = sin = None
         lengths = self._lengths(x, cu_seqlens, max_seqlen)
-        batch = Batch(q, k, v, cos, sin, *lengths)
+        batch = Batch(q, k, v, cos, sin, *lengths, self._is_interleaved)
         attend = self._attention.prepare(batch, given.get("sequence_lengths"))
         return Settled(read, turn, attend, {})
 

@@ -34,15 +34,10 @@ def tables(rotary: Rotary, given: Sequence[torch.Tensor]) -> Tables:
 
 
 class Turn:
-    """q and k normalised and turned in front of attention, where that does neither.
+    """q and k normalised and turned in front of attention, which does not normalise."""
 
-    Attributes:
-        interleaved: Whether pairs of values lie side by side.
-    """
-
-    def __init__(self, norms: Sequence[Any], interleaved: bool) -> None:
-        """Take the RMSNorms of q and of k, or none."""
-        self.interleaved = interleaved
+    def __init__(self, norms: Sequence[Any]) -> None:
+        """Take the RMSNorms of q and of k."""
         self._norms = norms
 
     @property
@@ -54,11 +49,11 @@ class Turn:
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> Callable[..., object]:
         """Settle it; see `kernels.turn.prepare`."""
-        eps = self._norms[0].variance_epsilon if self._norms else 0.0
+        eps = self._norms[0].variance_epsilon
         if q.is_cuda:
             from vllm_flashinfer_vit.kernels.turn import prepare
 
-            return prepare(q, k, cos, sin, self.weights, eps, self.interleaved)
+            return prepare(q, k, cos, sin, self.weights, eps)
         from vllm_flashinfer_vit.kernels.turn_ref import turn_ref
 
-        return lambda *weights: turn_ref(q, k, cos, sin, weights, eps, self.interleaved)
+        return lambda *weights: turn_ref(q, k, cos, sin, weights, eps)

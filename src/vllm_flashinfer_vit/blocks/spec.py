@@ -28,12 +28,17 @@ class Rotary:
     Attributes:
         form: `tables` for cos and sin `[T, R / 2]`; `doubled` for both `[T, R]`, of
             which the halves are alike; `angles` for what they are of; `complex` for
-            `[T, D / 2]` complex, or its real view, by pairs that lie side by side.
+            `[T, D / 2]` complex, or its real view, by interleaved pairs.
         parameters: The names in `forward`.
     """
 
     form: Literal["tables", "doubled", "angles", "complex"]
     parameters: tuple[str, ...]
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Which columns turn together; see `Batch`."""
+        return self.form == "complex"
 
 
 TABLES = Rotary("tables", ("rotary_pos_emb_cos", "rotary_pos_emb_sin"))
@@ -60,10 +65,9 @@ class BlockSpec:
         split: Returns a block's method that makes q, k and v, `[T, 1, H, D]` each, of a
             projection `[T, 1, ...]` whose ranks do not hold whole heads; None where
             each rank does.
-        rotary: What turns q and k, by NeoX pairs if it is not complex; None where
-            nothing does.
+        rotary: What turns q and k; None where nothing does.
         qk_norms: The RMSNorms of each head's q and k, in front of rotary, in blocks
-            that have them; None where none has.
+            that have them; None where none has. Pairs are not interleaved then.
         layer_scales: The parameters `[C]` that what attention and the MLP add to the
             stream is multiplied by, or None.
         is_packed: Whether `forward` takes `cu_seqlens`, and a stream of one batch
@@ -89,3 +93,11 @@ class BlockSpec:
     is_packed: bool = True
     key_mask: str | None = None
     returns_pair: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what no kernel does."""
+        if self.qk_norms and self.rotary is not None and self.rotary.is_interleaved:
+            raise ValueError(
+                "kernels/turn.py normalises q and k, and turns no interleaved pairs "
+                "then, got qk_norms and complex rotary"
+            )

@@ -299,7 +299,8 @@ def _rotated(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
     if batch.cos is None or batch.sin is None:
         return batch.q, batch.k, batch.v
-    return (*rotate(batch.q, batch.k, batch.cos, batch.sin), batch.v)
+    turns = batch.q, batch.k, batch.cos, batch.sin, batch.interleaved
+    return (*rotate(*turns), batch.v)
 
 
 def _widen(

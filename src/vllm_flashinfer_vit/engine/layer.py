@@ -54,11 +54,13 @@ class FlashInferViTAttention(MMEncoderAttention):
         program: What runs the block that the layer is a part of, if anything does.
         rotary_dtype: That of the cos and sin that q and k arrive with, unturned; None
             where they are turned, or never are.
+        is_interleaved: Which of their columns turn together; see `Batch`.
     """
 
     activation: ClassVar[Activation] = Activation()
     program: BlockProgram | None = None
     rotary_dtype: torch.dtype | None = None
+    is_interleaved: bool = False
     _watch: Watch | None = None
 
     def __init__(

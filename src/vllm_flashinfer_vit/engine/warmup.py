@@ -47,6 +47,9 @@ class Layer(Protocol):
     @property
     def rotary_dtype(self) -> torch.dtype | None: ...
 
+    @property
+    def is_interleaved(self) -> bool: ...
+
     def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str: ...
 
     def attend(self, batch: Batch) -> torch.Tensor: ...
@@ -181,7 +184,7 @@ class WarmUp:
         Args:
             layer: Its weights are loaded; the GPU is the current one.
         """
-        key = (*layer.signature, layer.rotary_dtype)
+        key = (*layer.signature, layer.rotary_dtype, layer.is_interleaved)
         if not self.is_wanted or key in self._done:
             return
         self._done.add(key)
@@ -252,4 +255,5 @@ def _run(layer: Layer, num_seqs: int, length: int) -> None:
     cu_seqlens = torch.full((num_seqs + 1,), length, dtype=torch.int32, device="cuda")
     cu_seqlens[0] = 0
     max_seqlen = torch.tensor(length, dtype=torch.int32)
-    layer.attend(Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen))
+    batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen)
+    layer.attend(batch._replace(interleaved=layer.is_interleaved))

@@ -3,7 +3,7 @@
 
 Triton unpacks such values to fp32 and keeps them so until it stores them: a head that
 waits for its scale then takes twice the registers, and none are left to read the next
-head meanwhile. Only inline PTX keeps them packed. Values in fp32, mixed dtypes and
+head meanwhile. Only inline PTX keeps them packed. Values in fp32, mixed tables and
 Triton's interpreter take the same steps, unpacked, to the same bits.
 """
 
@@ -34,10 +34,10 @@ def finite(x):
 @triton.jit
 def rotate_finite(x1, x2, cos, sin):
     """Turn the pairs (x1, x2) as `rotate` does; returns what `finite` returns."""
-    if _is_packed(x1.dtype) and cos.dtype == x1.dtype and sin.dtype == x1.dtype:
+    if _is_packed(x1.dtype) and cos.dtype == sin.dtype and _fits(x1.dtype, cos.dtype):
         return tl.inline_asm_elementwise(
-            _rotate_ptx(x1.dtype),
-            "=&r,=&r,r,r,r,r",
+            _rotate_ptx(x1.dtype, cos.dtype),
+            "=&r,=&r,r,r,r,r" if cos.dtype == x1.dtype else "=&r,=&r,r,r,r,r,r,r",
             [x1, x2, cos, sin],
             (x1.dtype, x1.dtype),
             is_pure=True,
@@ -101,6 +101,11 @@ def _is_packed(dtype):
 
 
 @triton.constexpr_function
+def _fits(dtype, table_dtype):
+    return table_dtype.name in (dtype.name, "fp32")
+
+
+@triton.constexpr_function
 def _finite_ptx(dtype):
     return f"""{{
         .reg .b32 zero;
@@ -121,10 +126,16 @@ def _larger_ptx(dtype):
 
 
 @triton.constexpr_function
-def _rotate_ptx(dtype):
+def _rotate_ptx(dtype, table_dtype):
     packed = _PTX_TYPES[dtype.name]
+    unpacked = _unpack(dtype, x="$2", y="$3")
+    if table_dtype.name == dtype.name:
+        unpacked = _unpack(dtype, x="$2", y="$3", c="$4", s="$5")
+    else:
+        unpacked += ".reg .b32 c0, c1, s0, s1;\n"
+        unpacked += "mov.b32 c0, $4; mov.b32 c1, $5; mov.b32 s0, $6; mov.b32 s1, $7;"
     return f"""{{
-        {_unpack(dtype, x="$2", y="$3", c="$4", s="$5")}
+        {unpacked}
         .reg .b32 a, b, r0, r1, zero;
         mov.b32 zero, 0;
         mul.rn.f32 a, x0, c0; mul.rn.f32 b, y0, s0; sub.rn.f32 r0, a, b;

@@ -2,8 +2,9 @@
 """What the kernels share that read heads of q, k and v to quantise them.
 
 A head of BLOCK rows is cut into runs of UNIT pairs: the two elements that the rotary
-embedding turns together, and for the columns that it leaves, those half of them apart.
-They are stored interleaved, so that a run is contiguous there.
+embedding turns together, and for the columns that it leaves, those half of them apart,
+or side by side where all pairs are. They are stored side by side, so that a run is
+contiguous there.
 """
 
 from typing import Any
@@ -19,7 +20,13 @@ from vllm_flashinfer_vit.kernels._pairs import (
     rotate_finite,
     to_e4m3,
 )
-from vllm_flashinfer_vit.kernels._triton import check_qkv, split_width, stride_unit
+from vllm_flashinfer_vit.kernels._triton import (
+    check_qkv,
+    load_interleaved,
+    load_runs,
+    pair_units,
+    split_width,
+)
 from vllm_flashinfer_vit.kernels.formats import BLOCK, FP32_TINY, check_rope_inputs
 
 # Offsets within a block of 128 rows are int32.
@@ -55,14 +62,28 @@ def load_pairs(
     D: tl.constexpr,
     TURNED: tl.constexpr,
     UNIT: tl.constexpr,
+    UNIT_X: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HI: tl.constexpr,
 ):
     """Load the first `rows` rows of a head: both elements of all pairs, others 0."""
     row, run, row_hi, run_hi = items
-    x1, x2 = _load_pairs(base, stride_t, rows, row, run, D // 2 // UNIT, TURNED, UNIT)
+    HEAD: tl.constexpr = D // 2 // UNIT
+    x1, x2 = _load_pairs(
+        base, stride_t, rows, row, run, HEAD, TURNED, UNIT, UNIT_X, INTERLEAVED
+    )
     if HI > 0:
         x1_hi, x2_hi = _load_pairs(
-            base, stride_t, rows, row_hi, run_hi, D // 2 // UNIT, TURNED, UNIT
+            base,
+            stride_t,
+            rows,
+            row_hi,
+            run_hi,
+            HEAD,
+            TURNED,
+            UNIT,
+            UNIT_X,
+            INTERLEAVED,
         )
         return x1, x2, x1_hi, x2_hi
     else:
@@ -79,7 +100,11 @@ def _load_pairs(
     HEAD: tl.constexpr,
     TURNED: tl.constexpr,
     UNIT: tl.constexpr,
+    UNIT_X: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
+    if INTERLEAVED:
+        return load_interleaved(base, row * stride_t, run, row < rows, UNIT, UNIT_X)
     at1 = row * stride_t + run
     at2 = at1
     # The second element mostly lies a constant after the first: one address for both.
@@ -87,8 +112,8 @@ def _load_pairs(
     if APART == 0:
         at1 += tl.where(run < TURNED, 0, TURNED)
         at2 += tl.where(run < TURNED, TURNED, HEAD)
-    x1 = _load_runs(base, at1, row < rows, UNIT, UNIT)
-    x2 = _load_runs(base + APART, at2, row < rows, UNIT, UNIT)
+    x1 = load_runs(base, at1, row < rows, UNIT, UNIT)
+    x2 = load_runs(base + APART, at2, row < rows, UNIT, UNIT)
     return x1, x2
 
 
@@ -107,12 +132,12 @@ def load_angles(
     """Load the angles of what `load_pairs` loads, as cos, sin, cos_hi, sin_hi."""
     row, run, row_hi, run_hi = items
     mask = (row < rows) & (run < TURNED)
-    cos = _load_runs(cos_base, row * stride_ct + run, mask, UNIT, UNIT)
-    sin = _load_runs(sin_base, row * stride_st + run, mask, UNIT, UNIT)
+    cos = load_runs(cos_base, row * stride_ct + run, mask, UNIT, UNIT)
+    sin = load_runs(sin_base, row * stride_st + run, mask, UNIT, UNIT)
     if HI > 0:
         mask = (row_hi < rows) & (run_hi < TURNED)
-        cos_hi = _load_runs(cos_base, row_hi * stride_ct + run_hi, mask, UNIT, UNIT)
-        sin_hi = _load_runs(sin_base, row_hi * stride_st + run_hi, mask, UNIT, UNIT)
+        cos_hi = load_runs(cos_base, row_hi * stride_ct + run_hi, mask, UNIT, UNIT)
+        sin_hi = load_runs(sin_base, row_hi * stride_st + run_hi, mask, UNIT, UNIT)
         return cos, sin, cos_hi, sin_hi
     else:
         return cos, sin, cos, sin
@@ -120,23 +145,24 @@ def load_angles(
 
 @triton.jit
 def load_columns_in_order(
-    base, stride_t, rows, items, UNIT: tl.constexpr, HI: tl.constexpr
+    base,
+    stride_t,
+    rows,
+    items,
+    UNIT: tl.constexpr,
+    UNIT_X: tl.constexpr,
+    HI: tl.constexpr,
 ):
     """Load runs of 2 * UNIT columns of the rows; returns both tiles by `finite`."""
     row, run, row_hi, run_hi = items
-    at = row * stride_t + 2 * run
-    lo = finite(_load_runs(base, at, row < rows, UNIT, 2 * UNIT))
+    STEP: tl.constexpr = 2 * UNIT // UNIT_X
+    at = row * stride_t + run * STEP
+    lo = finite(load_runs(base, at, row < rows, UNIT_X, 2 * UNIT))
     if HI > 0:
-        at = row_hi * stride_t + 2 * run_hi
-        return lo, finite(_load_runs(base, at, row_hi < rows, UNIT, 2 * UNIT))
+        at = row_hi * stride_t + run_hi * STEP
+        return lo, finite(load_runs(base, at, row_hi < rows, UNIT_X, 2 * UNIT))
     else:
         return lo, lo
-
-
-@triton.jit
-def _load_runs(base, at, mask, UNIT: tl.constexpr, WIDTH: tl.constexpr):
-    offs = at[:, None] * UNIT + tl.arange(0, WIDTH)[None, :]
-    return tl.load(base + offs, mask=mask[:, None], other=0.0)
 
 
 @triton.jit
@@ -305,20 +331,28 @@ def head_constants(
     k: torch.Tensor,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
+    interleaved: bool,
     *others: torch.Tensor,
 ) -> dict[str, Any]:
     """Return the constants that a kernel of heads needs, and its options."""
     half = q.shape[2] // 2
     turned = 0 if cos is None else cos.shape[1]
-    strides = head_strides(q, k, *others) + angle_strides(cos, sin)
-    unit = stride_unit(half, turned, *strides)
+    interleaved = interleaved and turned > 0
+    unit, unit_x = pair_units(
+        interleaved,
+        (half, turned),
+        head_strides(q, k, *others),
+        angle_strides(cos, sin),
+    )
     lo, hi = split_width(BLOCK * (half // unit))
     return {
         "UNIT": unit,
+        "UNIT_X": unit_x,
         "H": q.shape[1],
         "H_KV": k.shape[1],
         "D": q.shape[2],
         "TURNED": turned // unit,
+        "INTERLEAVED": interleaved,
         "LO": lo,
         "HI": hi,
         "BLOCK": BLOCK,

@@ -2,6 +2,7 @@
 """What the Triton kernels share on the device, and the checks of their inputs."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -19,6 +20,30 @@ def stride_unit(*sizes: int) -> int:
     multiplies by the constant unit, loads whole units and needs no variant per stride.
     """
     return math.gcd(_MAX_UNIT, *sizes)
+
+
+def pair_units(
+    interleaved: bool,
+    halves: Sequence[int],
+    strides: Sequence[int],
+    angle_strides: Sequence[int],
+) -> tuple[int, int]:
+    """Return UNIT and UNIT_X of kernels that turn pairs of columns in runs.
+
+    A run is UNIT pairs, and UNIT elements of cos and sin. Strides of what is turned
+    count UNIT_Xs: where pairs are interleaved, a run is 2 UNIT elements there.
+
+    Args:
+        interleaved: Whether columns 2 i and 2 i + 1 are a pair; see `rope`.
+        halves: D / 2 and R / 2.
+        strides: Of what is turned.
+        angle_strides: Of cos and sin.
+    """
+    if not interleaved:
+        unit = stride_unit(*halves, *strides, *angle_strides)
+        return unit, unit
+    unit = math.gcd(_MAX_UNIT // 2, *halves, *angle_strides)
+    return unit, math.gcd(2 * unit, *strides)
 
 
 def split_width(width: int, least: int = 16) -> tuple[int, int]:
@@ -83,6 +108,30 @@ def load_columns(
     return tl.load(
         base + (row[:, None] + (COL + offs_d)[None, :]), mask=mask, other=0.0
     )
+
+
+@triton.jit
+def load_runs(base, at, mask, UNIT: tl.constexpr, WIDTH: tl.constexpr):
+    """Load the runs of WIDTH elements that begin UNITs `at`; those masked are zeros."""
+    offs = at[:, None] * UNIT + tl.arange(0, WIDTH)[None, :]
+    return tl.load(base + offs, mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def load_interleaved(base, at, run, mask, UNIT: tl.constexpr, UNIT_X: tl.constexpr):
+    """Load both elements of the pairs of runs, in rows that begin UNIT_Xs `at`."""
+    at += run * (2 * UNIT // UNIT_X)
+    return split_pairs(load_runs(base, at, mask, UNIT_X, 2 * UNIT))
+
+
+@triton.jit
+def split_pairs(x):
+    """Return the first and the second elements of pairs that lie side by side.
+
+    This is all that kernels know of interleaved pairs: what follows has them as those
+    that lie apart, and stores them so. Scores do not see an order that q and k share.
+    """
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
 
 
 @triton.jit

@@ -75,17 +75,20 @@ def _absmax_kernel(
     stride_ct,
     stride_st,
     UNIT: tl.constexpr,
+    UNIT_X: tl.constexpr,
     H: tl.constexpr,
     H_KV: tl.constexpr,
     D: tl.constexpr,
     TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     LO: tl.constexpr,
     HI: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Raise amax to the maxima of BLOCK rows of one head.
 
-    Strides count UNITs. Grid: (cdiv(num_tokens, BLOCK) * H,)
+    Strides of q, k and v count UNIT_Xs, those of cos and sin UNITs.
+    Grid: (cdiv(num_tokens, BLOCK) * H,)
     """
     pid = tl.program_id(0)
     start = (pid // H).to(tl.int64) * BLOCK
@@ -97,18 +100,24 @@ def _absmax_kernel(
     items = head_items(D, UNIT, LO, HI)
     cos_base = cos_ptr + start * stride_ct * UNIT
     sin_base = sin_ptr + start * stride_st * UNIT
-    q_base = q_ptr + (start * stride_qt + pid_h * stride_qh) * UNIT
-    q = load_pairs(q_base, stride_qt, rows, items, D, TURNED, UNIT, HI)
+    q_base = q_ptr + (start * stride_qt + pid_h * stride_qh) * UNIT_X
+    q = load_pairs(
+        q_base, stride_qt, rows, items, D, TURNED, UNIT, UNIT_X, INTERLEAVED, HI
+    )
     angles = load_angles(
         cos_base, sin_base, stride_ct, stride_st, rows, items, TURNED, UNIT, HI
     )
     q = turn_pairs(q, angles, items, D, TURNED, UNIT, HI)
     _raise(amax_ptr, absmax_pairs(q, UNIT, HI > 0))
     if pid_h < H_KV:
-        k_base = k_ptr + (start * stride_kt + pid_h * stride_kh) * UNIT
-        k = load_pairs(k_base, stride_kt, rows, items, D, TURNED, UNIT, HI)
-        v_base = v_ptr + (start * stride_vt + pid_h * stride_vh) * UNIT
-        v_lo, v_hi = load_columns_in_order(v_base, stride_vt, rows, items, UNIT, HI)
+        k_base = k_ptr + (start * stride_kt + pid_h * stride_kh) * UNIT_X
+        k = load_pairs(
+            k_base, stride_kt, rows, items, D, TURNED, UNIT, UNIT_X, INTERLEAVED, HI
+        )
+        v_base = v_ptr + (start * stride_vt + pid_h * stride_vh) * UNIT_X
+        v_lo, v_hi = load_columns_in_order(
+            v_base, stride_vt, rows, items, UNIT, UNIT_X, HI
+        )
         k = turn_pairs(k, angles, items, D, TURNED, UNIT, HI)
         _raise(amax_ptr + 1, absmax_pairs(k, UNIT, HI > 0))
         _raise(amax_ptr + 2, absmax_tiles(v_lo, v_hi, 2 * UNIT, HI > 0))
@@ -164,6 +173,7 @@ def absmax(
     amax: torch.Tensor,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> None:
     """Raise `amax` to the largest finite absolute values of turned q and k, and of v.
 
@@ -176,12 +186,13 @@ def absmax(
         amax: `[3]` fp32, contiguous, not negative; changed in place.
         cos: As `quantize_blocks` takes it; so is sin.
         sin: See `cos`.
+        interleaved: As `quantize_blocks` takes it.
 
     Raises:
         ValueError: A tensor breaks a demand above.
     """
     cos, sin = contiguous_columns(cos), contiguous_columns(sin)
-    launch = _plan(q, k, v, cu_seqlens, amax, cos, sin)
+    launch = _plan(q, k, v, cu_seqlens, amax, cos, sin, interleaved)
     if q.shape[0]:
         launch(
             q,
@@ -219,17 +230,19 @@ def _plan(
     amax: torch.Tensor,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
+    interleaved: bool,
 ) -> Launch:
     check_inputs(q, k, v, cu_seqlens, cos, sin)
     check_scales(amax)
-    constants = head_constants(q, k, cos, sin, v)
-    strides = head_strides(q, k, v) + angle_strides(cos, sin)
+    constants = head_constants(q, k, cos, sin, interleaved, v)
+    unit, unit_x = constants["UNIT"], constants["UNIT_X"]
     return Launch(
         _absmax_kernel,
         triton.cdiv(q.shape[0], BLOCK) * q.shape[1],
         q.shape[0],
         cu_seqlens.numel() - 1,
-        *(stride // constants["UNIT"] for stride in strides),
+        *(stride // unit_x for stride in head_strides(q, k, v)),
+        *(stride // unit for stride in angle_strides(cos, sin)),
         num_warps=_NUM_WARPS,
         # Two programs share an SM; above D=96 it would cost spills.
         maxnreg=128 if q.shape[2] <= 96 else None,

@@ -16,6 +16,7 @@ def absmax_ref(
     amax: torch.Tensor,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> None:
     """Raise `amax` to the largest finite absolute values of turned q and k, and of v.
 
@@ -27,9 +28,10 @@ def absmax_ref(
         amax: `[3]` fp32, not negative; changed in place.
         cos: `[T, R / 2]` to turn q and k by, or None; so is sin.
         sin: See `cos`.
+        interleaved: As for `rope_ref`.
     """
     if cos is not None and sin is not None:
-        q, k = rope_ref(q, k, cos, sin)
+        q, k = rope_ref(q, k, cos, sin, interleaved)
     end = int(cu_seqlens.max())
     seen = [finite_absmax(x[:end].reshape(1, -1)) for x in (q, k, v)]
     amax.copy_(torch.maximum(amax, torch.cat(seen)))

@@ -24,10 +24,10 @@ class Kernel:
         summary: What it is, for people.
         sequences: Which sequences it is for, for people.
         entry: `module:function` in the folder of kernels. The function takes `(q, k, v,
-            cu_seqlens, max_seqlen, scale)`, with `rotates` also `(cos, sin)`. With
-            `quantized` blocks it takes `(quantized, cu_seqlens, num_tokens, max_seqlen,
-            scale, head_dim, dtype)`, with rows `(q, k, v, scales, cu_seqlens,
-            max_seqlen, scale, head_dim, dtype)`.
+            cu_seqlens, max_seqlen, scale)`, with `rotates` also `(cos, sin,
+            interleaved)`. With `quantized` blocks it takes `(quantized, cu_seqlens,
+            num_tokens, max_seqlen, scale, head_dim, dtype)`, with rows `(q, k, v,
+            scales, cu_seqlens, max_seqlen, scale, head_dim, dtype)`.
         prepare: `module:function` like `entry`, or None. It takes the same, and returns
             a call that runs the kernel on what the tensors hold by then.
         needs: What it needs of the machine, the dtype and the head dim.

@@ -53,7 +53,8 @@ class QuantizedQKV(NamedTuple):
             and rows of a sequence's last block after its end, are zeros. Columns 2 j
             and 2 j + 1 hold the pair j that the rotary embedding turns: columns j and
             j + R / 2 of the head, or for R / 2 <= j < D / 2, which it leaves, columns
-            j + R / 2 and j + D / 2. Scores do not see an order that q and k share.
+            j + R / 2 and j + D / 2. Interleaved pairs lie as they did in the head.
+            Scores do not see an order that q and k share.
         k: `[H_kv, Tp, D_qk]` like q.
         v: `[H_kv, D_v, Tp]` contiguous, D_v being D rounded up to 16, with the same
             zeros. Position 16 h + 4 l + 2 b + e of each 32 holds key 16 h + 8 b + 2 l +

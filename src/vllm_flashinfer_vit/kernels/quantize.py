@@ -106,6 +106,7 @@ def _quantize_blocks_kernel(
     stride_ct,
     stride_st,
     UNIT: tl.constexpr,
+    UNIT_X: tl.constexpr,
     UNIT_V: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     H: tl.constexpr,
@@ -114,6 +115,7 @@ def _quantize_blocks_kernel(
     D_QK: tl.constexpr,
     D_V: tl.constexpr,
     TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     LO: tl.constexpr,
     HI: tl.constexpr,
     V_LO: tl.constexpr,
@@ -123,7 +125,7 @@ def _quantize_blocks_kernel(
 ):
     """Quantise a block of up to `group` heads of q, k or v.
 
-    Strides of q, k, cos and sin count UNITs, those of v UNIT_Vs.
+    Strides of q and k count UNIT_Xs, of cos and sin UNITs, of v UNIT_Vs.
     Grid: (num_blocks * (cdiv(H, group) + 2 * cdiv(H_KV, group)),)
     """
     pid = tl.program_id(0)
@@ -149,7 +151,7 @@ def _quantize_blocks_kernel(
         last = tl.minimum(first + group, tl.where(is_q, H, H_KV))
         stride_t = tl.where(is_q, stride_qt, stride_kt)
         stride_h = tl.where(is_q, stride_qh, stride_kh).to(tl.int64)
-        base = tl.where(is_q, q_ptr, k_ptr) + start * stride_t * UNIT
+        base = tl.where(is_q, q_ptr, k_ptr) + start * stride_t * UNIT_X
         out_base = tl.where(is_q, q_out_ptr, k_out_ptr)
         scale_base = tl.where(is_q, q_scale_ptr, k_scale_ptr)
         items = head_items(D, UNIT, LO, HI)
@@ -164,15 +166,28 @@ def _quantize_blocks_kernel(
             UNIT,
             HI,
         )
-        stride_h *= UNIT
+        stride_h *= UNIT_X
         head = base + first.to(tl.int64) * stride_h
         # The next head is read while this one's scale is found. Given scales leave
         # nothing to wait for, so that it would only cost registers (1 %).
         if not HAS_SCALES:
-            pairs = load_pairs(head, stride_t, rows, items, D, TURNED, UNIT, HI)
+            pairs = load_pairs(
+                head, stride_t, rows, items, D, TURNED, UNIT, UNIT_X, INTERLEAVED, HI
+            )
         for i in range(first, last):
             if HAS_SCALES:
-                pairs = load_pairs(head, stride_t, rows, items, D, TURNED, UNIT, HI)
+                pairs = load_pairs(
+                    head,
+                    stride_t,
+                    rows,
+                    items,
+                    D,
+                    TURNED,
+                    UNIT,
+                    UNIT_X,
+                    INTERLEAVED,
+                    HI,
+                )
             turned = turn_pairs(pairs, angles, items, D, TURNED, UNIT, HI)
             head += stride_h
             if HAS_SCALES:
@@ -181,7 +196,18 @@ def _quantize_blocks_kernel(
                 )
             else:
                 ahead = tl.where(i + 1 < last, rows, 0)
-                pairs = load_pairs(head, stride_t, ahead, items, D, TURNED, UNIT, HI)
+                pairs = load_pairs(
+                    head,
+                    stride_t,
+                    ahead,
+                    items,
+                    D,
+                    TURNED,
+                    UNIT,
+                    UNIT_X,
+                    INTERLEAVED,
+                    HI,
+                )
                 scale = block_scale(absmax_pairs(turned, UNIT, HI > 0), QK_MAX)
             at = tl.cast(i, tl.int64) * num_blocks + pid_b
             tl.store(scale_base + at, scale)
@@ -267,6 +293,7 @@ def quantize_blocks(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> QuantizedQKV:
     """Turn q and k, and quantise q, k and v in blocks of 128 tokens of a sequence.
 
@@ -287,6 +314,7 @@ def quantize_blocks(
             stride should be 1, otherwise it is copied.
         sin: Like cos.
         scales: `[3]` fp32 on the device, for q, k and v, or None for block scales.
+        interleaved: Which elements turn together; see `kernels.rope.rope`.
 
     Returns:
         Fresh tensors; see `QuantizedQKV`. Given scales fill the scale tensors, for q
@@ -295,7 +323,7 @@ def quantize_blocks(
     Raises:
         ValueError: A tensor breaks a demand above.
     """
-    launch, quantized = prepare(q, k, v, cu_seqlens, cos, sin, scales)
+    launch, quantized = prepare(q, k, v, cu_seqlens, cos, sin, scales, interleaved)
     launch()
     return quantized
 
@@ -308,6 +336,7 @@ def prepare(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> tuple[Callable[[], object], QuantizedQKV]:
     """Settle `quantize_blocks` for what q, k, v, cu_seqlens and scales will hold.
 
@@ -319,6 +348,7 @@ def prepare(
         cos: See `q`; a copy that it needs is made now.
         sin: Like cos.
         scales: See `q`.
+        interleaved: See `q`.
 
     Returns:
         The call, for the current stream; and the tensors that every call writes.
@@ -327,7 +357,7 @@ def prepare(
         ValueError: As `quantize_blocks`.
     """
     cos, sin = contiguous_columns(cos), contiguous_columns(sin)
-    launch, shapes = _plan(q, k, v, cu_seqlens, cos, sin, scales)
+    launch, shapes = _plan(q, k, v, cu_seqlens, cos, sin, scales, interleaved)
     dtypes = (torch.float8_e4m3fn,) * 3 + (torch.float32,) * 3
     out = QuantizedQKV(
         *(
@@ -359,6 +389,7 @@ def _plan(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     scales: torch.Tensor | None,
+    interleaved: bool,
 ) -> tuple[Launch, tuple[tuple[int, ...], ...]]:
     check_inputs(q, k, v, cu_seqlens, cos, sin)
     if scales is not None:
@@ -369,8 +400,8 @@ def _plan(
     num_blocks = num_tokens // BLOCK + num_seqs
     rows = num_blocks * BLOCK
     d_qk, d_v = _round_up(head_dim, 32), _round_up(head_dim, 16)
-    constants = head_constants(q, k, cos, sin)
-    unit = constants["UNIT"]
+    constants = head_constants(q, k, cos, sin, interleaved)
+    unit, unit_x = constants["UNIT"], constants["UNIT_X"]
     unit_v = stride_unit(*v.stride()[:2])
     v_lo, v_hi_pad = split_width(d_v)
     groups = triton.cdiv(heads, _GROUP) + 2 * triton.cdiv(kv_heads, _GROUP)
@@ -381,7 +412,7 @@ def _plan(
         num_seqs,
         num_blocks,
         _GROUP,
-        *(stride // unit for stride in head_strides(q, k)),
+        *(stride // unit_x for stride in head_strides(q, k)),
         *(stride // unit_v for stride in head_strides(v)),
         *(stride // unit for stride in angle_strides(cos, sin)),
         UNIT_V=unit_v,

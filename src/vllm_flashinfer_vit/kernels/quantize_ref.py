@@ -24,6 +24,7 @@ def quantize_blocks_ref(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> QuantizedQKV:
     """Turn q and k, and quantise q, k and v in blocks of 128 tokens of a sequence.
 
@@ -36,12 +37,13 @@ def quantize_blocks_ref(
         cos: `[T, R / 2]` to turn q and k by, or None; so is sin.
         sin: See `cos`.
         scales: `[3]` fp32 for q, k and v, or None for block scales.
+        interleaved: As for `rope_ref`.
 
     Returns:
         As the kernel, with zeros and scales of 0 in the blocks of no sequence.
     """
     num_tokens, _, head_dim = q.shape
-    q, k = _turned(q, k, cos, sin)
+    q, k = _turned(q, k, cos, sin, interleaved)
     offsets = cu_seqlens.clamp(max=num_tokens).tolist()
     num_blocks = num_tokens // BLOCK + len(offsets) - 1
     outs, out_scales = [], []
@@ -81,6 +83,7 @@ def quantize_rows_ref(
     head_dim_padded: int,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Turn q and k, and quantise q, k and v by one scale for each, rows staying rows.
 
@@ -93,11 +96,12 @@ def quantize_rows_ref(
         head_dim_padded: Dp, at least D.
         cos: See `q`.
         sin: See `q`.
+        interleaved: See `q`.
 
     Returns:
         As the kernel.
     """
-    q, k = _turned(q, k, cos, sin)
+    q, k = _turned(q, k, cos, sin, interleaved)
     end = int(cu_seqlens.max())
     outs = []
     for x, inverse in zip((q, k, v), 1 / scales, strict=True):
@@ -160,11 +164,12 @@ def _turned(
     k: torch.Tensor,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
+    interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn q and k if there are angles, and order their columns as they are stored."""
     rotary_dim = 0
     if cos is not None and sin is not None:
-        q, k = rope_ref(q, k, cos, sin)
+        q, k = rope_ref(q, k, cos, sin, interleaved)
         rotary_dim = 2 * cos.shape[1]
     order = column_order(q.shape[2], rotary_dim).to(q.device)
     return q[..., order], k[..., order]

@@ -69,18 +69,21 @@ def _quantize_rows_kernel(
     stride_ct,
     stride_st,
     UNIT: tl.constexpr,
+    UNIT_X: tl.constexpr,
     H: tl.constexpr,
     H_KV: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     LO: tl.constexpr,
     HI: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Quantise BLOCK rows of one head of q, and of k and v if they have this head.
 
-    Strides count UNITs. Grid: (cdiv(num_tokens, BLOCK) * H,)
+    Strides of q, k and v count UNIT_Xs, those of cos and sin UNITs.
+    Grid: (cdiv(num_tokens, BLOCK) * H,)
     """
     pid = tl.program_id(0)
     start = (pid // H).to(tl.int64) * BLOCK
@@ -90,10 +93,12 @@ def _quantize_rows_kernel(
     # Rows after the end are stored, as zeros, but not read.
     rows_out = tl.minimum(num_tokens - start, BLOCK).to(tl.int32)
     items = head_items(D, UNIT, LO, HI)
-    q_base = q_ptr + (start * stride_qt + pid_h * stride_qh) * UNIT
+    q_base = q_ptr + (start * stride_qt + pid_h * stride_qh) * UNIT_X
     cos_base = cos_ptr + start * stride_ct * UNIT
     sin_base = sin_ptr + start * stride_st * UNIT
-    q = load_pairs(q_base, stride_qt, rows, items, D, TURNED, UNIT, HI)
+    q = load_pairs(
+        q_base, stride_qt, rows, items, D, TURNED, UNIT, UNIT_X, INTERLEAVED, HI
+    )
     angles = load_angles(
         cos_base, sin_base, stride_ct, stride_st, rows, items, TURNED, UNIT, HI
     )
@@ -104,12 +109,14 @@ def _quantize_rows_kernel(
     store_pairs(base, ROW, rows_out, items, q, inverse, None, D, D_PAD, HI, BLOCK)
     if pid_h >= H_KV:
         return
-    k_base = k_ptr + (start * stride_kt + pid_h * stride_kh) * UNIT
-    v_base = v_ptr + (start * stride_vt + pid_h * stride_vh) * UNIT
+    k_base = k_ptr + (start * stride_kt + pid_h * stride_kh) * UNIT_X
+    v_base = v_ptr + (start * stride_vt + pid_h * stride_vh) * UNIT_X
     ROW_KV: tl.constexpr = H_KV * D_PAD
     at = start * ROW_KV + pid_h * D_PAD
-    k = load_pairs(k_base, stride_kt, rows, items, D, TURNED, UNIT, HI)
-    v_lo, v_hi = load_columns_in_order(v_base, stride_vt, rows, items, UNIT, HI)
+    k = load_pairs(
+        k_base, stride_kt, rows, items, D, TURNED, UNIT, UNIT_X, INTERLEAVED, HI
+    )
+    v_lo, v_hi = load_columns_in_order(v_base, stride_vt, rows, items, UNIT, UNIT_X, HI)
     k = turn_pairs(k, angles, items, D, TURNED, UNIT, HI)
     base = k_out_ptr + at
     inverse = tl.div_rn(1.0, tl.load(scales_ptr + 1))
@@ -130,6 +137,7 @@ def quantize_rows(
     head_dim_padded: int,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Turn q and k, and quantise q, k and v by one scale for each, rows staying rows.
 
@@ -143,6 +151,7 @@ def quantize_rows(
         head_dim_padded: Dp, a multiple of 8 from D on.
         cos: As `quantize_blocks` takes it; so is sin.
         sin: See `cos`.
+        interleaved: As `quantize_blocks` takes it.
 
     Returns:
         q `[T, H, Dp]`, k and v `[T, H_kv, Dp]`, e4m3 and contiguous. Columns from D on,
@@ -153,7 +162,7 @@ def quantize_rows(
         ValueError: An argument breaks a demand above.
     """
     cos, sin = contiguous_columns(cos), contiguous_columns(sin)
-    launch = _plan(q, k, v, cu_seqlens, scales, head_dim_padded, cos, sin)
+    launch = _plan(q, k, v, cu_seqlens, scales, head_dim_padded, cos, sin, interleaved)
     q_out, k_out, v_out = (
         torch.empty(
             (x.shape[0], x.shape[1], head_dim_padded),
@@ -188,6 +197,7 @@ def _plan(
     head_dim_padded: int,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
+    interleaved: bool,
 ) -> Launch:
     check_inputs(q, k, v, cu_seqlens, cos, sin)
     check_scales(scales)
@@ -197,14 +207,15 @@ def _plan(
             f"the padded head dim must be a multiple of 8 from {head_dim} on, "
             f"got {head_dim_padded}"
         )
-    constants = head_constants(q, k, cos, sin, v)
-    strides = head_strides(q, k, v) + angle_strides(cos, sin)
+    constants = head_constants(q, k, cos, sin, interleaved, v)
+    unit, unit_x = constants["UNIT"], constants["UNIT_X"]
     return Launch(
         _quantize_rows_kernel,
         triton.cdiv(num_tokens, BLOCK) * heads,
         num_tokens,
         cu_seqlens.numel() - 1,
-        *(stride // constants["UNIT"] for stride in strides),
+        *(stride // unit_x for stride in head_strides(q, k, v)),
+        *(stride // unit for stride in angle_strides(cos, sin)),
         D_PAD=head_dim_padded,
         num_warps=_NUM_WARPS,
         # Two programs share an SM; above D=96 it would cost spills.

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, nothing
-from vllm_flashinfer_vit.kernels._triton import stride_unit
+from vllm_flashinfer_vit.kernels._triton import load_interleaved, load_runs, pair_units
 from vllm_flashinfer_vit.kernels.formats import check_rope_inputs
 
 _BLOCK = 1024
@@ -50,15 +50,18 @@ def _rope_kernel(
     stride_ct,
     stride_st,
     UNIT: tl.constexpr,
+    UNIT_X: tl.constexpr,
     H: tl.constexpr,
     H_KV: tl.constexpr,
     D_UNITS: tl.constexpr,
     HALF_UNITS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_UNITS: tl.constexpr,
 ):
     """Rotate BLOCK_UNITS runs of UNIT pairs of q, and the same pairs of k.
 
-    Strides count UNITs. Grid: (cdiv(num_tokens * H * D_UNITS / 2, BLOCK_UNITS),)
+    Strides of q and k count UNIT_Xs, those of cos and sin UNITs.
+    Grid: (cdiv(num_tokens * H * D_UNITS / 2, BLOCK_UNITS),)
     """
     HEAD: tl.constexpr = D_UNITS // 2  # runs of a head; HALF_UNITS of them are turned
     ROW: tl.constexpr = H * HEAD
@@ -67,10 +70,10 @@ def _rope_kernel(
     offs_t = first // ROW + item // ROW
     offs_h = ((item % ROW) // HEAD).to(tl.int64)
     run = item % HEAD
-    mask = (offs_t < num_tokens)[:, None]
+    mask = offs_t < num_tokens
     mask_k = mask
     if H_KV < H:
-        mask_k = mask & (offs_h < H_KV)[:, None]
+        mask_k = mask & (offs_h < H_KV)
 
     col1 = run
     col2 = run + HALF_UNITS
@@ -79,22 +82,24 @@ def _rope_kernel(
         is_turned = run < HALF_UNITS
         col1 = tl.where(is_turned, run, run + HALF_UNITS)
         col2 = tl.where(is_turned, run + HALF_UNITS, run + HEAD)
-        is_turned = is_turned[:, None]
         mask_c = mask & is_turned
+        is_turned = is_turned[:, None]
 
     # The last dimension is contiguous by construction: one wide load per run.
-    offs_u = tl.arange(0, UNIT)[None]
-    offs_c = (offs_t * stride_ct + run)[:, None] * UNIT + offs_u
-    offs_s = (offs_t * stride_st + run)[:, None] * UNIT + offs_u
-    cos = tl.load(cos_ptr + offs_c, mask=mask_c, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + offs_s, mask=mask_c, other=0.0).to(tl.float32)
+    cos = load_runs(cos_ptr, offs_t * stride_ct + run, mask_c, UNIT, UNIT)
+    sin = load_runs(sin_ptr, offs_t * stride_st + run, mask_c, UNIT, UNIT)
+    cos, sin = cos.to(tl.float32), sin.to(tl.float32)
 
     q_row = offs_t * stride_qt + offs_h * stride_qh
     k_row = offs_t * stride_kt + offs_h * stride_kh
-    q1 = tl.load(q_ptr + ((q_row + col1)[:, None] * UNIT + offs_u), mask=mask)
-    q2 = tl.load(q_ptr + ((q_row + col2)[:, None] * UNIT + offs_u), mask=mask)
-    k1 = tl.load(k_ptr + ((k_row + col1)[:, None] * UNIT + offs_u), mask=mask_k)
-    k2 = tl.load(k_ptr + ((k_row + col2)[:, None] * UNIT + offs_u), mask=mask_k)
+    if INTERLEAVED:
+        q1, q2 = load_interleaved(q_ptr, q_row, run, mask, UNIT, UNIT_X)
+        k1, k2 = load_interleaved(k_ptr, k_row, run, mask_k, UNIT, UNIT_X)
+    else:
+        q1 = load_runs(q_ptr, q_row + col1, mask, UNIT, UNIT)
+        q2 = load_runs(q_ptr, q_row + col2, mask, UNIT, UNIT)
+        k1 = load_runs(k_ptr, k_row + col1, mask_k, UNIT, UNIT)
+        k2 = load_runs(k_ptr, k_row + col2, mask_k, UNIT, UNIT)
     q1_out, q2_out = rotate(q1, q2, cos, sin)
     k1_out, k2_out = rotate(k1, k2, cos, sin)
     if HALF_UNITS < HEAD:
@@ -106,10 +111,16 @@ def _rope_kernel(
 
     q_row = offs_t * (H * D_UNITS) + offs_h * D_UNITS
     k_row = offs_t * (H_KV * D_UNITS) + offs_h * D_UNITS
-    tl.store(q_out_ptr + ((q_row + col1)[:, None] * UNIT + offs_u), q1_out, mask=mask)
-    tl.store(q_out_ptr + ((q_row + col2)[:, None] * UNIT + offs_u), q2_out, mask=mask)
-    tl.store(k_out_ptr + ((k_row + col1)[:, None] * UNIT + offs_u), k1_out, mask=mask_k)
-    tl.store(k_out_ptr + ((k_row + col2)[:, None] * UNIT + offs_u), k2_out, mask=mask_k)
+    _store_runs(q_out_ptr, q_row + col1, mask, UNIT, q1_out)
+    _store_runs(q_out_ptr, q_row + col2, mask, UNIT, q2_out)
+    _store_runs(k_out_ptr, k_row + col1, mask_k, UNIT, k1_out)
+    _store_runs(k_out_ptr, k_row + col2, mask_k, UNIT, k2_out)
+
+
+@triton.jit
+def _store_runs(base, at, mask, UNIT: tl.constexpr, value):
+    offs = at[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    tl.store(base + offs, value, mask=mask[:, None])
 
 
 @triton.jit
@@ -123,7 +134,11 @@ def rotate(x1, x2, cos, sin):
 
 
 def rope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate q and k: element d of the first half pairs with d of the second half.
 
@@ -133,20 +148,27 @@ def rope(
         cos: `[T, R / 2]` with even R <= D, any floating dtype. Elements from R on are
             copied. Its last stride should be 1, otherwise it is copied first.
         sin: Like cos.
+        interleaved: Whether elements 2 d and 2 d + 1 are a pair instead.
 
     Returns:
         Rotated q `[T, H, D]` and k `[T, H_kv, D]`, contiguous; every row is written.
+        Interleaved pairs are halves in them, the first elements and then the second
+        ones, of what is turned and of the rest; scores do not see it.
 
     Raises:
         ValueError: A tensor breaks a demand above.
     """
-    launch, turned = prepare(q, k, cos, sin)
+    launch, turned = prepare(q, k, cos, sin, interleaved)
     launch()
     return turned
 
 
 def prepare(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
 ) -> tuple[Callable[[], object], tuple[torch.Tensor, torch.Tensor]]:
     """Settle `rope` for what q and k will hold.
 
@@ -155,6 +177,7 @@ def prepare(
         k: See `q`.
         cos: See `q`; a copy that it needs is made now.
         sin: Like cos.
+        interleaved: See `q`.
 
     Returns:
         The call, for the current stream; and q and k as every call writes them.
@@ -166,7 +189,7 @@ def prepare(
         cos = cos.contiguous()
     if sin.stride()[-1] != 1:
         sin = sin.contiguous()
-    launch = _launch(q, k, cos, sin)
+    launch = _launch(q, k, cos, sin, interleaved)
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     k_out = torch.empty_like(k, memory_format=torch.contiguous_format)
     turned = q_out, k_out
@@ -177,25 +200,34 @@ def prepare(
 
 @cached_by_layout
 def _launch(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
 ) -> Launch:
     _check_inputs(q, k, cos, sin)
     num_tokens, heads, head_dim = q.shape
     half = cos.shape[1]
-    strides = (*q.stride()[:2], *k.stride()[:2], cos.stride(0), sin.stride(0))
-    unit = stride_unit(head_dim // 2, half, *strides)
+    strides = (*q.stride()[:2], *k.stride()[:2])
+    angle_strides = cos.stride(0), sin.stride(0)
+    halves = head_dim // 2, half
+    unit, unit_x = pair_units(interleaved, halves, strides, angle_strides)
     block_units = _BLOCK // unit
     runs = num_tokens * heads * (head_dim // 2 // unit)
     return Launch(
         _rope_kernel,
         triton.cdiv(runs, block_units),
         num_tokens,
-        *(stride // unit for stride in strides),
+        *(stride // unit_x for stride in strides),
+        *(stride // unit for stride in angle_strides),
         UNIT=unit,
+        UNIT_X=unit_x,
         H=heads,
         H_KV=k.shape[1],
         D_UNITS=head_dim // unit,
         HALF_UNITS=half // unit,
+        INTERLEAVED=interleaved,
         BLOCK_UNITS=block_units,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""q and k normalised and turned where they lie, for what attention kernels do not turn.
+"""q and k normalised and turned where they lie, since no attention kernel normalises.
 
-That is rotary by interleaved pairs, axial rotary, and an RMSNorm of each head in front
-of rotary, of v, too, where v has one. A program does all of it for all heads of a token
-in one read and one write.
+That is an RMSNorm of each head in front of rotary, of v, too, where v has one. Rotary
+may be axial. A program does all of it for all heads of a token in one read and one
+write.
 
 Numerics: fp32 throughout, rounded once.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import triton
@@ -51,8 +50,6 @@ def _turn_kernel(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     SPAN: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     HAS_V: tl.constexpr,
 ):
     """Turn all heads of one token's q and k. Grid: (tokens,)"""
@@ -75,8 +72,6 @@ def _turn_kernel(
         HALF,
         HALF_PAD,
         SPAN,
-        HAS_NORM,
-        INTERLEAVED,
     )
     _turn_heads(
         k_ptr + token * stride_kt,
@@ -90,8 +85,6 @@ def _turn_kernel(
         HALF,
         HALF_PAD,
         SPAN,
-        HAS_NORM,
-        INTERLEAVED,
     )
     if HAS_V:
         _normalise_heads(
@@ -112,48 +105,29 @@ def _turn_heads(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     SPAN: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
 ):
     offs_h = tl.arange(0, H_PAD)
     heads = row_ptr + (offs_h * stride_h)[:, None]
     is_head = (offs_h < H)[:, None]
     offs_p = tl.arange(0, HALF_PAD)
-    offs_d = tl.arange(0, 2 * HALF_PAD)
-    is_pair = (offs_p < HALF)[None]
-    is_value = (offs_d < 2 * HALF)[None]
+    mask_p = offs_p < HALF
+    mask = is_head & mask_p[None]
     # Where a pair begins. Without arithmetic where there is none to do: loads are wide.
     offs_1 = offs_p
     if SPAN < HALF:
         offs_1 = offs_p // SPAN * (2 * SPAN) + offs_p % SPAN
-    if INTERLEAVED:
-        # One wide load: pairs lie side by side.
-        both = tl.load(heads + offs_d[None], mask=is_head & is_value, other=0.0)
-        x1, x2 = tl.split(both.to(tl.float32).reshape(H_PAD, HALF_PAD, 2))
-    else:
-        mask = is_head & is_pair
-        x1 = tl.load(heads + offs_1[None], mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(heads + SPAN + offs_1[None], mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        mean_square = tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF)
-        root = tl.rsqrt(mean_square + eps)[:, None]
-        if INTERLEAVED:
-            weight = tl.load(weight_ptr + offs_d, mask=offs_d < 2 * HALF, other=0.0)
-            w1, w2 = tl.split(weight.to(tl.float32).reshape(HALF_PAD, 2))
-        else:
-            w1 = tl.load(weight_ptr + offs_1, mask=offs_p < HALF, other=0.0)
-            w2 = tl.load(weight_ptr + SPAN + offs_1, mask=offs_p < HALF, other=0.0)
-        x1 = x1 * root * w1.to(tl.float32)[None]
-        x2 = x2 * root * w2.to(tl.float32)[None]
+    x1 = tl.load(heads + offs_1[None], mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(heads + SPAN + offs_1[None], mask=mask, other=0.0).to(tl.float32)
+    mean_square = tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF)
+    root = tl.rsqrt(mean_square + eps)[:, None]
+    w1 = tl.load(weight_ptr + offs_1, mask=mask_p, other=0.0)
+    w2 = tl.load(weight_ptr + SPAN + offs_1, mask=mask_p, other=0.0)
+    x1 = x1 * root * w1.to(tl.float32)[None]
+    x2 = x2 * root * w2.to(tl.float32)[None]
     y1 = (x1 * cos - x2 * sin).to(row_ptr.dtype.element_ty)
     y2 = (x2 * cos + x1 * sin).to(row_ptr.dtype.element_ty)
-    if INTERLEAVED:
-        both = tl.join(y1, y2).reshape(H_PAD, 2 * HALF_PAD)
-        tl.store(heads + offs_d[None], both, mask=is_head & is_value)
-    else:
-        mask = is_head & is_pair
-        tl.store(heads + offs_1[None], y1, mask=mask)
-        tl.store(heads + SPAN + offs_1[None], y2, mask=mask)
+    tl.store(heads + offs_1[None], y1, mask=mask)
+    tl.store(heads + SPAN + offs_1[None], y2, mask=mask)
 
 
 @triton.jit
@@ -180,13 +154,12 @@ def turn(
     k: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    weights: Sequence[torch.Tensor] = (),
-    eps: float = 0.0,
-    interleaved: bool = False,
+    weights: Sequence[torch.Tensor],
+    eps: float,
     span: int | None = None,
     v: torch.Tensor | None = None,
 ) -> None:
-    """Normalise each head of q and k, if weights are given, and turn it, in place.
+    """Normalise each head of q and k, and turn it, in place.
 
     Args:
         q: `[T, H, D]` fp32, fp16 or bf16, D-stride 1, any other strides; overwritten.
@@ -194,10 +167,8 @@ def turn(
         cos: `[T, D / 2]`, any floating dtype, last stride 1.
         sin: Like cos.
         weights: Of the RMSNorms of q and of k, `[D]` each, any floating dtype,
-            contiguous; or none for no norm.
+            contiguous.
         eps: Added to the mean square.
-        interleaved: Whether elements 2 i and 2 i + 1 are a pair; else elements i and
-            i + `span`.
         span: The distance of a pair's elements, D / 2 for None. Each 2 `span` elements
             are turned on their own, so that D / 4 turns the halves of a head by the
             halves of cos and sin, as axial rotary embedding does.
@@ -207,9 +178,9 @@ def turn(
     Raises:
         ValueError: A tensor breaks a demand above.
     """
-    launch = _launch(q, k, v, cos, sin, eps, interleaved, span, *weights)
+    launch = _launch(q, k, v, cos, sin, eps, span, *weights)
     if len(q):
-        launch(q, k, k if v is None else v, cos, sin, *(weights or (q, k)))
+        launch(q, k, k if v is None else v, cos, sin, *weights)
 
 
 def prepare(
@@ -217,9 +188,8 @@ def prepare(
     k: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    weights: Sequence[torch.Tensor] = (),
-    eps: float = 0.0,
-    interleaved: bool = False,
+    weights: Sequence[torch.Tensor],
+    eps: float,
 ) -> Callable[..., None]:
     """Settle `turn` for q, k, cos and sin that stay where they are.
 
@@ -230,17 +200,15 @@ def prepare(
         sin: See `q`.
         weights: As for `turn`, like those to come.
         eps: As for `turn`.
-        interleaved: As for `turn`.
 
     Returns:
-        A call, for the current stream, of the two weights, if they were given here.
+        A call, for the current stream, of the two weights.
 
     Raises:
         ValueError: As `turn`.
     """
-    launch = _launch(q, k, None, cos, sin, eps, interleaved, None, *weights)
-    last: list[Any] = [Slot(weight) for weight in weights] or [q, k]
-    return launch.settle(q, k, k, cos, sin, *last)
+    launch = _launch(q, k, None, cos, sin, eps, None, *weights)
+    return launch.settle(q, k, k, cos, sin, *(Slot(weight) for weight in weights))
 
 
 @cached_by_layout
@@ -251,11 +219,10 @@ def _launch(
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
-    interleaved: bool,
     span: int | None,
     *weights: torch.Tensor,
 ) -> Launch:
-    check_turn_inputs(q, k, cos, sin, weights, interleaved, span, v)
+    check_turn_inputs(q, k, cos, sin, weights, span, v)
     values = k if v is None else v
     rows = q, k, values, cos, sin, *weights
     dtypes = q.dtype, k.dtype, values.dtype
@@ -283,8 +250,6 @@ def _launch(
         HALF=half,
         HALF_PAD=half_pad,
         SPAN=span or half,
-        HAS_NORM=bool(weights),
-        INTERLEAVED=interleaved,
         HAS_V=v is not None,
         num_warps=max(1, min(_MAX_WARPS, 2 * heads_pad * half_pad // _VALUES_PER_WARP)),
     )

@@ -13,13 +13,12 @@ def turn_ref(
     k: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    weights: Sequence[torch.Tensor] = (),
-    eps: float = 0.0,
-    interleaved: bool = False,
+    weights: Sequence[torch.Tensor],
+    eps: float,
     span: int | None = None,
     v: torch.Tensor | None = None,
 ) -> None:
-    """Normalise each head of q and k, if weights are given, and turn it, in place.
+    """Normalise each head of q and k, and turn it, in place.
 
     The arithmetic is fp32 with one rounding to the input's dtype at the end.
 
@@ -28,11 +27,8 @@ def turn_ref(
         k: `[T, H_kv, D]` like q; overwritten.
         cos: `[T, D / 2]`, any floating dtype and strides.
         sin: Like cos.
-        weights: Of the RMSNorms of q and of k, `[D]` each, any floating dtype; or none
-            for no norm.
+        weights: Of the RMSNorms of q and of k, `[D]` each, any floating dtype.
         eps: Added to the mean square.
-        interleaved: Whether elements 2 i and 2 i + 1 are a pair; else elements i and
-            i + `span`.
         span: The distance of a pair's elements, D / 2 for None. Each 2 `span` elements
             are turned on their own, so that D / 4 turns the halves of a head by the
             halves of cos and sin, as axial rotary embedding does.
@@ -42,19 +38,17 @@ def turn_ref(
     Raises:
         ValueError: The shapes do not fit together, or only a part of D is turned.
     """
-    check_turn_inputs(q, k, cos, sin, weights, interleaved, span, v)
+    check_turn_inputs(q, k, cos, sin, weights, span, v)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     for place, x in enumerate((q, k)):
         values = x.float()
-        if weights:
-            mean_square = values.pow(2).mean(-1, keepdim=True)
-            values = values * torch.rsqrt(mean_square + eps) * weights[place].float()
+        mean_square = values.pow(2).mean(-1, keepdim=True)
+        values = values * torch.rsqrt(mean_square + eps) * weights[place].float()
         distance = span or x.shape[-1] // 2
-        shape, pair = ((-1, 2), -1) if interleaved else ((-1, 2, distance), -2)
-        first, second = values.unflatten(-1, shape).unbind(pair)
+        first, second = values.unflatten(-1, (-1, 2, distance)).unbind(-2)
         by_cos, by_sin = (table.view(-1, 1, *first.shape[2:]) for table in (cos, sin))
         turned = first * by_cos - second * by_sin, second * by_cos + first * by_sin
-        x.copy_(torch.stack(turned, pair).flatten(2))
+        x.copy_(torch.stack(turned, -2).flatten(2))
     if v is not None:
         values = v.float()
         mean_square = values.pow(2).mean(-1, keepdim=True)
@@ -67,7 +61,6 @@ def check_turn_inputs(
     cos: torch.Tensor,
     sin: torch.Tensor,
     weights: Sequence[torch.Tensor],
-    interleaved: bool,
     span: int | None,
     v: torch.Tensor | None,
 ) -> None:
@@ -83,15 +76,14 @@ def check_turn_inputs(
             f"cos and sin must be [T, {head_dim // 2}] for all of a head, got "
             f"{tuple(cos.shape)}"
         )
-    if weights and [tuple(weight.shape) for weight in weights] != [(head_dim,)] * 2:
+    if [tuple(weight.shape) for weight in weights] != [(head_dim,)] * 2:
         raise ValueError(
-            f"weights must be none or two of [{head_dim}], got "
+            f"weights must be two of [{head_dim}], got "
             f"{[tuple(weight.shape) for weight in weights]}"
         )
-    if span is not None and (interleaved or span < 1 or head_dim % (2 * span)):
+    if span is not None and (span < 1 or head_dim % (2 * span)):
         raise ValueError(
-            f"a span of {span} does not divide a head of {head_dim} into pairs, or the "
-            "pairs are interleaved"
+            f"a span of {span} does not divide a head of {head_dim} into pairs"
         )
     if v is not None and v.shape != k.shape:
         raise ValueError(f"v must be like k {tuple(k.shape)}, got {tuple(v.shape)}")

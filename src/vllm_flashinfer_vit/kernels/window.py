@@ -4,8 +4,8 @@
 One program holds a whole window of a head: it reads q, k and v once from any strided
 views, turns q and k in registers, and writes the output once; scores never leave the
 chip. It replaces the copy of q and k, the rotary kernel and a variable-length kernel
-made for long sequences. A head dim is cut into its two halves, as the embedding pairs
-them, and each into a power of two and a rest (80 is 32 + 8 twice), not padded to 128.
+made for long sequences. The pairs that the embedding turns are cut into a power of two
+and a rest (32 + 8 for D=80), so that a head is not padded to 128.
 
 Numerics: fp32 scores, softmax and sums. Turned q and k are rounded to the input's
 dtype, as an unfused embedding rounds them: the fused result has the bits of
@@ -23,6 +23,7 @@ from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, return
 from vllm_flashinfer_vit.kernels._triton import (
     check_qkv,
     load_columns,
+    split_pairs,
     split_width,
     store_columns,
     stride_unit,
@@ -88,6 +89,7 @@ def _window_kernel(
     UNIT: tl.constexpr,
     UNIT_C: tl.constexpr,
     HAS_ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     H: tl.constexpr,
     H_KV: tl.constexpr,
     D: tl.constexpr,
@@ -103,8 +105,7 @@ def _window_kernel(
     Strides count UNITs, those of cos and sin UNIT_Cs.
     Grid: (num_seqs * H + cdiv(num_tokens, ZERO_ROWS),)
     """
-    HALF: tl.constexpr = D // 2
-    HALF_HI: tl.constexpr = HALF - HALF_LO
+    HALF_HI: tl.constexpr = D // 2 - HALF_LO
     D_HI: tl.constexpr = D - D_LO
     pid = tl.program_id(0)
     if pid >= num_seqs * H:
@@ -147,15 +148,15 @@ def _window_kernel(
     o_base = out_ptr + (start * H + pid_h) * D
 
     # All loads come before the first use: their latencies overlap.
-    q1_lo = load_columns(q_base, row_q, mask, 0, HALF_LO, HALF_LO)
-    q2_lo = load_columns(q_base, row_q, mask, HALF, HALF_LO, HALF_LO)
-    k1_lo = load_columns(k_base, row_k, mask, 0, HALF_LO, HALF_LO)
-    k2_lo = load_columns(k_base, row_k, mask, HALF, HALF_LO, HALF_LO)
+    q1_lo, q2_lo = _load_pairs(q_base, row_q, mask, 0, HALF_LO, HALF_LO, D, INTERLEAVED)
+    k1_lo, k2_lo = _load_pairs(k_base, row_k, mask, 0, HALF_LO, HALF_LO, D, INTERLEAVED)
     if HALF_HI > 0:
-        q1_hi = load_columns(q_base, row_q, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
-        q2_hi = load_columns(q_base, row_q, mask, HALF + HALF_LO, HALF_HI, HALF_HI_PAD)
-        k1_hi = load_columns(k_base, row_k, mask, HALF_LO, HALF_HI, HALF_HI_PAD)
-        k2_hi = load_columns(k_base, row_k, mask, HALF + HALF_LO, HALF_HI, HALF_HI_PAD)
+        q1_hi, q2_hi = _load_pairs(
+            q_base, row_q, mask, HALF_LO, HALF_HI, HALF_HI_PAD, D, INTERLEAVED
+        )
+        k1_hi, k2_hi = _load_pairs(
+            k_base, row_k, mask, HALF_LO, HALF_HI, HALF_HI_PAD, D, INTERLEAVED
+        )
     if HAS_ROPE:
         cos_lo = load_columns(cos_base, row_c, mask, 0, HALF_LO, HALF_LO)
         sin_lo = load_columns(sin_base, row_s, mask, 0, HALF_LO, HALF_LO)
@@ -192,6 +193,26 @@ def _window_kernel(
 
 
 @triton.jit
+def _load_pairs(
+    base,
+    row,
+    mask,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Load both elements of the pairs FIRST to FIRST + WIDTH, like `load_columns`."""
+    if INTERLEAVED:
+        x = load_columns(base, row, mask, 2 * FIRST, 2 * WIDTH, 2 * WIDTH_PAD)
+        return split_pairs(x)
+    else:
+        x1 = load_columns(base, row, mask, FIRST, WIDTH, WIDTH_PAD)
+        return x1, load_columns(base, row, mask, D // 2 + FIRST, WIDTH, WIDTH_PAD)
+
+
+@triton.jit
 def _interleave(x1, x2, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Make one tile of two; q and k agree in the order, so the scores do not see it."""
     # The maximum of x with itself is x, but a reduction stops Triton from moving the
@@ -210,6 +231,7 @@ def attention(
     scale: float,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """Attend within each sequence of a packed batch of short sequences.
 
@@ -228,6 +250,7 @@ def attention(
         cos: `[T, D / 2]`, any floating dtype, to rotate q and k by; None for q and k
             that need no rotation. Its last stride should be 1, otherwise it is copied.
         sin: Like cos.
+        interleaved: Which elements turn together; see `kernels.rope.rope`.
 
     Returns:
         `[T, H, D]` contiguous, in q's dtype. Rows after the last sequence are zeros.
@@ -235,7 +258,7 @@ def attention(
     Raises:
         ValueError: A tensor or `max_seqlen` breaks a demand above.
     """
-    return prepare(q, k, v, cu_seqlens, max_seqlen, scale, cos, sin)()
+    return prepare(q, k, v, cu_seqlens, max_seqlen, scale, cos, sin, interleaved)()
 
 
 def prepare(
@@ -247,6 +270,7 @@ def prepare(
     scale: float,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """Settle `attention` for what q, k, v and cu_seqlens will hold.
 
@@ -259,6 +283,7 @@ def prepare(
         scale: See `q`.
         cos: See `q`; a copy that it needs is made now.
         sin: Like cos.
+        interleaved: See `q`.
 
     Returns:
         The call, for the current stream. Its output is the same tensor every time.
@@ -270,7 +295,7 @@ def prepare(
         cos = cos.contiguous()
     if sin is not None and sin.stride()[-1] != 1:
         sin = sin.contiguous()
-    launch = _launch(q, k, v, cu_seqlens, max_seqlen, scale, cos, sin)
+    launch = _launch(q, k, v, cu_seqlens, max_seqlen, scale, cos, sin, interleaved)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return lambda: out
@@ -289,6 +314,7 @@ def _launch(
     scale: float,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
+    interleaved: bool,
 ) -> Launch:
     _check_inputs(q, k, v, cu_seqlens, max_seqlen, cos, sin)
     num_tokens, heads, head_dim = q.shape
@@ -301,7 +327,8 @@ def _launch(
     block = max(16, triton.next_power_of_2(max_seqlen))
     config = _CONFIGS[block]
     d_lo, d_hi_pad = split_width(head_dim)
-    half_lo, half_hi_pad = split_width(head_dim // 2)
+    # Interleaved pairs are loaded side by side: half as many fill a matrix operand.
+    half_lo, half_hi_pad = split_width(head_dim // 2, 8 if interleaved else 16)
     num_seqs = cu_seqlens.numel() - 1
     return Launch(
         _window_kernel,
@@ -314,6 +341,7 @@ def _launch(
         UNIT=unit,
         UNIT_C=unit_c,
         HAS_ROPE=cos is not None,
+        INTERLEAVED=interleaved and cos is not None,
         H=heads,
         H_KV=k.shape[1],
         D=head_dim,

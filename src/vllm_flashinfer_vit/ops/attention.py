@@ -45,16 +45,20 @@ def _prepare_kernel(name: str) -> Callable[..., Call]:
 
 
 def rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate q and k as the ops do; see `kernels.rope_ref.rope_ref`."""
     if q.is_cuda:
         from vllm_flashinfer_vit.kernels.rope import rope
 
-        return rope(q, k, cos, sin)
+        return rope(q, k, cos, sin, interleaved)
     from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
-    return rope_ref(q, k, cos, sin)
+    return rope_ref(q, k, cos, sin, interleaved)
 
 
 def attention(batch: Batch, scale: float, plan: Plan) -> torch.Tensor:
@@ -136,16 +140,17 @@ def prepare(batch: Batch, scale: float, plan: Plan, fp8: Fp8 | None = None) -> C
 def _prepare(name: str, inputs: Ready, scale: float) -> Call:
     """Prepare a kernel that computes in q's dtype."""
     kernel = _prepare_kernel(name)
-    q, k, v, cos, sin, cu_seqlens, longest = inputs
+    q, k, v, cos, sin, interleaved, cu_seqlens, longest = inputs
     if cos is None or sin is None:
         return kernel(q, k, v, cu_seqlens, longest, scale)
     if KERNELS[name].rotates and 2 * cos.shape[1] == q.shape[2]:
-        return kernel(q, k, v, cu_seqlens, longest, scale, cos, sin)
+        return kernel(q, k, v, cu_seqlens, longest, scale, cos, sin, interleaved)
+    turns = q, k, cos, sin, interleaved
     if not q.is_cuda:
-        return lambda: kernel(*rotate(q, k, cos, sin), v, cu_seqlens, longest, scale)()
+        return lambda: kernel(*rotate(*turns), v, cu_seqlens, longest, scale)()
     from vllm_flashinfer_vit.kernels.rope import prepare as prepare_rope
 
-    turn, turned = prepare_rope(q, k, cos, sin)
+    turn, turned = prepare_rope(*turns)
     return _after(turn, kernel(*turned, v, cu_seqlens, longest, scale))
 
 
@@ -175,17 +180,17 @@ def _attend_rows(name: str, inputs: Ready, scale: float, fp8: Fp8) -> torch.Tens
     from vllm_flashinfer_vit.kernels.quantize_rows import quantize_rows
 
     assert fp8.state is not None
-    q, k, v, cos, sin, cu_seqlens, longest = inputs
+    q, k, v, cos, sin, interleaved, cu_seqlens, longest = inputs
     scales, head_dim = fp8.state.scales, q.shape[2]
     width = KERNELS[name].padded_head_dim(head_dim, q.device)
-    rows = quantize_rows(q, k, v, cu_seqlens, scales, width, cos, sin)
+    rows = quantize_rows(q, k, v, cu_seqlens, scales, width, cos, sin, interleaved)
     return _prepare_kernel(name)(
         *rows, scales, cu_seqlens, longest, scale, head_dim, q.dtype
     )()
 
 
 def _prepare_blocks(name: str, inputs: Ready, scale: float, fp8: Fp8) -> Call:
-    q, k, v, cos, sin, cu_seqlens, longest = inputs
+    q, k, v, cos, sin, interleaved, cu_seqlens, longest = inputs
     num_tokens, _, head_dim = q.shape
     scales = None
     if fp8.method != "block":
@@ -193,30 +198,30 @@ def _prepare_blocks(name: str, inputs: Ready, scale: float, fp8: Fp8) -> Call:
         scales = fp8.state.scales
     kernel = _prepare_kernel(name)
     rest = cu_seqlens, num_tokens, longest, scale, head_dim, q.dtype
+    read = q, k, v, cu_seqlens, cos, sin, scales, interleaved
     if not q.is_cuda:
         from vllm_flashinfer_vit.kernels.quantize_ref import quantize_blocks_ref
 
-        return lambda: kernel(
-            quantize_blocks_ref(q, k, v, cu_seqlens, cos, sin, scales), *rest
-        )()
+        return lambda: kernel(quantize_blocks_ref(*read), *rest)()
     from vllm_flashinfer_vit.kernels.quantize import prepare as prepare_quantizer
 
-    quantize, quantized = prepare_quantizer(q, k, v, cu_seqlens, cos, sin, scales)
+    quantize, quantized = prepare_quantizer(*read)
     return _after(quantize, kernel(quantized, *rest))
 
 
 def _observe(inputs: Ready, state: DynamicScales) -> None:
     """Enter the abs-max of real rows into a layer's history, and renew its scales."""
-    q, k, v, cos, sin, cu_seqlens, _ = inputs
+    q, k, v, cos, sin, interleaved, cu_seqlens, _ = inputs
+    read = q, k, v, cu_seqlens, state.amax, cos, sin, interleaved
     if q.is_cuda:
         from vllm_flashinfer_vit.kernels.absmax import absmax, update
 
-        absmax(q, k, v, cu_seqlens, state.amax, cos, sin)
+        absmax(*read)
         update(state)
         return
     from vllm_flashinfer_vit.kernels.absmax_ref import absmax_ref, update_ref
 
-    absmax_ref(q, k, v, cu_seqlens, state.amax, cos, sin)
+    absmax_ref(*read)
     update_ref(state)
 
 
@@ -229,10 +234,11 @@ def _attention(
     cu_seqlens: torch.Tensor | None,
     max_seqlen: torch.Tensor | None,
     seq_len: int,
+    interleaved: bool,
     scale: float,
     plan: str,
 ) -> torch.Tensor:
-    batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len)
+    batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len, interleaved)
     return prepare(batch, scale, Plan.decode(plan))()
 
 
@@ -245,6 +251,7 @@ def _fp8_attention(
     cu_seqlens: torch.Tensor | None,
     max_seqlen: torch.Tensor | None,
     seq_len: int,
+    interleaved: bool,
     scale: float,
     plan: str,
     method: str,
@@ -254,7 +261,7 @@ def _fp8_attention(
     position: torch.Tensor | None,
     scales: torch.Tensor | None,
 ) -> torch.Tensor:
-    batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len)
+    batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len, interleaved)
     state = None
     if scales is not None:
         assert amax is not None and history is not None and position is not None

@@ -20,6 +20,8 @@ class Batch(NamedTuple):
         max_seqlen: `[] int`; on the CPU it bounds the sequence lengths, on the GPU it
             is not read, since that would stall the stream, and T bounds them.
         seq_len: Length of equal sequences, in tokens; 0 with `cu_seqlens`.
+        interleaved: Whether columns 2 i and 2 i + 1 of a head turn together; else
+            columns i and i + R / 2 do.
     """
 
     q: torch.Tensor
@@ -30,6 +32,7 @@ class Batch(NamedTuple):
     cu_seqlens: torch.Tensor | None = None
     max_seqlen: torch.Tensor | None = None
     seq_len: int = 0
+    interleaved: bool = False
 
 
 class Ready(NamedTuple):
@@ -41,6 +44,7 @@ class Ready(NamedTuple):
         v: See `q`.
         cos: See `Batch`.
         sin: See `Batch`.
+        interleaved: See `Batch`.
         cu_seqlens: See `Batch`; never None.
         longest: What bounds the sequence lengths on the host, in tokens.
     """
@@ -50,6 +54,7 @@ class Ready(NamedTuple):
     v: torch.Tensor
     cos: torch.Tensor | None
     sin: torch.Tensor | None
+    interleaved: bool
     cu_seqlens: torch.Tensor
     longest: int
 
@@ -61,14 +66,14 @@ class Ready(NamedTuple):
 
 def ready(batch: Batch) -> Ready:
     """Derive on the device, and on the host without waiting for it, what is missing."""
-    q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len = batch
+    q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len, interleaved = batch
     num_tokens = q.shape[0]
     longest = longest_of(num_tokens, cu_seqlens, max_seqlen, seq_len)
     if cu_seqlens is None:
         cu_seqlens = torch.arange(
             0, num_tokens + 1, seq_len, dtype=torch.int32, device=q.device
         )
-    return Ready(q, k, v, cos, sin, cu_seqlens, longest)
+    return Ready(q, k, v, cos, sin, interleaved, cu_seqlens, longest)
 
 
 def row_offsets(tokens: torch.Tensor, length: int) -> torch.Tensor:
