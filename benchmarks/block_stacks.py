@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of towers that no one but an engine builds whole, at their true size.
+"""The blocks of towers that take no patches and grids, at their true size.
 
 A stack is vLLM's own blocks, with random weights and a random stream in place of what
 the tower runs in front of them. What comes after the blocks is left out, too.
@@ -23,6 +23,8 @@ from gemma4_stack import Gemma4Stack
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 from vllm_flashinfer_vit.towers.weights import fill_with_random_weights
+from vllm_flashinfer_vit.towers.whole import WholeModel
+from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
 
 Grids = Sequence[Sequence[int]]
 Tensors = dict[str, Any]
@@ -71,18 +73,20 @@ class Stack:
     rotary: Callable[[torch.Tensor, torch.dtype], Tensors] = lambda angles, dtype: {}
 
 
-def _siglip(**fields: Any) -> Any:
+_GEMMA_3 = WHOLE_MODELS["google/gemma-3-4b-it"]
+_DOTS = WHOLE_MODELS["rednote-hilab/dots.ocr"]
+_GLM_OCR = WHOLE_MODELS["zai-org/GLM-OCR"]
+_KIMI = WHOLE_MODELS["moonshotai/Kimi-K2.5"]
+_PIXTRAL = WHOLE_MODELS["mistral-community/pixtral-12b"]
+_INTERN = WHOLE_MODELS["OpenGVLab/InternVL3-8B"]
+_ERNIE = WHOLE_MODELS["baidu/ERNIE-4.5-VL-28B-A3B-PT"]
+_PADDLE = WHOLE_MODELS["PaddlePaddle/PaddleOCR-VL"]
+
+
+def _siglip() -> Any:
     from transformers import SiglipVisionConfig
 
-    common = {
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "image_size": 896,
-        "patch_size": 14,
-    }
-    return SiglipVisionConfig(**{**common, **fields})
+    return SiglipVisionConfig(**_GEMMA_3.vision)
 
 
 def _siglip_layer(m: Any) -> nn.Module:
@@ -90,24 +94,32 @@ def _siglip_layer(m: Any) -> nn.Module:
 
 
 def _dots(m: Any) -> nn.Module:
-    config = SimpleNamespace(
-        embed_dim=1536,
-        num_attention_heads=12,
-        intermediate_size=4224,
-        use_bias=False,
-        rms_norm_eps=1e-5,
-    )
-    return m.DotsVisionBlock(config)
+    return m.DotsVisionBlock(SimpleNamespace(**_DOTS.vision))
 
 
 def _glm_ocr(m: Any) -> nn.Module:
-    norm = functools.partial(m.RMSNorm, eps=1e-5)
-    return m.GlmOcrVisionBlock(1024, 16, 4096, norm)
+    v = _GLM_OCR.vision
+    norm = functools.partial(m.RMSNorm, eps=v["rms_norm_eps"])
+    return m.GlmOcrVisionBlock(
+        v["hidden_size"], v["num_heads"], v["intermediate_size"], norm
+    )
 
 
 def _kimi(m: Any) -> nn.Module:
     gelu = nn.GELU(approximate="tanh")
-    return m.MoonViTEncoderLayer(16, 1152, 4304, activation=gelu, attn_bias=True)
+    v = _KIMI.vision
+    return m.MoonViTEncoderLayer(
+        v["num_attention_heads"],
+        v["hidden_size"],
+        v["intermediate_size"],
+        activation=gelu,
+        attn_bias=True,
+    )
+
+
+def _ernie(m: Any) -> nn.Module:
+    v = _ERNIE.vision
+    return m.Ernie4_5_VisionBlock(v["embed_dim"], v["num_heads"], float(v["mlp_ratio"]))
 
 
 def _kimi_k3(m: Any) -> nn.Module:
@@ -125,25 +137,11 @@ def _kimi_k3(m: Any) -> nn.Module:
 
 
 def _pixtral(m: Any) -> nn.Module:
-    config = SimpleNamespace(
-        hidden_size=1024, intermediate_size=4096, num_attention_heads=16
-    )
-    return m.TransformerBlock(config)
+    return m.TransformerBlock(SimpleNamespace(**_PIXTRAL.vision))
 
 
 def _intern(m: Any) -> nn.Module:
-    config = SimpleNamespace(
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_attention_heads=16,
-        qkv_bias=True,
-        qk_normalization=False,
-        layer_norm_eps=1e-6,
-        norm_type="layer_norm",
-        hidden_act="gelu",
-        initializer_factor=0.1,
-    )
-    return m.InternVisionEncoderLayer(config)
+    return m.InternVisionEncoderLayer(SimpleNamespace(**_INTERN.vision))
 
 
 def _tables(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
@@ -168,31 +166,27 @@ def _pixtral_turns(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
     return {"freqs_cis": torch.view_as_real(turns) if is_real else turns}
 
 
+def _stack(
+    whole: WholeModel, block: Callable[[Any], nn.Module], shape: str, *rotary: Any
+) -> Stack:
+    """Return the blocks of a model that the package knows."""
+    vision = whole.vision
+    width = vision.get("embed_dim", vision["hidden_size"])
+    depth = vision[whole.depth]
+    return Stack(whole.tower, block, depth, width, whole.head_dim, shape, *rotary)
+
+
 STACKS: Mapping[str, Stack] = {
-    "GLM-OCR": Stack("glm_ocr", _glm_ocr, 24, 1024, 64, "T1C", _tables),
-    "PaddleOCR-VL": Stack(
-        "paddleocr_vl",
-        lambda m: m.SiglipEncoderLayer(_siglip()),
-        27,
-        1152,
-        72,
-        "1TC",
-        _angles,
+    "GLM-OCR": _stack(_GLM_OCR, _glm_ocr, "T1C", _tables),
+    "PaddleOCR-VL": _stack(
+        _PADDLE, lambda m: m.SiglipEncoderLayer(_siglip()), "1TC", _angles
     ),
-    "dots.ocr": Stack("dots_ocr", _dots, 42, 1536, 128, "TC", _angles),
-    "ERNIE-4.5-VL": Stack(
-        "ernie45_vl",
-        lambda m: m.Ernie4_5_VisionBlock(1280, 16, 4.0),
-        32,
-        1280,
-        80,
-        "T1C",
-        _angles,
-    ),
-    "Kimi-K2.5": Stack("kimi_k25_vit", _kimi, 27, 1152, 72, "TC", _kimi_turns),
+    "dots.ocr": _stack(_DOTS, _dots, "TC", _angles),
+    "ERNIE-4.5-VL": _stack(_ERNIE, _ernie, "T1C", _angles),
+    "Kimi-K2.5": _stack(_KIMI, _kimi, "TC", _kimi_turns),
     "Kimi-K3": Stack("kimi_k25_vit", _kimi_k3, 27, 1024, 128, "TC", _kimi_turns),
-    "Pixtral-12B": Stack("pixtral", _pixtral, 24, 1024, 64, "1TC", _pixtral_turns),
-    "SigLIP-So400m": Stack("siglip", _siglip_layer, 27, 1152, 72, "BSC"),
+    "Pixtral-12B": _stack(_PIXTRAL, _pixtral, "1TC", _pixtral_turns),
+    "SigLIP-So400m": _stack(_GEMMA_3, _siglip_layer, "BSC"),
     "Idefics2": Stack(
         "idefics2_vision_model",
         lambda m: m.Idefics2EncoderLayer(_siglip()),
@@ -201,7 +195,7 @@ STACKS: Mapping[str, Stack] = {
         72,
         "BSC",
     ),
-    "InternViT-300M": Stack("intern_vit", _intern, 24, 1024, 64, "BSC"),
+    "InternViT-300M": _stack(_INTERN, _intern, "BSC"),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engines import GEMMA4_ATTENTION, encoder_parts, random_pixels
+from engines import encoder_parts, random_pixels
 from make_checkpoint import (
     IMAGE_TOKEN,
     VIDEO_TOKEN,
@@ -20,6 +20,7 @@ from make_checkpoint import (
 )
 from other_checkpoints import OTHER_MODELS, make_other_checkpoint
 from tower_cases import MODELS as QWEN_MODELS
+from vllm_flashinfer_vit.towers.weights import GEMMA4_ATTENTION
 
 MODELS = (*QWEN_MODELS, *OTHER_MODELS)
 # Images of Qwen's towers that are compared: frames, rows and columns of patches.

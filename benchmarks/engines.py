@@ -3,7 +3,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import zlib
@@ -18,10 +17,6 @@ from packaging.version import Version
 
 BACKENDS = {"stock-flash_attn": "FLASH_ATTN", "plugin": "FLASHINFER"}
 ENTRY_POINT = "flashinfer_vit"
-# Transformers' class, which stock attends by where others have MMEncoderAttention.
-GEMMA4_ATTENTION = "Gemma4VisionAttention"
-# Names that towers other than Qwen's give the projections to Q, K and V.
-_PROJECTIONS = re.compile(r"\.(qkv_proj|q_proj|k_proj|v_proj)\.")
 
 
 def compiles_blocks(model: str, vllm: str) -> bool:
@@ -126,7 +121,10 @@ def fill_tower(model: torch.nn.Module) -> None:
 
 def _fill(part: torch.nn.Module) -> None:
     from vllm_flashinfer_vit.blocks.aligned_linear import AlignedLinearMethod
-    from vllm_flashinfer_vit.towers.weights import fill_with_random_weights
+    from vllm_flashinfer_vit.towers.weights import (
+        fill_with_random_weights,
+        make_attention_matter,
+    )
 
     with ExitStack() as stack:
         # What the package padded must get the values that stock's weights get.
@@ -137,18 +135,11 @@ def _fill(part: torch.nn.Module) -> None:
                     if hasattr(parameter, "stock_weight_loader"):
                         stack.enter_context(method.in_stock_size(parameter))
         fill_with_random_weights(part, seed=0)
-    for name, parameter in part.named_parameters():
-        if _PROJECTIONS.search(name) and parameter.dtype.itemsize > 1:
-            # As wide as `fill_with_random_weights` makes those that are named qkv.
-            parameter.data.mul_(2)
+    make_attention_matter(part)
     for name, module in part.named_modules():
         weight = getattr(module, "weight", None)
         if weight is not None and weight.dtype == torch.float8_e4m3fn:
             _fill_quantized(name, module)
-        if type(module).__name__ == GEMMA4_ATTENTION:
-            # Its scores are not scaled: norms of weight 1 make them so large that
-            # rounding alone decides what comes out.
-            module.q_norm.weight.data.fill_(module.head_dim**-0.5)
 
 
 def _fill_quantized(name: str, layer: Any) -> None:

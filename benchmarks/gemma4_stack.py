@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
+
 Grids = Sequence[Sequence[int]]
 
 
@@ -32,10 +34,20 @@ class Sizes(NamedTuple):
     inner: int
 
 
+def _sizes(vision: Mapping[str, Any]) -> Sizes:
+    return Sizes(
+        vision["num_hidden_layers"],
+        vision["hidden_size"],
+        vision["num_attention_heads"],
+        vision["head_dim"],
+        vision["intermediate_size"],
+    )
+
+
 # Transformers' defaults, and the larger one of vLLM's list of towers.
 TOWERS: Mapping[str, Sizes] = {
     "Gemma-4-768": Sizes(16, 768, 12, 64, 3072),
-    "Gemma-4-1152": Sizes(27, 1152, 16, 72, 4304),
+    "Gemma-4-1152": _sizes(WHOLE_MODELS["google/gemma-4-31B-it"].vision),
 }
 
 

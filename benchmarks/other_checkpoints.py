@@ -9,11 +9,15 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import transformers
 
 from make_checkpoint import byte_tokenizer
+from vllm_flashinfer_vit.towers.resolve import resolve
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
+from vllm_flashinfer_vit.towers.whole import ModelSpec
+from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
 
 _PADDING, _START, _END = "<pad>", "<bos>", "<eos>"
 _VOCABULARY = 512
@@ -92,6 +96,18 @@ def make_other_checkpoint(folder: Path, model: str, depth: int | None = None) ->
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
+def _vision(model: str, depth: int | None) -> Mapping[str, Any]:
+    """Return the dimensions of a tower, or of its first blocks."""
+    whole = WHOLE_MODELS[model]
+    return {**whole.vision, whole.depth: depth or whole.vision[whole.depth]}
+
+
+def _image_processor(model: str) -> Any:
+    spec = resolve(model, random_weights=True)
+    assert isinstance(spec, ModelSpec)
+    return spec.image_processor()
+
+
 def _glm4v_config(
     ids: Mapping[str, int], depth: int | None
 ) -> transformers.PretrainedConfig:
@@ -146,18 +162,9 @@ def _paddleocr_config(
             "mrope_section": [16, 24, 24],
         },
     }
-    vision = {
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_hidden_layers": depth or 27,
-        "num_attention_heads": 16,
-        "image_size": 384,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-    }
     return transformers.PaddleOCRVLConfig(
         text_config=text,
-        vision_config=vision,
+        vision_config=_vision("PaddlePaddle/PaddleOCR-VL", depth),
         image_token_id=ids["<|IMAGE_PLACEHOLDER|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|IMAGE_START|>"],
@@ -169,9 +176,7 @@ def _paddleocr_processor(
     tokenizer: transformers.PreTrainedTokenizerFast,
 ) -> transformers.ProcessorMixin:
     return transformers.PaddleOCRVLProcessor(
-        image_processor=transformers.PaddleOCRVLImageProcessor(
-            size={"shortest_edge": 147384, "longest_edge": 2822400}
-        ),
+        image_processor=_image_processor("PaddlePaddle/PaddleOCR-VL"),
         tokenizer=tokenizer,
     )
 
@@ -179,25 +184,14 @@ def _paddleocr_processor(
 def _pixtral_config(
     ids: Mapping[str, int], depth: int | None
 ) -> transformers.PretrainedConfig:
-    vision = {
-        "model_type": "pixtral",
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": depth or 24,
-        "num_attention_heads": 16,
-        "hidden_act": "silu",
-        "image_size": 1024,
-        "patch_size": 16,
-        "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
+    fields = {
+        **WHOLE_MODELS["mistral-community/pixtral-12b"].fields,
+        "image_token_index": ids["[IMG]"],
     }
     return transformers.LlavaConfig(
         text_config={**_SMALL, "model_type": "mistral", "sliding_window": None},
-        vision_config=vision,
-        image_token_index=ids["[IMG]"],
-        image_seq_length=1,
-        projector_hidden_act="gelu",
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="full",
+        vision_config=_vision("mistral-community/pixtral-12b", depth),
+        **fields,
     )
 
 
@@ -205,9 +199,7 @@ def _pixtral_processor(
     tokenizer: transformers.PreTrainedTokenizerFast,
 ) -> transformers.ProcessorMixin:
     return transformers.PixtralProcessor(
-        image_processor=transformers.PixtralImageProcessor(
-            size={"longest_edge": 1024}, patch_size={"height": 16, "width": 16}
-        ),
+        image_processor=_image_processor("mistral-community/pixtral-12b"),
         tokenizer=tokenizer,
         patch_size=16,
     )
@@ -216,20 +208,10 @@ def _pixtral_processor(
 def _gemma3_config(
     ids: Mapping[str, int], depth: int | None
 ) -> transformers.PretrainedConfig:
-    vision = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_hidden_layers": depth or 27,
-        "num_attention_heads": 16,
-        "image_size": 896,
-        "patch_size": 14,
-        "vision_use_head": False,
-    }
     return transformers.Gemma3Config(
         text_config={**_SMALL, **_GEMMA},
-        vision_config=vision,
-        mm_tokens_per_image=256,
+        vision_config=_vision("google/gemma-3-4b-it", depth),
+        **WHOLE_MODELS["google/gemma-3-4b-it"].fields,
         boi_token_index=ids["<start_of_image>"],
         eoi_token_index=ids["<end_of_image>"],
         image_token_index=ids["<image_soft_token>"],
@@ -240,9 +222,7 @@ def _gemma3_processor(
     tokenizer: transformers.PreTrainedTokenizerFast,
 ) -> transformers.ProcessorMixin:
     return transformers.Gemma3Processor(
-        image_processor=transformers.Gemma3ImageProcessor(
-            size={"height": 896, "width": 896}
-        ),
+        image_processor=_image_processor("google/gemma-3-4b-it"),
         tokenizer=tokenizer,
         image_seq_length=256,
     )
@@ -259,25 +239,10 @@ def _gemma4_config(
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": _VOCABULARY,
     }
-    vision = {
-        "model_type": "gemma4_vision",
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_hidden_layers": depth or 27,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "head_dim": 72,
-        "patch_size": 16,
-        "pooling_kernel_size": 3,
-        "position_embedding_size": 10240,
-        "standardize": True,
-        # vLLM reads it, and Transformers has no default.
-        "default_output_length": 280,
-    }
     return transformers.Gemma4Config(
         text_config=text,
-        vision_config=vision,
-        audio_config=None,
+        vision_config=_vision("google/gemma-4-31B-it", depth),
+        **WHOLE_MODELS["google/gemma-4-31B-it"].fields,
         boi_token_id=ids["<|image>"],
         eoi_token_id=ids["<image|>"],
         image_token_id=ids["<|image|>"],
@@ -293,7 +258,7 @@ def _gemma4_processor(
 ) -> transformers.ProcessorMixin:
     return transformers.Gemma4Processor(
         feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
-        image_processor=transformers.Gemma4ImageProcessor(),
+        image_processor=_image_processor("google/gemma-4-31B-it"),
         tokenizer=tokenizer,
         video_processor=transformers.Gemma4VideoProcessor(),
     )

@@ -79,17 +79,21 @@ def outside() -> str:
 def built() -> dict[str, list[tuple[str, int]]]:
     """Return models and head dims that this repository builds at true size, by module.
 
-    Some more than once; the benchmarks measure them under these names.
+    A module with several towers has its part after it. Some models are there more than
+    once; the benchmarks measure them under these names.
     """
     import gemma4_stack
     from block_stacks import STACKS
     from vllm_flashinfer_vit.towers.spec import FAMILIES, NAMED_MODELS
+    from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
 
     found: dict[str, list[tuple[str, int]]] = {}
     for name, (family, config) in NAMED_MODELS.items():
         width = config.get("embed_dim", config["hidden_size"])
         module = FAMILIES[family].module
         found.setdefault(module, []).append((name, width // config["num_heads"]))
+    for name, whole in WHOLE_MODELS.items():
+        found.setdefault(whole.tower, []).append((name, whole.head_dim))
     for name, stack in STACKS.items():
         found.setdefault(stack.module, []).append((name, stack.head_dim))
     for name, sizes in gemma4_stack.TOWERS.items():
@@ -153,11 +157,10 @@ class _Known:
 
 
 def _cells(tower: Tower, known: _Known) -> dict[str, str]:
-    # What is built at true size are whole towers, of modules with one.
-    models = () if "part" in tower else known.built.get(tower["module"], ())
+    part = f" ({tower['part']})" if "part" in tower else ""
+    models = known.built.get(f"{tower['module']}{part}", ())
     head_dims = sorted({dim for _, dim in models} | set(tower.get("head_dims", ())))
     measured = [known.gains[name] for name, _ in models if name in known.gains]
-    part = f" ({tower['part']})" if "part" in tower else ""
     is_outside = "why" in tower
     programs = "" if is_outside or not known.runs_programs(tower) else "programs"
     return {
@@ -226,8 +229,10 @@ def _fp8_of(head_dim: int) -> str:
 
 def _named(models: Iterable[tuple[str, int]]) -> list[str]:
     from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
+    from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
 
-    return [_short(name) for name, _ in models if name in NAMED_MODELS]
+    known = {**NAMED_MODELS, **WHOLE_MODELS}
+    return [_short(name) for name, _ in models if name in known]
 
 
 def _short(model: str) -> str:

@@ -127,7 +127,7 @@ class TestAligned:
     def test_padding_has_its_room_from_the_start(
         self, family: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(tower, "_finish_weights", lambda *args: None)
+        monkeypatch.setattr(tower, "finish_weights", lambda *args: None)
         built = build(family)
         weights = [layer.weight for layer in mlp_layers(built)]
         before = [weight.data_ptr() for weight in weights]

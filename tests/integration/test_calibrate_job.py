@@ -182,7 +182,7 @@ class TestCalibrate:
             pytest.raises(FileError, match="is being made by another process"),
         ):
             # Said before the tower is built.
-            patched.setattr(calibrate, "build_tower", None)
+            patched.setattr(calibrate, "build", None)
             calibrate.run(options(image))
         assert not output.exists()
 
@@ -192,11 +192,11 @@ class TestCalibrate:
         output = image.with_name("scales.json")
         seen = []
 
-        def encode(self: Tower, pixels: Any, grids: Any) -> torch.Tensor:
+        def encode(self: Tower, pixel_values: Any, grid_thw: Any) -> torch.Tensor:
             with pytest.raises(FileError, match="is being made"), files.locked(output):
                 pass
             seen.append(output.exists())
-            return real(self, pixels, grids)
+            return real(self, pixel_values, grid_thw)
 
         real = Tower.encode
         monkeypatch.setattr(Tower, "encode", encode)
@@ -257,7 +257,7 @@ class TestCalibrate:
         generator = torch.Generator().manual_seed(0)
         q, k, v = (torch.randn(2, 150, 4, 16, generator=generator) for _ in range(3))
 
-        def encode(self: Tower, pixels: Any, grids: Any) -> torch.Tensor:
+        def encode(self: Tower, pixel_values: Any, grid_thw: Any) -> torch.Tensor:
             with self.running():
                 for layer in self.attention_layers().values():
                     out = layer(q, k, v)

@@ -191,9 +191,11 @@ class TestRun:
     ) -> None:
         dtypes = []
 
-        def encode_(self: Tower, pixels: torch.Tensor, grids: Any) -> torch.Tensor:
-            dtypes.append((pixels.dtype, self.pixel_dtype))
-            return real(self, pixels, grids)
+        def encode_(
+            self: Tower, pixel_values: torch.Tensor, grid_thw: Any
+        ) -> torch.Tensor:
+            dtypes.append((pixel_values.dtype, self.pixel_dtype))
+            return real(self, pixel_values, grid_thw)
 
         real = Tower.encode
         monkeypatch.setattr(Tower, "encode", encode_)
@@ -208,10 +210,10 @@ class TestRun:
             save_image(tmp_path / name, 60 if name[0] == "g" else 120, 60)
         real = Tower.encode
 
-        def overflow(self: Tower, pixels: Any, grids: Any) -> torch.Tensor:
-            out = real(self, pixels, grids)
+        def overflow(self: Tower, pixel_values: Any, grid_thw: Any) -> torch.Tensor:
+            out = real(self, pixel_values, grid_thw)
             # Only FLASHINFER's, and only for the wider of the two images.
-            if self.backend == "FLASHINFER" and grids[0][1] != grids[0][2]:
+            if self.backend == "FLASHINFER" and grid_thw[0][1] != grid_thw[0][2]:
                 out = out.index_fill(0, torch.tensor([0]), float("inf"))
             return out
 

@@ -51,7 +51,7 @@ class TestBadInput:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Said before any tower is built.
-        monkeypatch.setattr(encode, "build_tower", None)
+        monkeypatch.setattr(encode, "build", None)
         path = save_image(tmp_path / "a.png", 2010, 10)
         self.refused(r"processor refuses .*a\.png, 2010 x 10 pixels .* crop", path)
 
@@ -125,7 +125,7 @@ class TestBadInput:
     def test_backend_is_checked_before_any_work(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(encode, "build_tower", None)
+        monkeypatch.setattr(encode, "build", None)
         path = save_image(tmp_path / "a.png", 60, 60)
         self.refused(r"'NONE_SUCH' is unknown", path, backends=["NONE_SUCH"])
         self.refused(r"FLASH_ATTN does not run", path, backends=["FLASH_ATTN"])

@@ -67,9 +67,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tower, torch.Tensor]]:
     calls = []
     original = Tower.encode
 
-    def noting(self: Tower, values: torch.Tensor, grids: Any) -> torch.Tensor:
-        calls.append((self, values))
-        return original(self, values, grids)
+    def noting(self: Tower, pixel_values: torch.Tensor, grid_thw: Any) -> torch.Tensor:
+        calls.append((self, pixel_values))
+        return original(self, pixel_values, grid_thw)
 
     monkeypatch.setattr(Tower, "encode", noting)
     return calls
@@ -168,7 +168,13 @@ class TestWrongPixels:
 
     def test_encode_makes_no_bytes_of_values(self) -> None:
         tower = tower_of_bytes("qwen2_vl")
-        image = Patches("a.png", 56, 56, (1, 4, 4), pixels(tower.spec, [[1, 4, 4]]))
+        image = Patches(
+            "a.png",
+            56,
+            56,
+            (1, 4, 4),
+            {"pixel_values": pixels(tower.spec, [[1, 4, 4]]), "grid_thw": [(1, 4, 4)]},
+        )
         with pytest.raises(TowerError, match=r"float32, .*takes torch\.uint8"):
             encode._encode(tower, image)
 
@@ -202,7 +208,9 @@ def test_encode_takes_what_an_engine_takes(
     from vllm.multimodal.processing.context import InputProcessingContext
     from vllm.tokenizers import get_tokenizer
 
-    with config._inspected_here("qwen2_5_vl"):
+    name = spec.FAMILIES["qwen2_5_vl"].model
+    model_cls = getattr(spec.model_module("qwen2_5_vl"), name)
+    with config._inspected_here(name, model_cls):
         of_engine = ModelConfig(model=str(checkpoint), dtype=torch.float32)
     context = InputProcessingContext(of_engine, get_tokenizer(str(checkpoint)))
     prompt = "<|vision_start|><|image_pad|><|vision_end|>"

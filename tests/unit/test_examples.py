@@ -71,7 +71,9 @@ def test_an_engine_takes_the_arguments_and_the_images(
             engine_args = importlib.import_module("vllm.engine.arg_utils").EngineArgs
             args = engine_args(**arguments)
             # vLLM would start a process to look at the model's class.
-            with config._inspected_here("qwen3_vl"):
+            name = tower_spec.FAMILIES["qwen3_vl"].model
+            model_cls = getattr(tower_spec.model_module("qwen3_vl"), name)
+            with config._inspected_here(name, model_cls):
                 self.config = args.create_model_config()
             settings = self.config.multimodal_config
             assert settings.mm_encoder_attn_backend.name == "FLASHINFER"

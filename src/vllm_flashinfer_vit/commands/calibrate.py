@@ -47,7 +47,9 @@ from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.settings import Settings
-from vllm_flashinfer_vit.towers.tower import Tower, build_tower, check_backend
+from vllm_flashinfer_vit.towers.built import Built
+from vllm_flashinfer_vit.towers.model_tower import build
+from vllm_flashinfer_vit.towers.tower import check_backend
 
 Attend = Callable[[Batch], torch.Tensor]
 
@@ -156,7 +158,7 @@ def _calibrate(
         bar = progress.add_task("build the tower", total=total)
         processor = image_processor(job.spec, job.max_pixels)
         check_backend("FLASHINFER", job.device, job.dtype)
-        tower = build_tower(
+        tower = build(
             job.spec,
             backend="FLASHINFER",
             dtype=job.dtype,
@@ -175,7 +177,7 @@ def _calibrate(
                 patches = read_patches(file, processor, kwargs, failures)
                 if patches is not None:
                     with memory_hint(job.device):
-                        tower.encode(patches.pixel_values, [patches.grid])
+                        tower.encode(**patches.inputs)
                     yield file
                 progress.advance(bar)
 
@@ -243,18 +245,18 @@ def _made_by(options: Options, job: Job, images: int) -> dict[str, str]:
     }
 
 
-def _head_dims(tower: Tower) -> dict[str, int]:
+def _head_dims(tower: Built) -> dict[str, int]:
     return {str(layer.layer_name): int(layer.head_size) for layer in _layers(tower)}
 
 
-def _layers(tower: Tower) -> list[Any]:
+def _layers(tower: Built) -> list[Any]:
     from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 
     layers = tower.attention_layers().values()
     return [layer for layer in layers if isinstance(layer, FlashInferViTAttention)]
 
 
-def _fp8_kernel(tower: Tower, head_dim: int) -> str:
+def _fp8_kernel(tower: Built, head_dim: int) -> str:
     from vllm_flashinfer_vit.fp8.policy import resolve_fp8
 
     with tower.running():
@@ -285,7 +287,7 @@ def _check_finite(
 
 @contextmanager
 def _watching(
-    tower: Tower, watch: Callable[[Any, Attend, Batch], torch.Tensor]
+    tower: Built, watch: Callable[[Any, Attend, Batch], torch.Tensor]
 ) -> Iterator[None]:
     """Have `watch(layer, attend, batch)` called where a tower's layers attend."""
     with ExitStack() as stack:

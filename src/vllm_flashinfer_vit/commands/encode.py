@@ -5,6 +5,7 @@ Images go through the model's Hugging Face image processor and vLLM's vision tow
 in an engine; every result is compared with the same tower in fp32.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,9 +38,10 @@ from vllm_flashinfer_vit.commands.job import (
 )
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.machine import files
-from vllm_flashinfer_vit.towers.config import check_quantization, tower_config
-from vllm_flashinfer_vit.towers.spec import TowerSpec
-from vllm_flashinfer_vit.towers.tower import Tower, build_tower, check_backend
+from vllm_flashinfer_vit.towers.built import Built
+from vllm_flashinfer_vit.towers.config import check_quantization
+from vllm_flashinfer_vit.towers.model_tower import build, processor_kwargs
+from vllm_flashinfer_vit.towers.tower import check_backend
 
 REFERENCE_BACKEND = "TORCH_SDPA"
 # The other backends stay in the activations' dtype, and can be compared with it.
@@ -164,13 +166,9 @@ def run(options: Options, console: Console | None = None) -> Report:
                 check_backend(backend, job.device, job.dtype)
             check_quantization(options.quantization, options.unquantized, job.device)
             # What the processor leaves to one tower, it leaves to all of them.
-            kwargs = tower_config(
-                job.spec,
-                backend=REFERENCE_BACKEND,
-                dtype=torch.float32,
-                device=job.device,
-                image_processor=processor,
-            ).processor_kwargs
+            kwargs = processor_kwargs(
+                job.spec, REFERENCE_BACKEND, job.device, processor
+            )
             patches = []
             for file in job.files:
                 step(f"read {file.name}", 1)
@@ -184,7 +182,7 @@ def run(options: Options, console: Console | None = None) -> Report:
             ) -> list[_Encoded]:
                 step(f"build the tower for {backend}")
                 fp8 = backend == _FP8_BACKEND
-                tower = build_tower(
+                tower = build(
                     job.spec,
                     backend=backend,
                     dtype=dtype,
@@ -210,7 +208,6 @@ def run(options: Options, console: Console | None = None) -> Report:
     images = [
         _image_report(
             image,
-            job.spec,
             references[index].embedding,
             {name: results[index] for name, results in encoded.items()},
         )
@@ -329,13 +326,11 @@ class _Encoded:
 
 
 def _encode_all(
-    tower: Tower, images: Iterable[Patches], step: Callable[[str, int], None]
+    tower: Built, images: Iterable[Patches], step: Callable[[str, int], None]
 ) -> list[_Encoded]:
     with memory_hint(tower.device):
         step(f"warm up {tower.backend}", _BUILD_STEPS)
-        side = 4 * tower.spec.merge_size
-        zeros = torch.zeros(side * side, tower.spec.patch_dim, dtype=tower.pixel_dtype)
-        tower.encode(zeros, [[1, side, side]])
+        tower.warm_up()
         encoded = []
         for image in images:
             step(f"encode {image.name} with {tower.backend}", 1)
@@ -343,14 +338,12 @@ def _encode_all(
     return encoded
 
 
-def _encode(tower: Tower, image: Patches) -> _Encoded:
-    pixels = image.pixel_values.to(tower.device)
-    # Cast here, outside the time; never to bytes, which `Tower.encode` has to refuse.
-    if pixels.is_floating_point():
-        pixels = pixels.to(tower.dtype)
+def _encode(tower: Built, image: Patches) -> _Encoded:
+    # Outside the time.
+    inputs = tower.placed(image.inputs)
 
     def encode() -> torch.Tensor:
-        return tower.encode(pixels, [image.grid])
+        return tower.encode(**inputs)
 
     time_it = _time_on_gpu if tower.device.type == "cuda" else _time_once
     embedding, milliseconds = time_it(encode)
@@ -378,18 +371,16 @@ def _time_on_gpu(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]
 
 def _image_report(
     image: Patches,
-    spec: TowerSpec,
     reference: torch.Tensor,
     encoded: Mapping[str, _Encoded],
 ) -> ImageReport:
-    patches = image.grid[0] * image.grid[1] * image.grid[2]
     return ImageReport(
         name=image.name,
         width=image.width,
         height=image.height,
         grid=image.grid,
-        patches=patches,
-        tokens=patches // spec.merge_size**2,
+        patches=math.prod(image.grid),
+        tokens=len(reference),
         results={
             backend: Measurement(
                 kernels=one.kernels,

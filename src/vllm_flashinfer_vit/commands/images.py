@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image, ImageOps
 
-from vllm_flashinfer_vit.towers.spec import TowerError, TowerSpec
+from vllm_flashinfer_vit.commands.model_images import ModelProcessor
+from vllm_flashinfer_vit.towers.spec import Spec, TowerError, TowerSpec
+from vllm_flashinfer_vit.towers.whole import ModelSpec
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 
@@ -53,16 +55,25 @@ class Patches:
         name: The path as given, or below the folder that was given.
         width: Pixels in the file.
         height: Pixels in the file.
-        grid: Frames, rows and columns of patches after resizing.
-        pixel_values: `[P, patch_dim]`, the image processor's patches, uint8 where it
-            did not normalise them.
+        grid: Frames, rows and columns of patches after resizing; the tiles of an image
+            count as frames.
+        inputs: Arguments of the tower's `encode`.
     """
 
     name: str
     width: int
     height: int
     grid: tuple[int, int, int]
-    pixel_values: torch.Tensor = field(repr=False)
+    inputs: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def pixel_values(self) -> torch.Tensor:
+        """What the image processor made of the pixels.
+
+        Of a tower of patches and grids `[P, patch_dim]`, uint8 where it did not
+        normalise them.
+        """
+        return self.inputs["pixel_values"]
 
 
 def image_files(given: Iterable[Path]) -> list[ImageFile]:
@@ -97,12 +108,16 @@ def image_files(given: Iterable[Path]) -> list[ImageFile]:
     return files
 
 
-def image_processor(spec: TowerSpec, max_pixels: int | None) -> Any:
+def image_processor(spec: Spec, max_pixels: int | None) -> Any:
     """Return the model's image processor.
 
     Raises:
-        JobError: The checkpoint has none, or `max_pixels` is too small.
+        TowerError: The checkpoint or the installed packages have none, or `max_pixels`
+            is too small.
     """
+    if isinstance(spec, ModelSpec):
+        return ModelProcessor(spec, max_pixels)
+    assert isinstance(spec, TowerSpec)
     from transformers import AutoImageProcessor, Qwen2VLImageProcessor
 
     smallest, largest, mean, std = _PROCESSORS[spec.family]
@@ -189,31 +204,42 @@ def _read_patches(
     path = file.path
     image = _read_image(path)
     try:
-        inputs = processor(images=[image], return_tensors="pt", **kwargs)
+        if isinstance(processor, ModelProcessor):
+            inputs, grid = processor(image)
+        else:
+            made = processor(images=[image], return_tensors="pt", **kwargs)
+            frames, rows, columns = made["image_grid_thw"][0].tolist()
+            grid = frames, rows, columns
+            inputs = {"pixel_values": made["pixel_values"], "grid_thw": [grid]}
     except ValueError as error:
         raise JobError(
             f"the image processor refuses {path}, {image.width} x {image.height} "
             f"pixels ({error}); crop or pad the image"
         ) from error
-    pixel_values = inputs["pixel_values"]
-    if not pixel_values.isfinite().all():
+    pixels = _pixels(inputs)
+    if not all(one.isfinite().all() for one in pixels):
         raise JobError(
             f"{path} holds NaN or infinite pixels after the image processor; check the "
             "file and the processor's mean and std"
         )
     # A processor may ignore what it was called with; then vLLM would normalise twice.
     normalized = kwargs.get("do_normalize", True)
-    if pixel_values.is_floating_point() != normalized:
+    if any(one.is_floating_point() != normalized for one in pixels):
         raise JobError(
             f"the image processor {type(processor).__name__} makes "
-            f"{pixel_values.dtype} pixels of {path}, and the tower takes "
+            f"{pixels[0].dtype} pixels of {path}, and the tower takes "
             f"{'normalised ones' if normalized else 'bytes'}; use the "
             "preprocessor_config.json of the model's repository"
         )
-    frames, rows, columns = inputs["image_grid_thw"][0].tolist()
-    return Patches(
-        file.name, image.width, image.height, (frames, rows, columns), pixel_values
-    )
+    return Patches(file.name, image.width, image.height, grid, inputs)
+
+
+def _pixels(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for name, value in inputs.items():
+        if name.startswith("pixel_values"):
+            found += [value] if isinstance(value, torch.Tensor) else value
+    return found
 
 
 def _read_image(path: Path) -> Image.Image:

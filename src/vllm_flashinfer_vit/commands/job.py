@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_flashinfer_vit.commands.images import ImageFile, JobError, image_files
-from vllm_flashinfer_vit.towers.spec import TowerSpec, resolve_spec
+from vllm_flashinfer_vit.towers.resolve import resolve
+from vllm_flashinfer_vit.towers.spec import Spec
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -38,7 +39,7 @@ class Inputs:
 
     Attributes:
         images: Image files, and folders of them.
-        model: A local checkpoint folder, or a name in `spec.NAMED_MODELS`.
+        model: A local checkpoint folder, or a name that `resolve` knows.
         random_weights: Seeded random weights instead of a checkpoint's.
         depth: Blocks of the tower, from the first on. None: all of them, but
             `CPU_DEPTH` for random weights on the CPU.
@@ -75,7 +76,7 @@ class Job:
     device: torch.device
     dtype: torch.dtype
     files: Sequence[ImageFile]
-    spec: TowerSpec
+    spec: Spec
     max_pixels: int | None
     notes: Sequence[str]
 
@@ -245,7 +246,7 @@ def prepare(options: Inputs) -> Job:
 
 def _resolve_tower(
     options: Inputs, device: torch.device
-) -> tuple[TowerSpec, int | None, list[str]]:
+) -> tuple[Spec, int | None, list[str]]:
     notes = []
     depth, max_pixels = options.depth, options.max_pixels
     if options.random_weights:
@@ -254,7 +255,7 @@ def _resolve_tower(
         )
     if device.type == "cpu" and options.random_weights:
         if depth is None:
-            full = resolve_spec(options.model, random_weights=True).full_depth
+            full = resolve(options.model, random_weights=True).full_depth
             depth = min(CPU_DEPTH, full)
             notes.append(
                 f"On a CPU only {depth} of {full} blocks run; --depth {full} runs all."
@@ -267,9 +268,7 @@ def _resolve_tower(
             )
     if max_pixels is not None and max_pixels < 1:
         raise JobError(f"max_pixels is {max_pixels}; it must be positive")
-    spec = resolve_spec(
-        options.model, random_weights=options.random_weights, depth=depth
-    )
+    spec = resolve(options.model, random_weights=options.random_weights, depth=depth)
     return spec, max_pixels, notes
 
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from vllm_flashinfer_vit.towers.spec import (
     FAMILIES,
-    Family,
     TowerError,
     TowerSpec,
     model_module,
@@ -89,22 +88,11 @@ def tower_config(
         TowerError: The image processor's mean and std are no lists of finite numbers,
             or std is 0.
     """
-    from vllm.config import (
-        AttentionConfig,
-        DeviceConfig,
-        ModelConfig,
-        MultiModalConfig,
-        VllmConfig,
-    )
+    from vllm.config import MultiModalConfig
 
-    multimodal: dict[str, Any] = {
-        "mm_encoder_attn_backend": backend,
-        "mm_encoder_attn_dtype": attn_dtype,
-    }
+    multimodal = attention_arguments(backend, attn_dtype, fp8_scale_path)
     if quantization is not None:
         multimodal |= _quantized(quantization, unquantized)
-    if fp8_scale_path is not None:
-        multimodal["mm_encoder_fp8_scale_path"] = str(fp8_scale_path)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(_hf_config(spec)))
@@ -115,15 +103,17 @@ def tower_config(
             image_processor.save_pretrained(folder)
         elif _DEVICE_NORMALIZE in MultiModalConfig.__dataclass_fields__:
             multimodal[_DEVICE_NORMALIZE] = False
-        with _inspected_here(spec.family):
-            config = VllmConfig(
-                model_config=ModelConfig(
-                    model=name, dtype=dtype, skip_tokenizer_init=True, **multimodal
-                ),
-                compilation_config=_compilation(device, compile, fused_ops),
-                attention_config=AttentionConfig(flash_attn_version=flash_attn_version),
-                device_config=DeviceConfig(device=device.type),
-            )
+        architecture = FAMILIES[spec.family].model
+        config = vllm_config(
+            folder,
+            architecture,
+            getattr(model_module(spec.family), architecture),
+            dtype=dtype,
+            device=device,
+            compilation=_compilation(device, compile, fused_ops),
+            flash_attn_version=flash_attn_version,
+            **multimodal,
+        )
         norm = _input_norm(config, device)
     if config.quant_config is not None:
         from vllm.model_executor.model_loader.utils import configure_quant_config
@@ -134,6 +124,57 @@ def tower_config(
     config.model_config.model = spec.name
     settings = config.model_config.multimodal_config
     return TowerConfig(config, settings.merge_mm_processor_kwargs({}), norm)
+
+
+def attention_arguments(
+    backend: str, attn_dtype: str | None, fp8_scale_path: Path | None
+) -> dict[str, Any]:
+    """Return what `ModelConfig` is told about attention."""
+    arguments: dict[str, Any] = {
+        "mm_encoder_attn_backend": backend,
+        "mm_encoder_attn_dtype": attn_dtype,
+    }
+    if fp8_scale_path is not None:
+        arguments["mm_encoder_fp8_scale_path"] = str(fp8_scale_path)
+    return arguments
+
+
+def vllm_config(
+    folder: Path,
+    architecture: str,
+    model_cls: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    compilation: Any | None = None,
+    flash_attn_version: int | None = None,
+    **model: Any,
+) -> Any:
+    """Return the `VllmConfig` of a model that no engine runs.
+
+    Args:
+        folder: Holds the model's `config.json`.
+        architecture: The model's name there.
+        model_cls: vLLM's class of the model.
+        dtype: Of weights and activations.
+        device: Where it runs.
+        compilation: A `CompilationConfig`; None for one that compiles nothing.
+        flash_attn_version: As for `build_tower`.
+        **model: Other arguments of `ModelConfig`.
+    """
+    from vllm.config import AttentionConfig, DeviceConfig, ModelConfig, VllmConfig
+
+    if compilation is None:
+        compilation = _compilation(device, compile=False, fused_ops=False)
+    with _inspected_here(architecture, model_cls):
+        return VllmConfig(
+            model_config=ModelConfig(
+                model=str(folder), dtype=dtype, skip_tokenizer_init=True, **model
+            ),
+            compilation_config=compilation,
+            attention_config=AttentionConfig(flash_attn_version=flash_attn_version),
+            device_config=DeviceConfig(device=device.type),
+        )
 
 
 def normalizes_on_device(config: Any) -> bool:
@@ -222,13 +263,11 @@ def _input_norm(config: Any, device: torch.device) -> nn.Module | None:
 
 
 @contextmanager
-def _inspected_here(family: Family) -> Iterator[None]:
+def _inspected_here(name: str, model_cls: Any) -> Iterator[None]:
     from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
 
     # vLLM would start a process, which has no CPU platform, to look at the class.
-    name = FAMILIES[family].model
     lazy = ModelRegistry.models[name]
-    model_cls = getattr(model_module(family), name)
     ModelRegistry.models[name] = _RegisteredModel.from_model_cls(model_cls)
     try:
         yield

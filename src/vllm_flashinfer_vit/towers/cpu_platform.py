@@ -5,7 +5,10 @@ vLLM's CUDA wheel finds no platform there, and its CPU platform expects operator
 only the CPU wheel has. Vision towers need none of them, once they run on plain PyTorch.
 """
 
+import os
 import sys
+
+import torch
 
 _MODELS = "vllm.model_executor.models."
 
@@ -42,6 +45,7 @@ def use_cpu_platform(*, force: bool = False) -> bool:
     platform.__class__ = _cpu_platform_class()
     _disable_pinned_memory()
     _replace_quick_gelu()
+    _answer_for_memory()
     return True
 
 
@@ -78,6 +82,13 @@ def _disable_pinned_memory() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and hasattr(module, "PIN_MEMORY"):
             module.PIN_MEMORY = False  # type: ignore[attr-defined]
+
+
+def _answer_for_memory() -> None:
+    # Gemma 4's model asks how many images it may encode at once.
+    if not torch.accelerator.is_available():
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        torch.accelerator.get_memory_info = lambda device_index=None: (memory, memory)
 
 
 def _replace_quick_gelu() -> None:

@@ -61,9 +61,35 @@ class CheckpointError(TowerError):
     """A checkpoint directory lacks something, or holds something unreadable."""
 
 
+class Spec:
+    """What all specs say.
+
+    Attributes:
+        vision_config: The fields of the tower in a config.
+        model: Model name or checkpoint folder, for people to read.
+        checkpoint: Folder to read weights from, or None for seeded random weights.
+        full_depth: Number of blocks of the whole tower; `depth` may be fewer.
+    """
+
+    vision_config: Mapping[str, Any]
+    model: str
+    checkpoint: Path | None
+    full_depth: int
+
+    @property
+    def name(self) -> str:
+        """The model, and that its weights are random, for people and in files."""
+        return self.model if self.checkpoint else f"{self.model} (random weights)"
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks that are built."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class TowerSpec:
-    """What to build.
+class TowerSpec(Spec):
+    """What to build of a family whose towers take patches and grids.
 
     Attributes:
         family: Model family, as in the checkpoint's `model_type`.
@@ -78,11 +104,6 @@ class TowerSpec:
     model: str
     checkpoint: Path | None
     full_depth: int
-
-    @property
-    def name(self) -> str:
-        """The model, and that its weights are random, for people and in files."""
-        return self.model if self.checkpoint else f"{self.model} (random weights)"
 
     @property
     def depth(self) -> int:
@@ -227,7 +248,7 @@ def resolve_spec(
     full_depth = config["depth"]
     return TowerSpec(
         family=family,
-        vision_config=_cut(config, full_depth if depth is None else depth),
+        vision_config=cut_blocks(config, full_depth if depth is None else depth),
         model=model,
         checkpoint=None if random_weights else folder,
         full_depth=full_depth,
@@ -309,13 +330,25 @@ def _read_config(folder: Path) -> tuple[Family, Mapping[str, Any]]:
     return cast(Family, family), vision_config
 
 
-def _cut(config: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
-    full_depth = config["depth"]
+def cut_blocks(
+    config: Mapping[str, Any], depth: int, key: str = "depth"
+) -> Mapping[str, Any]:
+    """Return the `vision_config` of a tower's first blocks.
+
+    Args:
+        config: Of the whole tower.
+        depth: How many.
+        key: Where it has the number.
+
+    Raises:
+        TowerError: The tower has fewer, or none were wanted.
+    """
+    full_depth = config[key]
     if not 1 <= depth <= full_depth:
         raise TowerError(
             f"depth {depth} is out of range; this tower has 1 to {full_depth} blocks"
         )
-    cut = {**config, "depth": depth}
+    cut = {**config, key: depth}
     if depth == full_depth:
         return cut
     if "fullatt_block_indexes" in cut:

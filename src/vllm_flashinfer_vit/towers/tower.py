@@ -6,8 +6,7 @@ language model, the scheduler and the workers around them are left out.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ import torch
 from torch import nn
 
 import vllm_flashinfer_vit
+from vllm_flashinfer_vit.towers.built import Built, kernel_name
 from vllm_flashinfer_vit.towers.config import (
     check_quantization,
     current_config,
-    normalizes_on_device,
     tower_config,
 )
 from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
@@ -37,7 +36,7 @@ from vllm_flashinfer_vit.towers.weights import (
 
 
 @dataclass(frozen=True, eq=False)
-class Tower:
+class Tower(Built):
     """A vision tower, ready to run.
 
     Attributes:
@@ -84,28 +83,11 @@ class Tower:
         with self.running():
             return self.visual(pixels, grid_thw=grids)
 
-    @property
-    def pixel_dtype(self) -> torch.dtype:
-        """What `visual` takes: uint8 if it normalises pixels itself, else `dtype`."""
-        return torch.uint8 if normalizes_on_device(self.vllm_config) else self.dtype
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Hold what a call of `visual` needs: inference mode and vLLM's config."""
-        with torch.inference_mode(), current_config(self.vllm_config):
-            yield
-
-    def attention_layers(self) -> dict[str, nn.Module]:
-        """Return the attention layers by module name, first block first."""
-        from vllm.model_executor.layers.attention.mm_encoder_attention import (
-            MMEncoderAttention,
-        )
-
-        return {
-            name: module
-            for name, module in self.visual.named_modules()
-            if isinstance(module, MMEncoderAttention)
-        }
+    def warm_up(self) -> None:
+        """Encode a small black image."""
+        side = 4 * self.spec.merge_size
+        zeros = torch.zeros(side * side, self.spec.patch_dim, dtype=self.pixel_dtype)
+        self.encode(zeros, [[1, side, side]])
 
     def kernels(self, grid_thw: Sequence[Sequence[int]]) -> dict[str, str]:
         """Return the kernel that serves each class of layers, for these images.
@@ -128,20 +110,14 @@ class Tower:
         full_blocks = self.spec.vision_config.get("fullatt_block_indexes")
         kernels = {}
         for block, layer in enumerate(self.attention_layers().values()):
-            lengths: tuple[float | None, ...]
+            lengths: tuple[float, float | None]
             if full_blocks is None:
                 label, lengths = "all", (longest, mean)
             elif block in full_blocks:
                 label, lengths = "full", (longest, mean)
             else:
                 label, lengths = "windows", (window, None)
-            kernel_for: Any = getattr(layer, "kernel_for", None)
-            backend: Any = layer.attn_backend
-            kernels[label] = (
-                kernel_for(*lengths)
-                if kernel_for
-                else f"in-tree {backend.name.lower()}"
-            )
+            kernels[label] = kernel_name(layer, *lengths)
         return kernels
 
     def _check(self, pixel_values: torch.Tensor, grids: list[list[int]]) -> None:
@@ -242,14 +218,14 @@ def build_tower(
         unquantized=unquantized,
     )
     with current_config(config):
-        _init_distributed()
+        init_distributed()
         visual = _build_module(spec, config, dtype, device, norm)
         make_room(visual)
         if spec.checkpoint is None:
             fill_with_random_weights(visual, seed)
         else:
             load_weights(visual, spec, spec.checkpoint)
-        _finish_weights(visual, config, device)
+        finish_weights(visual, config, device)
     return Tower(spec, backend, visual.eval(), config, processor_kwargs, dtype, device)
 
 
@@ -309,7 +285,8 @@ def _prepare_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _init_distributed() -> None:
+def init_distributed() -> None:
+    """Make the process a one-rank vLLM process, if it is none yet."""
     from vllm.distributed.parallel_state import (
         init_distributed_environment,
         initialize_model_parallel,
@@ -354,7 +331,14 @@ def _build_module(
         )
 
 
-def _finish_weights(visual: nn.Module, config: Any, device: torch.device) -> None:
+def finish_weights(visual: nn.Module, config: Any, device: torch.device) -> None:
+    """Do what vLLM does to weights once they are loaded.
+
+    Args:
+        visual: vLLM's module.
+        config: The `VllmConfig` that it was built with.
+        device: Where it runs.
+    """
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     from vllm_flashinfer_vit.engine.warmup import WarmUp

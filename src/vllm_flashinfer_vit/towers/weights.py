@@ -6,7 +6,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from pydantic import AfterValidator, BaseModel
@@ -21,6 +21,10 @@ from vllm_flashinfer_vit.towers.spec import (
     model_module,
 )
 
+# Transformers' class, which stock attends by where others have MMEncoderAttention.
+GEMMA4_ATTENTION = "Gemma4VisionAttention"
+# Names that towers other than Qwen's give the projections to Q, K and V.
+_PROJECTIONS = re.compile(r"\.(qkv_proj|q_proj|k_proj|v_proj|wqkv)\.")
 _VISUAL_PREFIXES = ("visual.", "model.visual.")
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 _DEEPSTACK = re.compile(r"deepstack_merger_list\.(\d+)\.")
@@ -67,6 +71,24 @@ def fill_with_random_weights(visual: nn.Module, seed: int) -> None:
             parameter.shape, dtype=torch.float32, device="cpu"
         ).normal_(std=std, generator=generator)
         parameter.data.copy_(values.to(torch.bfloat16))
+
+
+def make_attention_matter(module: nn.Module) -> None:
+    """Do what `fill_with_random_weights` leaves out in towers other than Qwen's.
+
+    Args:
+        module: A model or a part of one, with its values.
+    """
+    for name, parameter in module.named_parameters():
+        if _PROJECTIONS.search(name) and parameter.dtype.itemsize > 1:
+            # As wide as those that are named qkv.
+            parameter.data.mul_(2)
+    for part in module.modules():
+        if type(part).__name__ == GEMMA4_ATTENTION:
+            # Its scores are not scaled: norms of weight 1 make them so large that
+            # rounding alone decides what comes out.
+            norm: Any = part.q_norm
+            norm.weight.data.fill_(float(cast(Any, part).head_dim) ** -0.5)
 
 
 def load_weights(visual: Any, spec: TowerSpec, folder: Path) -> None:
