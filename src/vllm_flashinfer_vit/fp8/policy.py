@@ -30,7 +30,6 @@ from vllm_flashinfer_vit.choices.usable import (
     serves_fp8,
     usable_choices,
 )
-from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
 from vllm_flashinfer_vit.kernels.formats import BLOCK, HISTORY
 from vllm_flashinfer_vit.machine.probe import probe
@@ -120,7 +119,6 @@ def policy_for(
 
     Raises:
         NotServedError: FP8 was asked for and cannot be had, or settings contradict.
-        ScaleError: A file of scales cannot be used, or not for this layer.
     """
     config = get_multimodal_config()
     if config is None or config.mm_encoder_attn_dtype is None:
@@ -163,8 +161,6 @@ def policy_for(
         )
     )
     method = _method(choices, path, settings)
-    if path is not None:
-        _warn_of_origin(path)
     margin = config.mm_encoder_fp8_scale_save_margin
     return Policy(choices, method, path, save_path, margin)
 
@@ -239,27 +235,6 @@ def resolve_fp8(
     if not forced and (note := other_versions(stack, FP8_DTYPE, head_dim, tuned_dir)):
         logger.info_once("vllm-flashinfer-vit: %s", note)
     return choices
-
-
-def _warn_of_origin(path: Path) -> None:
-    """Say if a file of scales is of vLLM's own making or of another model."""
-    file = scales.read(path)
-    if file.is_upstream:
-        logger.warning_once(
-            "%s was written by vLLM itself, whose scales come from signed maxima: "
-            "negative values beyond them are cut off. `vllm-flashinfer-vit calibrate "
-            "--merge` makes a file of absolute maxima.",
-            path,
-        )
-        return
-    model = get_current_vllm_config().model_config.model
-    if file.made_by["model"] != model:
-        logger.warning_once(
-            "the FP8 scales of %s were made with model %s, this one is %s",
-            path,
-            file.made_by["model"],
-            model,
-        )
 
 
 def names(entry: str, layer_name: str) -> bool:
