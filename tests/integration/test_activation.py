@@ -267,10 +267,10 @@ class TestPatches:
 class TestServed:
     @pytest.fixture
     def nothing_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from vllm_flashinfer_vit.engine import selection
+        from vllm_flashinfer_vit.choices import resolve
 
         refused = {"triton": "triton: needs another GPU"}
-        monkeypatch.setattr(selection, "usable_choices", lambda *_, **__: ((), refused))
+        monkeypatch.setattr(resolve, "usable_choices", lambda *_, **__: ((), refused))
         # Answers are kept by their arguments, of which this is one.
         monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path))
 
@@ -299,6 +299,7 @@ class TestServed:
     def test_each_folder_of_tables_has_its_answer(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flashinfer: Tower
     ) -> None:
+        from vllm_flashinfer_vit.choices import resolve
         from vllm_flashinfer_vit.engine import selection
 
         asked: list[Path] = []
@@ -309,7 +310,7 @@ class TestServed:
             asked.append(folder)
             return (Choice("reference", None, folder.name),), {}
 
-        monkeypatch.setattr(selection, "usable_choices", usable)
+        monkeypatch.setattr(resolve, "usable_choices", usable)
         for name in ("one", "other", "one"):
             monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path / name))
             settings = Settings.from_env()
