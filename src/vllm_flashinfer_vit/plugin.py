@@ -162,7 +162,7 @@ def apply_model_patches(settings: Settings) -> tuple[str, ...]:
         settings: The settings in force.
 
     Returns:
-        The names of all model patches that are in place.
+        The names of the model patches in place that code may hold which vLLM compiles.
 
     Raises:
         PatchError: A patch does not fit, and the settings are strict.
@@ -181,7 +181,8 @@ def apply_model_patches(settings: Settings) -> tuple[str, ...]:
     if note := newer_note(version("vllm")):
         _warn_once(note)
     _leave_out(apply_fitting(_MODEL_PATCHES, settings.disabled_patches), settings)
-    return tuple(patch.name for patch in _MODEL_PATCHES if patch.applied)
+    in_place = (patch for patch in _MODEL_PATCHES if patch.applied and patch.compiled)
+    return tuple(patch.name for patch in in_place)
 
 
 def apply_graph_patches() -> None:
