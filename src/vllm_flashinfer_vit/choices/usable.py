@@ -77,9 +77,8 @@ def usable_choices(
     """
     gpu_name = stack.gpus[0].name if stack.gpus else None
     look_up = lookup.fp8_choices_for if fp8 else lookup.choices_for
-    gpu = gpu_name, stack.capability
-    rest = head_dim, tuned_dir, stack.vllm
-    choices = look_up(*gpu, dtype, *rest)
+    capability, vllm = stack.capability, stack.vllm
+    choices = look_up(gpu_name, capability, dtype, head_dim, tuned_dir, vllm)
     if forced is not None:
         choices = lookup.forced(choices, forced)
     refusals: dict[str, str] = {}
@@ -103,8 +102,15 @@ def usable_choices(
         if kernel == forced:
             choices = ()
             break
-        measured = FP8_DTYPE if fp8 else dtype
-        again = lookup.measured_without(frozenset(refusals), *gpu, measured, *rest)
+        again = lookup.measured_without(
+            frozenset(refusals),
+            gpu_name,
+            capability,
+            FP8_DTYPE if fp8 else dtype,
+            head_dim,
+            tuned_dir,
+            vllm,
+        )
         if forced is not None and again:
             again = lookup.forced(again, forced)
         if again and (fp8_ranges(again) or not fp8_ranges(choices)):
