@@ -186,7 +186,7 @@ class TestPatches:
         messages: list[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(plugin, "version", lambda _: "0.99.0.dev1")
+        monkeypatch.setattr(plugin, "vllm_version", lambda: "0.99.0.dev1")
         for _ in range(2):
             assert layers_of(build(flashinfer))
         (line,) = [line for line in messages if "newer than those" in line]

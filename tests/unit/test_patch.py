@@ -184,7 +184,7 @@ def test_what_is_known_not_to_be_for_this_vllm(
 def test_releases_say_what_is_not_for_them(
     release: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprints, "version", lambda package: release)
+    monkeypatch.setattr(fingerprints, "vllm_version", lambda: release)
     assert ("pixtral-blocks" in fingerprints.left_out()) is expected
 
 

@@ -8,7 +8,6 @@ packed element offsets of vLLM's own FLASHINFER; the layer takes it from there.
 
 import functools
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.choices.resolve import choices_here
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
-from vllm_flashinfer_vit.machine.versions import check_vllm
+from vllm_flashinfer_vit.machine.versions import check_vllm, vllm_version
 from vllm_flashinfer_vit.settings import ENV_KERNEL, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -57,7 +56,7 @@ def resolve(
             supported.
         TableError: A file of measured choices cannot be used.
     """
-    if problem := check_vllm(version("vllm")):
+    if problem := check_vllm(vllm_version()):
         raise NotServedError(problem)
     try:
         return choices_here(head_dim, dtype, forced, tuned_dir)
@@ -91,7 +90,7 @@ def served(
     try:
         return resolve(head_dim, dtype, forced, settings.tuned_dir)
     except NotServedError as error:
-        if settings.strict or forced or check_vllm(version("vllm")):
+        if settings.strict or forced or check_vllm(vllm_version()):
             raise
         logger.warning_once(
             "FLASHINFER was asked for, but %s. vLLM's own kernel runs instead.",

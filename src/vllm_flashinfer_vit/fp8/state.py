@@ -7,7 +7,6 @@ and saving, is in one record, which each of them holds.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -23,6 +22,7 @@ from vllm_flashinfer_vit.fp8.policy import Policy, names
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.kernels.formats import HISTORY, DynamicScales
 from vllm_flashinfer_vit.machine.files import FileError
+from vllm_flashinfer_vit.machine.versions import vllm_version
 from vllm_flashinfer_vit.settings import ENV_FP8_SKIP_LAYERS, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -261,7 +261,7 @@ def made_by_engine(model: str) -> dict[str, str]:
     return {
         "command": "vLLM's mm_encoder_fp8_scale_save_path",
         "version": __version__,
-        "vllm": version("vllm"),
+        "vllm": vllm_version(),
         "model": model,
         "method": f"abs-max of {HISTORY} passes",
     }
