@@ -5,10 +5,9 @@ import importlib
 import logging
 import os
 from collections.abc import Iterable
-from importlib.metadata import version
 
 from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
-from vllm_flashinfer_vit.machine.versions import check_vllm, newer_note
+from vllm_flashinfer_vit.machine.versions import check_vllm, newer_note, vllm_version
 from vllm_flashinfer_vit.models import (
     documents,
     glm,
@@ -60,7 +59,7 @@ def register() -> None:
     """
     try:
         refusal = apply_platform_patches()
-        if problem := check_vllm(version("vllm")):
+        if problem := check_vllm(vllm_version()):
             if os.environ.get(_ENV_WARNED) != problem:
                 os.environ[_ENV_WARNED] = problem
                 logger.warning("%s Without FLASHINFER, vLLM runs as ever.", problem)
@@ -162,7 +161,7 @@ def apply_model_patches(settings: Settings) -> tuple[str, ...]:
         settings: The settings in force.
 
     Returns:
-        The names of all model patches that are in place.
+        The names of the model patches in place that code may hold which vLLM compiles.
 
     Raises:
         PatchError: A patch does not fit, and the settings are strict.
@@ -178,10 +177,11 @@ def apply_model_patches(settings: Settings) -> tuple[str, ...]:
         )
     # Runners import it after the model is built.
     importlib.import_module(encoder_graphs.MODULE)
-    if note := newer_note(version("vllm")):
+    if note := newer_note(vllm_version()):
         _warn_once(note)
     _leave_out(apply_fitting(_MODEL_PATCHES, settings.disabled_patches), settings)
-    return tuple(patch.name for patch in _MODEL_PATCHES if patch.applied)
+    in_place = (patch for patch in _MODEL_PATCHES if patch.applied and patch.compiled)
+    return tuple(patch.name for patch in in_place)
 
 
 def apply_graph_patches() -> None:

@@ -189,7 +189,7 @@ class TestPatches:
         messages: list[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(plugin, "version", lambda _: "0.99.0.dev1")
+        monkeypatch.setattr(plugin, "vllm_version", lambda: "0.99.0.dev1")
         for _ in range(2):
             assert layers_of(build(flashinfer))
         (line,) = [line for line in messages if "newer than those" in line]
@@ -270,10 +270,10 @@ class TestPatches:
 class TestServed:
     @pytest.fixture
     def nothing_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from vllm_flashinfer_vit.engine import selection
+        from vllm_flashinfer_vit.choices import resolve
 
         refused = {"triton": "triton: needs another GPU"}
-        monkeypatch.setattr(selection, "usable_choices", lambda *_, **__: ((), refused))
+        monkeypatch.setattr(resolve, "usable_choices", lambda *_, **__: ((), refused))
         # Answers are kept by their arguments, of which this is one.
         monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path))
 
@@ -302,6 +302,7 @@ class TestServed:
     def test_each_folder_of_tables_has_its_answer(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flashinfer: Tower
     ) -> None:
+        from vllm_flashinfer_vit.choices import resolve
         from vllm_flashinfer_vit.engine import selection
 
         asked: list[Path] = []
@@ -312,7 +313,7 @@ class TestServed:
             asked.append(folder)
             return (Choice("reference", None, folder.name),), {}
 
-        monkeypatch.setattr(selection, "usable_choices", usable)
+        monkeypatch.setattr(resolve, "usable_choices", usable)
         for name in ("one", "other", "one"):
             monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path / name))
             settings = Settings.from_env()

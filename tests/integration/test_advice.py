@@ -96,7 +96,7 @@ def test_a_runner_without_graphs_is_named(
     config_of: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(advice, "version", lambda _: release)
+    monkeypatch.setattr(advice, "vllm_version", lambda: release)
     text = graphs_off(config_of(v2=v2))
     assert text is not None
     assert (f"set {ENV_V2_RUNNER}=0" in text) is named

@@ -211,7 +211,7 @@ class TestLayer:
         assert theirs._fp8_state.position.item() == 1
         skip = Settings(fp8_skip_layers=frozenset({"1"}))
         with pytest.raises(NotServedError, match=rf"names '1'.*the layers are {NAME}$"):
-            record.check_names(None, skip)
+            record.check_names(skip)
 
     def test_a_forced_kernel_is_for_what_runs_in_fp8(
         self, monkeypatch: pytest.MonkeyPatch

@@ -380,7 +380,7 @@ def test_a_runner_without_graphs_is_named(
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     monkeypatch.setattr(config.compilation_config, "cudagraph_mm_encoder", graphs)
     monkeypatch.setattr(type(config), "use_v2_model_runner", v2)
-    monkeypatch.setattr(advice, "version", lambda _: "0.25.1")
+    monkeypatch.setattr(advice, "vllm_version", lambda: "0.25.1")
     with tower.running(), mock.patch.object(layer.logger, "warning_once") as warning:
         MMEncoderAttention(num_heads=4, head_size=16)
     said = [" ".join(map(str, call.args)) for call in warning.call_args_list]

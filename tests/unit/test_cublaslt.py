@@ -74,6 +74,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False
     )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     yield library
     # What tests have made is destroyed while the stub is in place.
     gc.collect()
@@ -210,7 +211,7 @@ def test_an_algorithm_is_asked_for_as_pytorch_asks(library: Library) -> None:
     assert asked[:8] == (HANDLE, 101, 102, 103, 104, 104, 105, 1)
     assert isinstance(asked[8], cublaslt._Heuristic)
     assert library.of("MatmulPreferenceCreate") == [(105,)]
-    # 32 MiB of workspace; alignments of the weight, x, the output and the bias.
+    # 1 MiB of workspace; alignments of the weight, x, the output and the bias.
     assert library.attributes("MatmulPreference", 105) == {
         1: (2**20, 8),
         5: (256, 4),
@@ -249,13 +250,37 @@ def test_a_call_holds_what_it_needs(library: Library) -> None:
     call = prepare(problems, t, layer)
     x, out, workspace = call.held
     assert x is t.x and out is t.out
-    assert workspace.numel() == 640 and workspace.dtype == torch.uint8
+    assert workspace.nbytes >= 640
     del problems
     gc.collect()
     call(layer)
     # Its layouts outlive the collection of problems.
     assert not library.of("MatrixLayoutDestroy")
     assert library.of("Matmul")[0][13] == workspace.data_ptr()
+
+
+def test_a_stream_has_one_workspace_and_each_captured_gemm_its_own(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = Problems()
+
+    def workspace(rows: int) -> torch.Tensor:
+        t = tensors(rows)
+        call = prepare(problems, t, LayerWeights(t.weight, t.bias, False))
+        return call.held[2]
+
+    shared = workspace(3)
+    # The most that cuBLASLt may ask for.
+    assert shared.nbytes == 2**20
+    assert workspace(5) is shared
+    stream = "_cuda_getCurrentRawStream"
+    monkeypatch.setattr(torch._C, stream, lambda device: STREAM + 1, raising=False)
+    other = workspace(3)
+    assert other is not shared and workspace(5) is other
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = [workspace(3), workspace(3)]
+    assert len({id(x) for x in (shared, other, *captured)}) == 4
+    assert [x.nbytes for x in captured] == [640, 640]
 
 
 def test_an_algorithm_is_asked_for_once_for_its_sizes(library: Library) -> None:

@@ -145,7 +145,7 @@ class TestPolicy:
         path.write_text("{")
         engine.mm_encoder_fp8_scale_path = str(path)
         with pytest.raises(ScaleError, match="scales.json"):
-            policy()
+            Engine(required())
 
     def test_saving_keeps_track_with_block_scales_too(
         self, engine: SimpleNamespace, tmp_path: Path
@@ -188,11 +188,11 @@ class TestSkippedLayers:
     def test_unknown_ones_are_an_error(self, engine: SimpleNamespace) -> None:
         layers = EngineScales(engine_config())
         layers.enroll(NAME, 72, None)
-        layers.check_names(None, Settings(fp8_skip_layers=frozenset({"3"})))
+        layers.check_names(Settings(fp8_skip_layers=frozenset({"3"})))
         with pytest.raises(
             NotServedError, match=f"{ENV_FP8_SKIP_LAYERS} names '7'.*{NAME}"
         ):
-            layers.check_names(None, Settings(fp8_skip_layers=frozenset({"3", "7"})))
+            layers.check_names(Settings(fp8_skip_layers=frozenset({"3", "7"})))
 
     def test_compiled_blocks_cannot_differ(self, engine: SimpleNamespace) -> None:
         engine.compile_mm_encoder = True
@@ -216,17 +216,17 @@ class TestState:
         torch.testing.assert_close(state.scales, torch.tensor([1.0, 0.1, 0.01]))
         assert not state.state_dict()
         with pytest.raises(ScaleError, match="'other'.*is none of this model"):
-            layers.check_names(found, Settings())
+            layers.check_names(Settings())
 
     def test_a_layer_that_the_file_lacks(
         self, engine: SimpleNamespace, tmp_path: Path
     ) -> None:
         engine.mm_encoder_fp8_scale_path = str(put_scales(tmp_path, "other"))
         with pytest.raises(ScaleError, match=NAME):
-            ScaleState(required(), NAME, 72)
+            Engine(required(), (NAME,))
 
-    def test_is_what_the_kernels_take(self, engine: SimpleNamespace) -> None:
-        state = ScaleState(required(fp8_scales="dynamic"), NAME, 72)
+    def test_is_what_the_kernels_take(self) -> None:
+        state = ScaleState(NAME, 72, None)
         for name, tensor in DynamicScales.on("cpu")._asdict().items():
             buffer = getattr(state, name)
             assert (buffer.dtype, buffer.shape) == (tensor.dtype, tensor.shape)
@@ -280,13 +280,35 @@ class TestEngines:
         engine.mm_encoder_fp8_scale_path = str(put_scales(tmp_path, *NAMES))
         found = required()
         whole, part = Engine(found), Engine(found, NAMES[:1])
-        whole.layers.check_names(found, Settings())
+        whole.layers.check_names(Settings())
         with pytest.raises(ScaleError, match=f"{NAMES[1]!r}.*is none of this model"):
-            part.layers.check_names(found, Settings())
+            part.layers.check_names(Settings())
         skip = Settings(fp8_skip_layers=frozenset({"4"}))
-        whole.layers.check_names(None, skip)
+        whole.layers.check_names(skip)
         with pytest.raises(NotServedError, match="names '4'"):
-            part.layers.check_names(None, skip)
+            part.layers.check_names(skip)
+
+    def test_an_engine_reads_its_file_once(
+        self,
+        engine: SimpleNamespace,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        path = put_scales(tmp_path, *NAMES)
+        engine.mm_encoder_fp8_scale_path = str(path)
+        read, seen = scales.read, list[Path]()
+
+        def counted(path: Path) -> scales.ScaleFile:
+            seen.append(path)
+            return read(path)
+
+        monkeypatch.setattr(scales, "read", counted)
+        for _ in range(2):
+            layers = Engine(required()).layers
+            for _ in NAMES:
+                layers.check_names(Settings())
+        # Each engine anew: calibrate may have made another file in between.
+        assert seen == [path, path]
 
     def test_each_counts_and_saves_what_it_saw(
         self, engine: SimpleNamespace, tmp_path: Path

@@ -15,6 +15,7 @@ from vllm_flashinfer_vit.patches.patch import (
     apply_fitting,
     revert_group,
 )
+from vllm_flashinfer_vit.settings import Settings
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_what_is_known_not_to_be_for_this_vllm(
 def test_releases_say_what_is_not_for_them(
     release: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprints, "version", lambda package: release)
+    monkeypatch.setattr(fingerprints, "vllm_version", lambda: release)
     assert ("pixtral-blocks" in fingerprints.left_out()) is expected
 
 
@@ -196,3 +197,21 @@ def test_patches_have_names_and_targets_of_their_own() -> None:
     patches = plugin.all_patches()
     assert len({patch.name for patch in patches}) == len(patches)
     assert len({patch.target for patch in patches}) == len(patches)
+
+
+def test_compiled_code_meets_all_patches_of_a_forward() -> None:
+    unmet = {patch.target for patch in plugin.all_patches() if not patch.compiled}
+    # vLLM compiles a module's `forward`, and what that calls.
+    assert unmet and not any(target.endswith(".forward") for target in unmet)
+
+
+def test_patches_that_no_compiled_code_meets_are_not_in_its_cache_key(
+    monkeypatch: pytest.MonkeyPatch, target: type
+) -> None:
+    group = (make_patch(name="met"), make_patch("make", ("cls", "x"), doubled, "unmet"))
+    group[1].compiled = False
+    monkeypatch.setattr(plugin, "_MODEL_PATCHES", group)
+    monkeypatch.setattr(plugin, "newer_note", lambda vllm: None)
+    assert plugin.apply_model_patches(Settings()) == ("met",)
+    assert all(patch.applied for patch in group)
+    revert_group(group)

@@ -44,6 +44,7 @@ def _fake_nvml(gpus: list[Gpu]) -> types.SimpleNamespace:
         ("", ()),
         ("-1", ()),
         ("0,-1,1", (HOPPER,)),
+        ("0,2,1", (HOPPER,)),
     ],
 )
 def test_gpus_follow_cuda_visible_devices(
@@ -59,6 +60,41 @@ def test_gpus_follow_cuda_visible_devices(
     assert stack.gpus == expected
     assert stack.driver == "580.65.06"
     assert stack.capability == (expected[0].capability if expected else None)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "order", "is_said"),
+    [
+        ((AMPERE, HOPPER), None, None, True),
+        ((AMPERE, HOPPER), "0", None, True),
+        ((AMPERE, HOPPER), "0", "FASTEST_FIRST", True),
+        ((AMPERE, HOPPER), "0", "PCI_BUS_ID", False),
+        ((AMPERE, HOPPER), "GPU-0,GPU-1", None, False),
+        ((AMPERE, HOPPER), "", None, False),
+        ((HOPPER, HOPPER), None, None, False),
+    ],
+)
+def test_gpus_that_cuda_may_number_otherwise(
+    gpus: tuple[Gpu, ...],
+    visible: str | None,
+    order: str | None,
+    is_said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probing, "_load_nvml", lambda: _fake_nvml(list(gpus)))
+    for name, value in (
+        ("CUDA_VISIBLE_DEVICES", visible),
+        ("CUDA_DEVICE_ORDER", order),
+    ):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    said = [p for p in probe(libraries=False).problems if "several kinds" in p.what]
+    assert bool(said) is is_said
+    for problem in said:
+        assert "NVIDIA A100 and NVIDIA H200" in problem.what
+        assert problem.remedy == "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        assert not problem.fatal
 
 
 def test_a_broken_driver_is_a_stated_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from vllm_flashinfer_vit.choices import resolve  # noqa: E402
 from vllm_flashinfer_vit.choices.lookup import Choice  # noqa: E402
 from vllm_flashinfer_vit.choices.usable import NotServedError  # noqa: E402
 from vllm_flashinfer_vit.fp8 import policy as fp8  # noqa: E402
@@ -22,7 +23,9 @@ class TestResolve:
     ) -> tuple[Choice, ...]:
         choices = tuple(Choice(kernel, None, "") for kernel in left)
         refusals = {refused: f"{refused}: it cannot"}
-        monkeypatch.setattr(fp8, "usable_choices", lambda *_, **__: (choices, refusals))
+        monkeypatch.setattr(
+            resolve, "usable_choices", lambda *_, **__: (choices, refusals)
+        )
         return fp8.resolve_fp8.__wrapped__(96, torch.bfloat16, None, None)
 
     def test_no_fp8_kernel_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,23 @@ from _stacks import HOPPER, STACK
 
 from vllm_flashinfer_vit.choices import lookup, usable
 from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.derive import derive_classes
 from vllm_flashinfer_vit.choices.lookup import (
     Choice,
     choices_for,
     fp8_ranges,
     plan_of,
 )
-from vllm_flashinfer_vit.choices.table import Table
+from vllm_flashinfer_vit.choices.table import Measurement, Table
 from vllm_flashinfer_vit.choices.usable import usable_choices
 from vllm_flashinfer_vit.ops.plan import Class
 from vllm_flashinfer_vit.settings import ENV_KERNEL
+
+
+def put_in_place(monkeypatch: pytest.MonkeyPatch, table: tuple[Choice, ...]) -> None:
+    """Have these choices in place of the H200's, without measurements."""
+    monkeypatch.setattr(lookup, "choices_for", lambda *_: table)
+    monkeypatch.setattr(lookup, "measured_without", lambda *_: ())
 
 
 class TestAttempts:
@@ -30,7 +37,7 @@ class TestAttempts:
             Choice("triton", 1024, "short"),
             Choice("flash_attn_4", None, "long", "flash_attn"),
         )
-        monkeypatch.setattr(lookup, "choices_for", lambda *_: table)
+        put_in_place(monkeypatch, table)
 
     def kernels(self, error: str | None, forced: str | None = None) -> list[str]:
         stack = replace(STACK, flash_attn=(2, 3, 4))
@@ -57,7 +64,7 @@ class TestAttempts:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         table = (Choice("triton", None, "", "hopper_fp8"),)
-        monkeypatch.setattr(lookup, "choices_for", lambda *_: table)
+        put_in_place(monkeypatch, table)
         choices, refusals = usable_choices(STACK, 80, "bfloat16")
         assert plan_of(choices).text == "*:triton"
         assert list(refusals) == ["hopper_fp8", "triton_fp8"]
@@ -187,6 +194,75 @@ class TestUsableFp8Choices:
         assert choices == ()
 
 
+class TestMeasuredWithout:
+    """What the other kernels' measurements say where the fastest one cannot run."""
+
+    # Times by kernel, by the longest sequence.
+    HALF = {
+        512: {"triton": 10.0, "flash_attn": 15.0, "flash_attn_4": 12.0},
+        1024: {"triton": 11.0, "flash_attn": 14.0, "flash_attn_4": 10.0},
+        4096: {"triton": 20.0, "flash_attn": 12.0, "flash_attn_4": 10.0},
+    }
+    FP8 = {
+        1024: {"triton": 10.0, "hopper_fp8": 8.0, "triton_fp8": 12.0},
+        8192: {"triton": 10.0, "hopper_fp8": 5.0, "triton_fp8": 8.0},
+    }
+
+    def plan(
+        self, folder: Path, times: dict[int, dict[str, float]], *refused: str
+    ) -> tuple[str, set[str]]:
+        """Return the plan and the reasons by a table of such times."""
+        fp8 = times is not self.HALF
+        dtype = "float8_e4m3fn" if fp8 else "bfloat16"
+        rows = tuple(Measurement(dtype, 80, at, 1, us) for at, us in times.items())
+        gpu = STACK.gpus[0].name
+        classes = {f"{dtype}/80": derive_classes(rows)}
+        table = Table({"gpu": gpu, "vllm": "0.25.1"}, classes, rows)
+        tuned.write(table, folder / tuned.file_name(gpu))
+        choices, refusals = usable_choices(
+            STACK,
+            80,
+            "bfloat16",
+            tuned_dir=folder,
+            fp8=fp8,
+            attempt=lambda kernel: "no" if kernel in refused else None,
+        )
+        assert list(refusals) == list(refused)
+        return plan_of(choices).text, {choice.reason for choice in choices}
+
+    def test_the_next_best_serves_each_length(self, tmp_path: Path) -> None:
+        text, _ = self.plan(tmp_path, self.HALF)
+        assert text == "512:triton,*:flash_attn_4/flash_attn"
+        text, (reason,) = self.plan(tmp_path, self.HALF, "flash_attn_4")
+        assert text == "1024:triton,*:flash_attn"
+        assert reason == (
+            "fastest on this machine, measured by tune with vLLM 0.25.1, without "
+            "flash_attn_4"
+        )
+
+    def test_fp8_begins_where_the_other_kernel_pays(self, tmp_path: Path) -> None:
+        assert self.plan(tmp_path, self.FP8)[0] == "*:hopper_fp8"
+        text, _ = self.plan(tmp_path, self.FP8, "hopper_fp8")
+        assert text == "1024:triton,*:triton_fp8"
+
+    def test_fp8_that_was_asked_for_stays(self, tmp_path: Path) -> None:
+        slow = {at: us | {"triton_fp8": 11.0} for at, us in self.FP8.items()}
+        text, _ = self.plan(tmp_path, slow, "hopper_fp8")
+        assert text == "*:triton_fp8"
+
+    def test_a_forced_kernel_keeps_its_class(self, tmp_path: Path) -> None:
+        self.plan(tmp_path, self.HALF)
+        choices, _ = usable_choices(
+            STACK,
+            80,
+            "bfloat16",
+            "triton_window",
+            tmp_path,
+            attempt=lambda kernel: "no",
+        )
+        assert plan_of(choices).text == "128:triton_window,1024:triton,*:flash_attn"
+
+
 def test_choices_are_those_of_the_table_where_all_run() -> None:
     choices, refusals = usable_choices(STACK, 80, "bfloat16")
     assert choices == choices_for(HOPPER.name, (9, 0), "bfloat16", 80, None, STACK.vllm)
@@ -195,7 +271,7 @@ def test_choices_are_those_of_the_table_where_all_run() -> None:
 
 def test_choices_drop_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     table = (Choice("cudnn", 1024, "short"), Choice("flash_attn", None, "long"))
-    monkeypatch.setattr(lookup, "choices_for", lambda *_: table)
+    put_in_place(monkeypatch, table)
     stack = replace(STACK, flashinfer=None)
     choices, refusals = usable_choices(stack, 80, "bfloat16")
     assert choices == table[1:]

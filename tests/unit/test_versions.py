@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from vllm_flashinfer_vit.machine import versions
 from vllm_flashinfer_vit.machine.versions import (
     ENV_V2_RUNNER,
     TESTED_VLLM,
@@ -14,6 +15,7 @@ from vllm_flashinfer_vit.machine.versions import (
     format_cudnn,
     newer_note,
     runner_note,
+    vllm_version,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -103,3 +105,19 @@ def test_the_runner_note_is_only_for_versions_that_it_is_true_for(
 def test_the_runner_note_says_who_chose_the_runner() -> None:
     assert "its default for dense models" in str(runner_note("0.25.1", {}))
     assert f"set by {ENV_V2_RUNNER}" in str(runner_note("0.25.1", {ENV_V2_RUNNER: "1"}))
+
+
+def test_the_installed_vllm_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def found(package: str) -> str:
+        read.append(package)
+        return "0.33.0"
+
+    monkeypatch.setattr(versions, "version", found)
+    vllm_version.cache_clear()
+    try:
+        assert [vllm_version() for _ in range(3)] == ["0.33.0"] * 3
+    finally:
+        vllm_version.cache_clear()
+    assert read == ["vllm"]

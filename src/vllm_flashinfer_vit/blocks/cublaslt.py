@@ -211,10 +211,15 @@ class _Problem:
 
 
 class Problems:
-    """The algorithms that a tower's passes have asked for, the latest ones."""
+    """The algorithms that a tower's passes have asked for, the latest ones.
+
+    GEMMs of one stream run one after another, so they share a workspace: kept passes
+    hold none of their own. What a CUDA graph captures belongs to the graph.
+    """
 
     def __init__(self) -> None:
         """Begin empty."""
+        self._workspaces: dict[tuple[int, int], torch.Tensor] = {}
         self._found: OrderedDict[Sizes, _Problem] = OrderedDict()
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
@@ -262,15 +267,16 @@ class Problems:
                 self._found.popitem(last=False)
         else:
             self._found.move_to_end(sizes)
+        device = x.device.index
+        raw_stream = torch._C._cuda_getCurrentRawStream(device)
         workspace_bytes = problem.found.workspace
-        workspace = x.new_empty(workspace_bytes, dtype=torch.uint8)
+        workspace = self._workspace(x, workspace_bytes, (device, raw_stream))
         matmul = library.cublasLtMatmul
         one, zero = ctypes.byref(self._one), ctypes.byref(self._zero)
         x_at, out_at = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
         algorithm = ctypes.byref(problem.found.algo)
         room = ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(workspace_bytes)
-        device = x.device.index
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
+        stream = ctypes.c_void_p(raw_stream)
 
         def launch(layer: LayerWeights) -> None:
             status = matmul(
@@ -295,6 +301,18 @@ class Problems:
 
         launch.held = x, out, workspace  # type: ignore[attr-defined]
         return launch
+
+    def _workspace(
+        self, like: torch.Tensor, num_bytes: int, where: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return memory on the current stream, which `where` names."""
+        if torch.cuda.is_current_stream_capturing():
+            return like.new_empty(num_bytes, dtype=torch.uint8)
+        found = self._workspaces.get(where)
+        if found is None:
+            found = like.new_empty(_WORKSPACE, dtype=torch.uint8)
+            self._workspaces[where] = found
+        return found
 
 
 def _alignment(tensor: torch.Tensor) -> int:

@@ -3,10 +3,10 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from vllm_flashinfer_vit.choices.table import Measurement
+from vllm_flashinfer_vit.choices.table import Measurement, Table
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
 from vllm_flashinfer_vit.ops.plan import Class
 
@@ -69,6 +69,33 @@ def derive_classes(measurements: Sequence[Measurement]) -> tuple[Class, ...]:
         shared, end = both or near, longest
         members.append(by_kernel)
     return (*classes, _class(None, shared, members))
+
+
+def derive_without(
+    table: Table, dtype: str, head_dim: int, refused: Container[str]
+) -> tuple[Class, ...] | None:
+    """Choose classes of a table's entry again, of the kernels that are not refused.
+
+    Args:
+        table: The table.
+        dtype: Name of the entry's dtype.
+        head_dim: The entry's head dim, in elements.
+        refused: Names of kernels.
+
+    Returns:
+        The classes; None if the table has no measurements that give any.
+    """
+    left = [
+        row._replace(
+            us={name: us for name, us in row.us.items() if name not in refused}
+        )
+        for row in table.measurements
+        if (row.dtype, row.head_dim) == (dtype, head_dim)
+    ]
+    try:
+        return derive_classes(left)
+    except TuneError:
+        return None
 
 
 def _class(

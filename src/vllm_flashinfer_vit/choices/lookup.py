@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.derive import derive_without
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.kernels.formats import MAX_WINDOW
 from vllm_flashinfer_vit.machine.stack import Stack
@@ -163,6 +164,39 @@ def fp8_choices_for(
     return (*short, Choice(kernel, None, f"FP8, {_UNMEASURED}"))
 
 
+def measured_without(
+    refused: frozenset[str],
+    gpu_name: str | None,
+    capability: tuple[int, int] | None,
+    dtype: "torch.dtype | str",
+    head_dim: int,
+    tuned_dir: Path | None = None,
+    vllm: str | None = None,
+) -> tuple[Choice, ...]:
+    """Return the choices that measurements give where kernels cannot run.
+
+    Args:
+        refused: Names of these kernels.
+        gpu_name: As for `choices_for`, like the other arguments.
+        capability: See `gpu_name`.
+        dtype: As for `choices_for`; `FP8_DTYPE` for layers with FP8 attention.
+        head_dim: See `gpu_name`.
+        tuned_dir: See `gpu_name`.
+        vllm: See `gpu_name`.
+
+    Returns:
+        The choices; none where nothing was measured, or no measured kernel takes
+        sequences of any length.
+
+    Raises:
+        TableError: A file of measurements cannot be used.
+    """
+    if gpu_name is None or capability is None:
+        return ()
+    entry = _look_up(gpu_name, capability, dtype, head_dim, tuned_dir, vllm)
+    return () if entry is None else entry.choices_without(refused, dtype, head_dim)
+
+
 def fp8_ranges(choices: Iterable[Choice]) -> list[tuple[int, int | None]]:
     """Return the longest sequences, in tokens, that run in FP8: first and last ones.
 
@@ -256,10 +290,21 @@ class _Entry(NamedTuple):
 
     def choices(self, head_dim: int) -> tuple[Choice, ...]:
         """Return the choices of layers with this head dim or a smaller one."""
-        reason = self.origin
-        if self.head_dim != head_dim:
-            reason += f", at head dim {self.head_dim}, the next that was measured"
+        reason = self._reason(head_dim)
         return tuple(Choice(c.kernel, c.max_len, reason, c.many) for c in self.classes)
+
+    def choices_without(
+        self, refused: frozenset[str], dtype: "torch.dtype | str", head_dim: int
+    ) -> tuple[Choice, ...]:
+        """Return the same, none if there are none, of the kernels not refused."""
+        classes = derive_without(self.table, _name(dtype), self.head_dim, refused)
+        reason = f"{self._reason(head_dim)}, without {' and '.join(sorted(refused))}"
+        return tuple(Choice(c.kernel, c.max_len, reason, c.many) for c in classes or ())
+
+    def _reason(self, head_dim: int) -> str:
+        if self.head_dim == head_dim:
+            return self.origin
+        return f"{self.origin}, at head dim {self.head_dim}, the next that was measured"
 
 
 def _look_up(
@@ -271,7 +316,7 @@ def _look_up(
     vllm: str | None,
 ) -> _Entry | None:
     """Return what was measured, or None."""
-    dtype_name = str(dtype).removeprefix("torch.")
+    dtype_name = _name(dtype)
     found: _Entry | None = None
     for table, origin in _tables(gpu_name, capability, tuned_dir, vllm):
         for name, classes in table.classes.items():
@@ -282,6 +327,10 @@ def _look_up(
             if found is None or measured < found.head_dim:
                 found = _Entry(measured, classes, table, origin)
     return found
+
+
+def _name(dtype: "torch.dtype | str") -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _tables(

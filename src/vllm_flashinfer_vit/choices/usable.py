@@ -52,8 +52,10 @@ def usable_choices(
 ) -> tuple[tuple[Choice, ...], dict[str, str]]:
     """Drop from a GPU's table of choices what this machine cannot run.
 
-    A kernel that cannot run has its record's fallback in its place; where one of a
-    class's two kernels cannot, the other serves all of it.
+    Where a kernel cannot run, the others' measurements choose again. Without any, its
+    record's fallback takes its place; where one of a class's two kernels cannot run,
+    the other serves all of it. The fallback of an FP8 kernel does so, too, where the
+    others' measurements would leave FP8, which was asked for.
 
     Args:
         stack: What the machine has. If its libraries were left out, they are inspected
@@ -75,9 +77,8 @@ def usable_choices(
     """
     gpu_name = stack.gpus[0].name if stack.gpus else None
     look_up = lookup.fp8_choices_for if fp8 else lookup.choices_for
-    choices = look_up(
-        gpu_name, stack.capability, dtype, head_dim, tuned_dir, stack.vllm
-    )
+    capability, vllm = stack.capability, stack.vllm
+    choices = look_up(gpu_name, capability, dtype, head_dim, tuned_dir, vllm)
     if forced is not None:
         choices = lookup.forced(choices, forced)
     refusals: dict[str, str] = {}
@@ -100,6 +101,20 @@ def usable_choices(
         refusals[kernel] = f"{kernel}: {verdict.reason}{remedy}"
         if kernel == forced:
             choices = ()
+            break
+        again = lookup.measured_without(
+            frozenset(refusals),
+            gpu_name,
+            capability,
+            FP8_DTYPE if fp8 else dtype,
+            head_dim,
+            tuned_dir,
+            vllm,
+        )
+        if forced is not None and again:
+            again = lookup.forced(again, forced)
+        if again and (fp8_ranges(again) or not fp8_ranges(choices)):
+            choices = again
         elif record.fallback and record.fallback not in refusals:
             choices = lookup.replaced(choices, kernel, record.fallback)
         else:

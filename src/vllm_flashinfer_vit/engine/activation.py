@@ -16,8 +16,8 @@ class Activation:
     """What a layer calls while it is built, so that vLLM is patched; unset, nothing.
 
     Attributes:
-        model_patches: For every FLASHINFER layer; returns the names of the patches of
-            models that are in place.
+        model_patches: For every FLASHINFER layer; returns the names of the patches in
+            place that code may hold which vLLM compiles.
         fp8_patches: For a layer that keeps track of its FP8 scales.
         graph_patches: For an engine without FLASHINFER whose encoder CUDA graphs are
             to be padded as with it.

@@ -3,10 +3,9 @@
 
 import os
 from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Any
 
-from vllm_flashinfer_vit.machine.versions import runner_note
+from vllm_flashinfer_vit.machine.versions import runner_note, vllm_version
 from vllm_flashinfer_vit.settings import unknown_variables
 
 FLAG = """--compilation-config '{"cudagraph_mm_encoder": true}'"""
@@ -29,7 +28,7 @@ def ignored(vllm_config: Any) -> Iterator[str]:
     if (
         vllm_config.compilation_config.cudagraph_mm_encoder
         and vllm_config.use_v2_model_runner
-        and (note := runner_note(version("vllm"), os.environ))
+        and (note := runner_note(vllm_version(), os.environ))
     ):
         yield note
 
@@ -72,5 +71,5 @@ def _advice(vllm_config: Any) -> str | None:
         f"models {least} to {most} times as fast for one image of up to 4096 patches, "
         f"which otherwise waits for Python. To turn them on, add {FLAG}."
     )
-    note = vllm_config.use_v2_model_runner and runner_note(version("vllm"), os.environ)
+    note = vllm_config.use_v2_model_runner and runner_note(vllm_version(), os.environ)
     return f"{advice} {note}" if note else advice

@@ -149,7 +149,7 @@ class FlashInferViTAttention(MMEncoderAttention):
             ScaleError: The scale file does.
         """
         if self._engine_scales is not None:
-            self._engine_scales.check_names(self._fp8_policy, self._settings)
+            self._engine_scales.check_names(self._settings)
         if self.program is not None:
             self.program.build()
         if current_platform.is_cuda():

@@ -8,7 +8,6 @@ packed element offsets of vLLM's own FLASHINFER; the layer takes it from there.
 
 import functools
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ from vllm.model_executor.models.vision import get_multimodal_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_flashinfer_vit.choices.lookup import Choice, other_versions
-from vllm_flashinfer_vit.choices.trial import attempt
-from vllm_flashinfer_vit.choices.usable import NotServedError, usable_choices
+from vllm_flashinfer_vit.choices.lookup import Choice
+from vllm_flashinfer_vit.choices.resolve import choices_here
+from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
-from vllm_flashinfer_vit.machine.probe import probe
-from vllm_flashinfer_vit.machine.versions import check_vllm
+from vllm_flashinfer_vit.machine.versions import check_vllm, vllm_version
 from vllm_flashinfer_vit.settings import ENV_KERNEL, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -58,29 +56,16 @@ def resolve(
             supported.
         TableError: A file of measured choices cannot be used.
     """
-    if problem := check_vllm(version("vllm")):
+    if problem := check_vllm(vllm_version()):
         raise NotServedError(problem)
-    stack = probe(libraries=False)
-    choices, refusals = usable_choices(
-        stack,
-        head_dim,
-        dtype,
-        forced,
-        tuned_dir,
-        attempt=functools.partial(attempt, head_dim=head_dim, dtype=dtype),
-    )
-    if not choices:
+    try:
+        return choices_here(head_dim, dtype, forced, tuned_dir)
+    except NotServedError as error:
         advice = f". Unset {ENV_KERNEL}={forced}" if forced else ""
         raise NotServedError(
             f"no kernel of vllm-flashinfer-vit serves head dim {head_dim} in {dtype}: "
-            + "; ".join(refusals.values())
-            + advice
-        )
-    for refusal in refusals.values():
-        logger.warning_once("vllm-flashinfer-vit does not use the kernel %s", refusal)
-    if not forced and (note := other_versions(stack, dtype, head_dim, tuned_dir)):
-        logger.info_once("vllm-flashinfer-vit: %s", note)
-    return choices
+            f"{error}{advice}"
+        ) from None
 
 
 def served(
@@ -105,7 +90,7 @@ def served(
     try:
         return resolve(head_dim, dtype, forced, settings.tuned_dir)
     except NotServedError as error:
-        if settings.strict or forced or check_vllm(version("vllm")):
+        if settings.strict or forced or check_vllm(vllm_version()):
             raise
         logger.warning_once(
             "FLASHINFER was asked for, but %s. vLLM's own kernel runs instead.",

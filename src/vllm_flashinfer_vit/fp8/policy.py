@@ -18,23 +18,11 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.vision import get_multimodal_config
 
 from vllm_flashinfer_vit import __version__
-from vllm_flashinfer_vit.choices.lookup import (
-    PORTABLE_FP8,
-    Choice,
-    fp8_ranges,
-    other_versions,
-)
-from vllm_flashinfer_vit.choices.trial import attempt
-from vllm_flashinfer_vit.choices.usable import (
-    NotServedError,
-    serves_fp8,
-    usable_choices,
-)
-from vllm_flashinfer_vit.fp8 import scale_files as scales
+from vllm_flashinfer_vit.choices.lookup import PORTABLE_FP8, Choice, fp8_ranges
+from vllm_flashinfer_vit.choices.resolve import choices_here
+from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
 from vllm_flashinfer_vit.kernels.formats import BLOCK, HISTORY
-from vllm_flashinfer_vit.machine.probe import probe
-from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 from vllm_flashinfer_vit.settings import (
     ENV_FP8_SCALES,
     ENV_FP8_SKIP_LAYERS,
@@ -120,7 +108,6 @@ def policy_for(
 
     Raises:
         NotServedError: FP8 was asked for and cannot be had, or settings contradict.
-        ScaleError: A file of scales cannot be used, or not for this layer.
     """
     config = get_multimodal_config()
     if config is None or config.mm_encoder_attn_dtype is None:
@@ -163,8 +150,6 @@ def policy_for(
         )
     )
     method = _method(choices, path, settings)
-    if path is not None:
-        _warn_of_origin(path)
     margin = config.mm_encoder_fp8_scale_save_margin
     return Policy(choices, method, path, save_path, margin)
 
@@ -218,48 +203,14 @@ def resolve_fp8(
             f"{ENV_KERNEL}={forced} contradicts mm_encoder_attn_dtype=fp8: use one of "
             + ", ".join(sorted(fp8_names()))
         )
-    stack = probe(libraries=False)
-    choices, refusals = usable_choices(
-        stack,
-        head_dim,
-        dtype,
-        forced,
-        tuned_dir,
-        fp8=True,
-        attempt=functools.partial(attempt, head_dim=head_dim, dtype=dtype),
-    )
-    if not serves_fp8(choices, refusals):
+    try:
+        return choices_here(head_dim, dtype, forced, tuned_dir, fp8=True)
+    except NotServedError as error:
         raise NotServedError(
             "mm_encoder_attn_dtype=fp8 was asked for, and no FP8 kernel serves head "
-            f"dim {head_dim} in {dtype}: {'; '.join(refusals.values())}. Leave "
-            "--mm-encoder-attn-dtype out to run in the model's dtype"
-        )
-    for refusal in refusals.values():
-        logger.warning_once("vllm-flashinfer-vit does not use the kernel %s", refusal)
-    if not forced and (note := other_versions(stack, FP8_DTYPE, head_dim, tuned_dir)):
-        logger.info_once("vllm-flashinfer-vit: %s", note)
-    return choices
-
-
-def _warn_of_origin(path: Path) -> None:
-    """Say if a file of scales is of vLLM's own making or of another model."""
-    file = scales.read(path)
-    if file.is_upstream:
-        logger.warning_once(
-            "%s was written by vLLM itself, whose scales come from signed maxima: "
-            "negative values beyond them are cut off. `vllm-flashinfer-vit calibrate "
-            "--merge` makes a file of absolute maxima.",
-            path,
-        )
-        return
-    model = get_current_vllm_config().model_config.model
-    if file.made_by["model"] != model:
-        logger.warning_once(
-            "the FP8 scales of %s were made with model %s, this one is %s",
-            path,
-            file.made_by["model"],
-            model,
-        )
+            f"dim {head_dim} in {dtype}: {error}. Leave --mm-encoder-attn-dtype out to "
+            "run in the model's dtype"
+        ) from None
 
 
 def names(entry: str, layer_name: str) -> bool:

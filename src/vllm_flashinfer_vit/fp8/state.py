@@ -7,7 +7,6 @@ and saving, is in one record, which each of them holds.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,9 +19,10 @@ from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.policy import Policy, names
-from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError
+from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.kernels.formats import HISTORY, DynamicScales
 from vllm_flashinfer_vit.machine.files import FileError
+from vllm_flashinfer_vit.machine.versions import vllm_version
 from vllm_flashinfer_vit.settings import ENV_FP8_SKIP_LAYERS, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -39,21 +39,18 @@ class ScaleState(nn.Module):
     position: torch.Tensor
     scales: torch.Tensor
 
-    def __init__(self, policy: Policy, layer_name: str, head_dim: int) -> None:
+    def __init__(self, layer_name: str, head_dim: int, given: QKV | None) -> None:
         """Make the buffers on the default device.
 
-        Raises:
-            ScaleError: The file of static scales cannot be used for this layer.
+        Args:
+            layer_name: The layer's name in vLLM.
+            head_dim: Its head dim in elements.
+            given: Its static scales, or None.
         """
         super().__init__()
         self.layer_name = layer_name
         self.head_dim = head_dim
-        self._static = QKV(1.0, 1.0, 1.0)
-        if policy.scale_path is not None:
-            file = scales.read(policy.scale_path)
-            self._static = scales.scales_for(
-                file, policy.scale_path, layer_name, head_dim
-            ).scale
+        self._first = QKV(1.0, 1.0, 1.0) if given is None else given
         # Not persistent: no checkpoint has them, and dummy weights overwrite the rest.
         for name, value in (
             ("amax", torch.zeros(3, dtype=torch.float32)),
@@ -74,7 +71,7 @@ class ScaleState(nn.Module):
         self.amax.zero_()
         self.history.zero_()
         self.position.zero_()
-        self.scales.copy_(torch.tensor(self._static, dtype=torch.float32, device="cpu"))
+        self.scales.copy_(torch.tensor(self._first, dtype=torch.float32, device="cpu"))
 
 
 @dataclass
@@ -97,7 +94,7 @@ class _Saving:
 
 
 class EngineScales:
-    """One engine's layers that are asked for FP8: names, states, and saving.
+    """One engine's layers that are asked for FP8: names, scale file, states, saving.
 
     Each layer holds it, so that it goes with the last one.
     """
@@ -108,6 +105,8 @@ class EngineScales:
         self._compilation_config = vllm_config.compilation_config
         self._model: str = vllm_config.model_config.model
         self._layer_names: set[str] = set()
+        # The file of static scales, read by the first layer that asks for it.
+        self._file: tuple[Path, ScaleFile] | None = None
         self._states: list[ScaleState] = []
         self._saving: _Saving | None = None
 
@@ -150,7 +149,12 @@ class EngineScales:
         self._layer_names.add(layer_name)
         if policy is None or not policy.has_state:
             return None
-        state = ScaleState(policy, layer_name, head_dim)
+        given = None
+        if policy.scale_path is not None:
+            file = self._read(policy.scale_path)
+            found = scales.scales_for(file, policy.scale_path, layer_name, head_dim)
+            given = found.scale
+        state = ScaleState(layer_name, head_dim, given)
         self._states.append(state)
         if policy.save_path is not None:
             if self._saving is None or self._saving.done:
@@ -159,13 +163,19 @@ class EngineScales:
             self._saving.states.append(state)
         return state
 
+    def _read(self, path: Path) -> ScaleFile:
+        if self._file is None:
+            self._file = path, scales.read(path)
+            _warn_of_origin(*self._file, self._model)
+        return self._file[1]
+
     def _check_save_path(self, path: Path) -> None:
         try:
             scales.check_mergeable(path, self._model)
         except FileError as error:
             raise ScaleError(f"mm_encoder_fp8_scale_save_path: {error}") from None
 
-    def check_names(self, policy: Policy | None, settings: Settings) -> None:
+    def check_names(self, settings: Settings) -> None:
         """Check that settings and the scale file name only layers that there are.
 
         Call it when the whole model is built.
@@ -181,9 +191,9 @@ class EngineScales:
                     f"{ENV_FP8_SKIP_LAYERS} names {entry!r}, which is no layer or "
                     f"block; the layers are {', '.join(layer_names)}"
                 )
-        if policy is not None and policy.scale_path is not None:
-            path = policy.scale_path
-            scales.check_no_others(scales.read(path), path, layer_names)
+        if self._file is not None:
+            path, file = self._file
+            scales.check_no_others(file, path, layer_names)
 
     def forget_dummies(self) -> None:
         """Forget what all layers saw; call it when the engine has warmed up."""
@@ -228,12 +238,30 @@ class EngineScales:
 _ENGINES: "WeakValueDictionary[int, EngineScales]" = WeakValueDictionary()
 
 
+def _warn_of_origin(path: Path, file: ScaleFile, model: str) -> None:
+    """Say if a file of scales is of vLLM's own making or of another model."""
+    if file.is_upstream:
+        logger.warning_once(
+            "%s was written by vLLM itself, whose scales come from signed maxima: "
+            "negative values beyond them are cut off. `vllm-flashinfer-vit calibrate "
+            "--merge` makes a file of absolute maxima.",
+            path,
+        )
+    elif file.made_by["model"] != model:
+        logger.warning_once(
+            "the FP8 scales of %s were made with model %s, this one is %s",
+            path,
+            file.made_by["model"],
+            model,
+        )
+
+
 def made_by_engine(model: str) -> dict[str, str]:
     """Return the fingerprint of a file that an engine saves."""
     return {
         "command": "vLLM's mm_encoder_fp8_scale_save_path",
         "version": __version__,
-        "vllm": version("vllm"),
+        "vllm": vllm_version(),
         "model": model,
         "method": f"abs-max of {HISTORY} passes",
     }

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, Slot, cached_by_layout
 from vllm_flashinfer_vit.kernels._row_scales import quantize, row_scale
+from vllm_flashinfer_vit.kernels._rows import MAX_WIDTH, warps_of
 from vllm_flashinfer_vit.kernels._sigmoid import (
     LOG2_E,
     gelu_tanh,
@@ -24,14 +25,10 @@ from vllm_flashinfer_vit.kernels._sigmoid import (
 )
 from vllm_flashinfer_vit.kernels.formats import Activation, check_row_scales
 
-# A program holds one row in registers.
-MAX_WIDTH = 16384
 # Parts of a row, each of a power of two: 4304 columns fill 4096 and 256, where one part
 # would hold 8192, and the arithmetic of those that count for nothing would take longer
 # than the row's bytes.
 _PARTS = 3
-_VALUES_PER_WARP = 32 * 16
-_MAX_WARPS = 16
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 
 
@@ -221,7 +218,7 @@ def _launch(
         ACTIVATION=activation or "none",
         HAS_BIAS=bias is not None,
         SCALES="own" if is_own else "one",
-        num_warps=max(1, min(_MAX_WARPS, sizes[0] // _VALUES_PER_WARP)),
+        num_warps=warps_of(sizes[0]),
     )
 
 

@@ -19,17 +19,12 @@ import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, Slot, cached_by_layout
 from vllm_flashinfer_vit.kernels._row_scales import quantize, row_scale
+from vllm_flashinfer_vit.kernels._rows import MAX_WIDTH, warps_of
 from vllm_flashinfer_vit.kernels.formats import (
     check_number_of_terms,
     check_row_scales,
     check_sum_norm_inputs,
 )
-
-# A program holds one row in registers.
-MAX_WIDTH = 16384
-# 16 values a thread are two loads of 16 bytes from each input.
-_VALUES_PER_WARP = 32 * 16
-_MAX_WARPS = 16
 
 
 @triton.jit
@@ -239,5 +234,5 @@ def _launch(
         KEEP_SUM=keep_sum,
         SCALES=form,
         HAS_LAYER_SCALES=bool(layer_scales),
-        num_warps=max(1, min(_MAX_WARPS, width_pad // _VALUES_PER_WARP)),
+        num_warps=warps_of(width_pad),
     )

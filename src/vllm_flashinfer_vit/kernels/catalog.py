@@ -37,8 +37,8 @@ class Kernel:
             block of 128 tokens and head, `rows` one for each tensor. None without FP8.
         pads: `module:function` like `entry`, or None. For rows, it returns of head dim
             and device the head dim that they are padded to.
-        fallback: The kernel that takes its classes where it cannot run. None: the
-            neighbouring class's.
+        fallback: The kernel that takes its classes where it cannot run, and no
+            measurement says which should. None: the neighbouring class's.
         needs_trial: Whether it runs once, and is compared with plain PyTorch, before a
             layer is promised to it.
         builds_plans: Whether the host builds a plan for each new bucket of shapes.

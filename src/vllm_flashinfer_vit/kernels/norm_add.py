@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A branch's own norm, its sum with the stream, and the norm after it, in one pass.
 
-Blocks with a norm behind attention and MLP as well as in front of them, as Gemma's, run
-it twice: `x + norm(branch)`, and of that the norm that the next layers read.
+Blocks with a norm after attention and MLP as well as before them, as Gemma's, run it
+twice: `x + norm(branch)`, and of that the norm that the next layers read.
 
 Numerics: fp32 throughout. The sum is rounded once; its norm is of the sum before it is
 rounded.
@@ -13,13 +13,8 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout
+from vllm_flashinfer_vit.kernels._rows import MAX_WIDTH, warps_of
 from vllm_flashinfer_vit.kernels.norm_add_ref import check_norm_add_inputs
-
-# A program holds one row in registers.
-MAX_WIDTH = 16384
-# 16 values a thread are two loads of 16 bytes from each input.
-_VALUES_PER_WARP = 32 * 16
-_MAX_WARPS = 16
 
 
 @triton.jit
@@ -121,5 +116,5 @@ def _launch(
         C=width,
         C_PAD=width_pad,
         HAS_NEXT=next_weight is not None,
-        num_warps=max(1, min(_MAX_WARPS, width_pad // _VALUES_PER_WARP)),
+        num_warps=warps_of(width_pad),
     )

@@ -234,6 +234,7 @@ def _read_gpus(problems: list[Problem]) -> tuple[tuple[Gpu, ...], str | None]:
     try:
         with _nvml() as nvml:
             driver = _decoded(nvml.nvmlSystemGetDriverVersion())
+            problems += _order_problems(nvml)
             for handle in _visible(nvml):
                 memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
                 capability = nvml.nvmlDeviceGetCudaComputeCapability(handle)
@@ -254,16 +255,15 @@ def _read_gpus(problems: list[Problem]) -> tuple[tuple[Gpu, ...], str | None]:
 def _visible(nvml: ModuleType) -> list[Any]:
     """Return NVML handles in the order in which CUDA will number the GPUs.
 
-    For GPUs of several kinds that is so with `CUDA_DEVICE_ORDER=PCI_BUS_ID` alone.
+    Numbers are taken for NVML's, as vLLM takes them; see `_order_problems`.
     """
+    count = nvml.nvmlDeviceGetCount()
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
-        return [
-            nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())
-        ]
+        return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
     handles = []
     for entry in (part.strip() for part in listed.split(",")):
-        if entry.isdecimal():
+        if entry.isdecimal() and int(entry) < count:
             handles.append(nvml.nvmlDeviceGetHandleByIndex(int(entry)))
         elif entry.startswith(("GPU-", "MIG-")):
             handles.append(nvml.nvmlDeviceGetHandleByUUID(entry))
@@ -271,6 +271,26 @@ def _visible(nvml: ModuleType) -> list[Any]:
             # CUDA ignores everything from the first entry on that names no GPU.
             break
     return handles
+
+
+def _order_problems(nvml: ModuleType) -> list[Problem]:
+    """Say if CUDA may number the GPUs of this machine in another order than NVML."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    by_number = listed is None or any(x.strip().isdecimal() for x in listed.split(","))
+    if not by_number or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return []
+    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+    names = dict.fromkeys(_decoded(nvml.nvmlDeviceGetName(each)) for each in handles)
+    if len(names) < 2:
+        return []
+    return [
+        Problem(
+            f"this machine has GPUs of several kinds, {' and '.join(names)}; CUDA puts "
+            "the fastest first, where this report and vLLM take the order on the PCI "
+            "bus",
+            "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
+        )
+    ]
 
 
 def _decoded(text: bytes | str) -> str:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Versions: those that the package was written for, and how they are written."""
 
+import functools
 from collections.abc import Mapping
+from importlib.metadata import version
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -28,6 +30,16 @@ MIN_CUDNN_FP8 = 91701
 # Packed FP8 batches by TransformerEngine's gate (#2994). On an H200, 9.19's kernel runs
 # an illegal instruction, which no process survives: it must not even be tried.
 MIN_CUDNN_FP8_HOPPER = 92300
+
+
+@functools.cache
+def vllm_version() -> str:
+    """Return the installed vLLM's, which takes milliseconds to read: layers ask, too.
+
+    Raises:
+        PackageNotFoundError: There is none.
+    """
+    return version("vllm")
 
 
 def check_vllm(version: str) -> str | None:

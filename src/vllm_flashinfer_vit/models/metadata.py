@@ -114,6 +114,7 @@ def kept_metadata(
             "device",
         ),
         replace=functools.partial(_keep_metadata, of_weights=of_weights or {}),
+        compiled=False,
     )
 
 
@@ -174,6 +175,7 @@ def kept_rotary(family: str, tower: str, computed_by: tuple[str, ...]) -> Patch:
         remove_when="vLLM keeps the rotary tables of frame sizes on the device",
         parameters=("self", "grid_thw"),
         replace=_keep_rotary,
+        compiled=False,
     )
 
 

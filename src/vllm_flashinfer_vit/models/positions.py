@@ -38,6 +38,7 @@ def summed_positions(family: str, tower: str, embeddings: str) -> Patch:
         remove_when="vLLM samples the positions of a batch by threads for its channels",
         parameters=("self", "grid_thw"),
         replace=_sum_taps,
+        compiled=False,
     )
 
 

@@ -92,5 +92,6 @@ PATCHES = (
         remove_when="vLLM interpolates the positions of a batch by one launch",
         parameters=("self", "grid_thw"),
         replace=_interpolate_once,
+        compiled=False,
     ),
 )

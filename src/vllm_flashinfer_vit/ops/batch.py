@@ -79,7 +79,8 @@ def ready(batch: Batch) -> Ready:
 def row_offsets(tokens: torch.Tensor, length: int) -> torch.Tensor:
     """Return `cu_seqlens` of a dense batch with padding, made on the device.
 
-    Each row is two sequences: its tokens, and the padding after them.
+    Each row is two sequences: its tokens, and the padding after them. Both count where
+    a kernel goes by the rows to a sequence: it starts blocks for each.
 
     Args:
         tokens: `[B] int32`, how many of each row are no padding.

@@ -55,6 +55,7 @@ PATCHES = (
         parameters=("self", "scheduler_output"),
         stands_for=(),
         replace=_count_steps,
+        compiled=False,
     ),
     Patch(
         name="counters-at-end",
@@ -64,5 +65,6 @@ PATCHES = (
         parameters=("self",),
         stands_for=(),
         replace=_say_last,
+        compiled=False,
     ),
 )

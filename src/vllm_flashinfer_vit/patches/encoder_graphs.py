@@ -77,5 +77,6 @@ PATCHES = (
         parameters=("self", "vllm_config", "device", "dtype", "model"),
         stands_for=_STANDS_FOR,
         replace=_adopt,
+        compiled=False,
     ),
 )

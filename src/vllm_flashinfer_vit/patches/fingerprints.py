@@ -8,11 +8,11 @@ import functools
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from vllm_flashinfer_vit.machine.documents import read_json
+from vllm_flashinfer_vit.machine.versions import vllm_version
 from vllm_flashinfer_vit.patches.source import fingerprint
 
 FILE = Path(__file__).with_name("fingerprints.json")
@@ -77,7 +77,7 @@ def known() -> Fingerprints:
 
 def left_out() -> frozenset[str]:
     """Return the patches that are not for this vLLM, if it is one that was read."""
-    release = known().releases.get(version("vllm"))
+    release = known().releases.get(vllm_version())
     return frozenset() if release is None else frozenset(release.left_out)
 
 

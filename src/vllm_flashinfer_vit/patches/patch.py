@@ -30,6 +30,8 @@ class Patch:
             that they were read in. Empty if it only adds to the original, or answers
             in its place without counting on it.
         replace: Takes the original function and returns the new one.
+        compiled: Whether vLLM may compile what is replaced, or calls of it, into code
+            that it caches; False only where the replacement never runs in such code.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Patch:
     parameters: tuple[str, ...]
     stands_for: tuple[str, ...]
     replace: Callable[[Callable[..., Any]], Callable[..., Any]]
+    compiled: bool = True
     _original: Any = field(default=None, init=False, repr=False)
     _replacement: Any = field(default=None, init=False, repr=False)
 

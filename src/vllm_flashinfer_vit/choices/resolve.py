@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choices of this process's layers: what its machine can run, and what it logs."""
+
+import functools
+from pathlib import Path
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from vllm_flashinfer_vit.choices.lookup import Choice, other_versions
+from vllm_flashinfer_vit.choices.trial import attempt
+from vllm_flashinfer_vit.choices.usable import (
+    NotServedError,
+    serves_fp8,
+    usable_choices,
+)
+from vllm_flashinfer_vit.machine.probe import probe
+from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
+
+
+def choices_here(
+    head_dim: int,
+    dtype: torch.dtype,
+    forced: str | None,
+    tuned_dir: Path | None,
+    *,
+    fp8: bool = False,
+) -> tuple[Choice, ...]:
+    """Return the choices that this machine can run; it may run kernels to find out.
+
+    Args:
+        head_dim: Head dim in elements.
+        dtype: Activation dtype.
+        forced: The kernel that the user forces, or None.
+        tuned_dir: Folder of the user's measurements, or None to ignore them.
+        fp8: The layers are those with FP8 attention. The choices have no FP8 kernel
+            where FP8 was at no length faster when the GPU was measured.
+
+    Raises:
+        NotServedError: Nothing can serve; of FP8 layers, no FP8 kernel. The message
+            says only why.
+        TableError: A file of measured choices cannot be used.
+    """
+    stack = probe(libraries=False)
+    if forced is None and not stack.gpus and current_platform.is_cuda():
+        # Plain PyTorch, which serves machines without a GPU, is no choice there.
+        raise NotServedError(
+            "vLLM runs on CUDA, but NVML shows this process no GPU; "
+            "`vllm-flashinfer-vit doctor` says more"
+        )
+    choices, refusals = usable_choices(
+        stack,
+        head_dim,
+        dtype,
+        forced,
+        tuned_dir,
+        fp8=fp8,
+        attempt=functools.partial(attempt, head_dim=head_dim, dtype=dtype),
+    )
+    if not (serves_fp8(choices, refusals) if fp8 else choices):
+        raise NotServedError("; ".join(refusals.values()))
+    for refusal in refusals.values():
+        logger.warning_once("vllm-flashinfer-vit does not use the kernel %s", refusal)
+    measured = FP8_DTYPE if fp8 else dtype
+    if not forced and (note := other_versions(stack, measured, head_dim, tuned_dir)):
+        logger.info_once("vllm-flashinfer-vit: %s", note)
+    return choices

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choices of a process: what its log says of them, and when there are none."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from _stacks import STACK
+
+from vllm_flashinfer_vit.choices import resolve
+from vllm_flashinfer_vit.choices.resolve import choices_here
+from vllm_flashinfer_vit.choices.usable import NotServedError
+
+
+@pytest.mark.parametrize(("fp8", "kernel"), [(False, "triton"), (True, "triton_fp8")])
+def test_measurements_with_other_versions_are_said(
+    fp8: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    logger = SimpleNamespace(info_once=lambda text, *args: said.append(text % args))
+    stack = replace(STACK, vllm="0.30.0", triton="3.8.0")
+    monkeypatch.setattr(resolve, "logger", logger)
+    monkeypatch.setattr(resolve, "attempt", lambda kernel, **_: None)
+    monkeypatch.setattr(resolve, "probe", lambda libraries: stack)
+    assert len(choices_here(80, torch.bfloat16, None, None, fp8=fp8)) > 1
+    (line,) = said
+    assert (
+        "other versions: vllm 0.25.1 (here 0.30.0), triton 3.6.0 (here 3.8.0)" in line
+    )
+    # A kernel that is forced follows from no measurement.
+    choices_here(80, torch.bfloat16, kernel, None, fp8=fp8)
+    assert said == [line]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_cuda_without_a_gpu_in_nvml_is_not_served_by_plain_pytorch(
+    fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cuda = SimpleNamespace(is_cuda=lambda: True)
+    monkeypatch.setattr(resolve, "current_platform", on_cuda)
+    monkeypatch.setattr(resolve, "probe", lambda libraries: replace(STACK, gpus=()))
+    with pytest.raises(
+        NotServedError, match="NVML shows this process no GPU; .*doctor"
+    ):
+        choices_here(80, torch.bfloat16, None, None, fp8=fp8)
+    reference = "reference_fp8" if fp8 else "reference"
+    (choice,) = choices_here(80, torch.bfloat16, reference, None, fp8=fp8)
+    assert choice.kernel == reference
