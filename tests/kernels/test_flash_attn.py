@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from cases import CASES, GPU_CASES, Case, make_qkv, params
+from vllm_flashinfer_vit.kernels import _launch
 from vllm_flashinfer_vit.kernels import flash_attn as kernel
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 
@@ -227,7 +228,9 @@ def test_version_3_gets_what_vllm_gives_it(calls, monkeypatch):
         assert x is y or (type(x), x) == (type(y), y), name
 
 
-def test_version_3_runs_by_an_op_that_is_known_only(monkeypatch):
+def test_version_3_runs_by_an_op_that_is_known_only(monkeypatch, caplog):
+    _launch.say_unknown.cache_clear()
+    caplog.set_level("INFO", "vllm.plugins.flashinfer_vit")
     arguments = [SimpleNamespace(name=name) for name in kernel._ARGUMENTS_3]
     schema = SimpleNamespace(arguments=arguments)
     op = SimpleNamespace(_schema=schema)
@@ -236,10 +239,14 @@ def test_version_3_runs_by_an_op_that_is_known_only(monkeypatch):
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", module, raising=False)
     find = kernel._forward_3.__wrapped__
     assert find() is op
+    assert not caplog.records
     arguments.append(SimpleNamespace(name="new"))
     assert find() is None
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace())
     assert find() is None
+    # Said, since only the host's time shows it; and said once.
+    (record,) = caplog.records
+    assert "FlashAttention 3" in record.getMessage()
 
 
 def test_version_3_leaves_another_d_stride_to_vllm(calls, monkeypatch):

@@ -27,6 +27,7 @@ from vllm_flashinfer_vit.blocks.quack import (
     prepare,
     views,
 )
+from vllm_flashinfer_vit.kernels import _launch
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 
@@ -178,7 +179,11 @@ def test_what_is_not_known_is_not_replayed():
 
 
 @pytest.mark.parametrize("activation", SIZES)
-def test_without_a_record_the_call_is_quacks_own(compiled, activation, monkeypatch):
+def test_without_a_record_the_call_is_quacks_own(
+    compiled, activation, monkeypatch, caplog
+):
+    _launch.say_unknown.cache_clear()
+    caplog.set_level("INFO", "vllm.plugins.flashinfer_vit")
     monkeypatch.setattr(ours, "_record", lambda run: None)
     x, out, layers = make_layers(activation)
     call = prepare(x, *layers[0], out, activation, 192)
@@ -188,6 +193,8 @@ def test_without_a_record_the_call_is_quacks_own(compiled, activation, monkeypat
         ours._run(x, weight, layer.bias, out, activation, 192)
         assert compiled.launches[-1] == compiled.launches[-2]
     assert len(compiled.launches) == 6
+    (record,) = caplog.records
+    assert "QuACK" in record.getMessage()
 
 
 def test_another_release_is_not_recorded(compiled, monkeypatch):

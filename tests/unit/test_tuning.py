@@ -171,9 +171,10 @@ def test_a_kernel_is_not_tried_on_longer_sequences_than_it_takes(
     kernels: dict[str, Callable[..., Any]],
 ) -> None:
     # It rotates q and k by itself.
-    kernels["triton_window"] = lambda q, k, v, cu, longest, scale, cos, sin: (
-        attention_ref(*ops.rotate(q, k, cos, sin), v, cu, longest, scale)
-    )
+    def window(q, k, v, cu, longest, scale, *turn):
+        return attention_ref(*ops.rotate(q, k, *turn), v, cu, longest, scale)
+
+    kernels["triton_window"] = window
     times = {"triton_window": lambda n: 1.0, "flash_attn": lambda n: 2.0}
     found, left_out = measure(
         torch.bfloat16,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_flashinfer_vit.kernels._alignment import UNIT, is_aligned
+from vllm_flashinfer_vit.kernels._launch import say_unknown
 
 # QuACK's default on Hopper, and one whose last wave is fuller for some sizes.
 TILE_WIDTHS = (192, 160)
@@ -183,7 +184,10 @@ def prepare(
 
     recorded = _record(functools.partial(run, first))
     replay = recorded and _replay(recorded, x, first, out)
-    return replay or run
+    if replay is None:
+        say_unknown("QuACK")
+        return run
+    return replay
 
 
 def build(

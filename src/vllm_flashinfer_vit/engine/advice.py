@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine's user is told of settings: which do nothing, and which would help."""
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
 
 from vllm_flashinfer_vit.machine.versions import runner_note, vllm_version
 from vllm_flashinfer_vit.settings import unknown_variables
+
+logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
 FLAG = """--compilation-config '{"cudagraph_mm_encoder": true}'"""
 # One image of 1x256, 1x1024 or 1x4096 patches: benchmarks/results/h200/eager.csv,
@@ -48,6 +51,7 @@ def graphs_off(vllm_config: Any) -> str | None:
         return _advice(vllm_config)
     except Exception:
         # No advice is worth an engine that does not start.
+        logger.debug("no advice on encoder CUDA graphs", exc_info=True)
         return None
 
 

@@ -8,12 +8,15 @@ is done once. Afterwards a launch is one call of the C launcher, 5 us on an H200
 
 import copy
 import functools
+import logging
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
+
+logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
 # A forward pass has a handful of layouts, which its layers share.
 _MAX_LAYOUTS = 256
@@ -108,6 +111,7 @@ class Launch:
         ]
         recorded = _record(compiled, self._grid, stream, (*addresses, *rest))
         if recorded is None:
+            say_unknown("Triton")
             launch = functools.partial(_run, run, rest, stream)
             return functools.partial(self._fill, launch, held, slots)
         return _settled(*recorded, held)
@@ -220,6 +224,21 @@ def _settled(
 
     call.held = held  # type: ignore[attr-defined]
     return call
+
+
+@functools.cache
+def say_unknown(library: str) -> None:
+    """Log once that launches of a library go by its own interface.
+
+    Args:
+        library: Its name.
+    """
+    logger.info(
+        "%s is built otherwise than the releases that this package knows: its kernels "
+        "are launched by its own interface, with the same results and more time of "
+        "the host.",
+        library,
+    )
 
 
 def nothing() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from vllm_flashinfer_vit.kernels._alignment import aligned
-from vllm_flashinfer_vit.kernels._launch import returning
+from vllm_flashinfer_vit.kernels._launch import returning, say_unknown
 from vllm_flashinfer_vit.kernels.padding import mask_padding
 
 Run = Callable[..., None]
@@ -112,12 +112,13 @@ def _forward_3() -> Callable[..., Any] | None:
     """Return version 3's op if its arguments are those that are known here."""
     # Importing it registers the op.
     _varlen_func()
-    try:
+    with contextlib.suppress(AttributeError):
         forward = torch.ops._vllm_fa3_C.fwd.default
-    except AttributeError:
-        return None
-    names = [argument.name for argument in forward._schema.arguments]
-    return forward if names == list(_ARGUMENTS_3) else None
+        names = [argument.name for argument in forward._schema.arguments]
+        if names == list(_ARGUMENTS_3):
+            return forward
+    say_unknown("vLLM's FlashAttention 3")
+    return None
 
 
 @functools.cache
@@ -316,6 +317,7 @@ def _settle_4(
     """Return a call as `_settle` does: the compiled function if it can be recorded."""
     run = functools.partial(_run_4, q, k, v, **kwargs)
     if not hasattr(_forward_4(), "compile_cache"):
+        say_unknown("vLLM's FlashAttention 4")
         return run
     with _recording(_forward_4()) as calls:
         run()
