@@ -245,7 +245,7 @@ def test_the_time_limit_leaves_the_rest_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert {m.head_dim for m in table.measurements} == {80}
     (reason,) = table.left_out
     assert reason.startswith("bfloat16/64: the time limit of 5 s passed")
-    assert "no classes of its own" in reason
+    assert "nothing of it counts" in reason
     with pytest.raises(TuneError, match="no choice could be measured.*--time-limit"):
         build(Options(dtypes="bf16", head_dims="80", time_limit_s=2))
 
@@ -295,6 +295,83 @@ def test_the_command_stops_at_the_time_limit_with_what_it_has(
     # What was there stays, if a later run has nothing.
     assert tune(2).exit_code == 2
     assert tuned.read(tmp_path, "NVIDIA H200") == table
+
+
+@pytest.mark.usefixtures("two_kernels")
+class TestAdd:
+    """`--add` measures a part of a table and leaves the rest as it was."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        on_this_gpu(monkeypatch)
+        effort = tuning.FULL._replace(lengths=(8, 16, 64, 256), counts=(1,))
+        monkeypatch.setattr(tuning, "FULL", effort)
+        path = tmp_path / "h200.json"
+        self.tune(path, "--head-dims", "80,64")
+        return path
+
+    def tune(self, path: Path, *args: str) -> Any:
+        command = ["tune", "--dtypes", "bf16", "--output", str(path), *args]
+        return CliRunner().invoke(main, command)
+
+    def test_another_head_dim_comes_beside_those_of_before(self, path: Path) -> None:
+        before = tuned.read_file(path, "NVIDIA H200")
+        assert self.tune(path, "--add", "--head-dims", "96").exit_code == 0
+        table = tuned.read_file(path, "NVIDIA H200")
+        assert before is not None and table is not None
+        assert list(table.classes) == ["bfloat16/80", "bfloat16/64", "bfloat16/96"]
+        assert table.classes.items() > before.classes.items()
+        assert table.measurements[:8] == before.measurements
+        assert [m.head_dim for m in table.measurements[8:]] == [96] * 4
+        assert table.made_by["command"].split(" && ") == [
+            "vllm-flashinfer-vit tune --dtypes bf16 --head-dims 80,64",
+            "vllm-flashinfer-vit tune --add --dtypes bf16 --head-dims 96",
+        ]
+
+    def test_what_is_measured_again_is_replaced(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fast = {"flash_attn": lambda tokens: 1.0, "cudnn": lambda tokens: 9.0}
+        monkeypatch.setattr(tuning, "GraphClock", lambda device: ToldClock(fast))
+        assert self.tune(path, "--add", "--head-dims", "80").exit_code == 0
+        table = tuned.read_file(path, "NVIDIA H200")
+        assert table is not None
+        assert table.classes["bfloat16/80"] == (Class(None, "flash_attn"),)
+        assert table.classes["bfloat16/64"][0] == Class(16, "cudnn")
+        assert sorted(m.head_dim for m in table.measurements) == [64] * 4 + [80] * 4
+
+    def test_without_it_the_file_is_replaced(self, path: Path) -> None:
+        assert self.tune(path, "--head-dims", "96").exit_code == 0
+        table = tuned.read_file(path, "NVIDIA H200")
+        assert table is not None and list(table.classes) == ["bfloat16/96"]
+
+    def test_without_a_file_there_is_nothing_to_keep(self, path: Path) -> None:
+        path.unlink()
+        assert self.tune(path, "--add", "--head-dims", "96").exit_code == 0
+        table = tuned.read_file(path, "NVIDIA H200")
+        assert table is not None and list(table.classes) == ["bfloat16/96"]
+
+    def test_another_stack_is_refused_before_anything_is_measured(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        held = path.read_bytes()
+        monkeypatch.setattr(tuning, "probe", lambda: replace(STACK, triton="3.8.0"))
+        monkeypatch.setattr(tuning, "build_table", lambda *_: pytest.fail("measured"))
+        result = self.tune(path, "--add", "--head-dims", "96")
+        assert result.exit_code == 2
+        assert "triton 3.6.0 and not 3.8.0" in result.stderr
+        assert path.read_bytes() == held
+
+    def test_another_effort_is_refused(self, path: Path) -> None:
+        result = self.tune(path, "--add", "--quick", "--head-dims", "96")
+        assert result.exit_code == 2
+        assert "measured with tune without --quick" in result.stderr
+
+    def test_a_damaged_file_is_refused(self, path: Path) -> None:
+        path.write_text("{")
+        result = self.tune(path, "--add", "--head-dims", "96")
+        assert result.exit_code == 2
+        assert f"the file of choices {path} cannot be used" in result.stderr
 
 
 class TestQuick:

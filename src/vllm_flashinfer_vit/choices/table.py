@@ -85,7 +85,15 @@ def read(folder: Path, gpu_name: str) -> Table | None:
     Raises:
         TableError: The file cannot be used.
     """
-    path = folder / file_name(gpu_name)
+    return read_file(folder / file_name(gpu_name), gpu_name)
+
+
+def read_file(path: Path, gpu_name: str) -> Table | None:
+    """Read a file of a GPU, or return None if there is none.
+
+    Raises:
+        TableError: The file cannot be used.
+    """
     # False also where the folder may not be entered, as a container user's home.
     if not os.path.exists(path):
         return None
@@ -125,6 +133,35 @@ def read_bundled(gpu_name: str, vllm: str | None) -> list[Table]:
     order += [release for release in reversed(newest_first) if release > here]
     tables = (read(by_release[release], gpu_name) for release in order)
     return [table for table in tables if table is not None]
+
+
+def added(old: Table, new: Table) -> Table:
+    """Return a later run's table with what an older one has beside it.
+
+    Args:
+        old: Of the same GPU and versions.
+        new: Its dtypes and head dims count.
+    """
+    kept = {name: rows for name, rows in old.classes.items() if name not in new.classes}
+    return Table(
+        {
+            **new.made_by,
+            "command": f"{old.made_by['command']} && {new.made_by['command']}",
+        },
+        kept | dict(new.classes),
+        (
+            *(row for row in old.measurements if key(row.dtype, row.head_dim) in kept),
+            *new.measurements,
+        ),
+        (
+            *(
+                line
+                for line in old.left_out
+                if line.partition(":")[0] not in new.classes
+            ),
+            *new.left_out,
+        ),
+    )
 
 
 def write(table: Table, path: Path) -> None:

@@ -277,16 +277,24 @@ def tune(
             "minutes.",
         ),
     ] = False,
+    add: Annotated[
+        bool,
+        typer.Option(
+            "--add",
+            help="Keep what the file has of other dtypes and head dims, measured with "
+            "the same versions.",
+        ),
+    ] = False,
     as_json: _AsJson = False,
 ) -> None:
     """Measure which kernel is fastest on this GPU; engines then choose by that.
 
-    The file that it writes replaces the one of an earlier run.
+    The file that it writes replaces the one of an earlier run, unless --add is given.
     """
     with _command() as console:
         from vllm_flashinfer_vit.commands.tune import Options, render, run, to_json
 
-        options = Options(dtypes, head_dims, output, time_limit, quick)
+        options = Options(dtypes, head_dims, output, time_limit, quick, add)
         report = run(options, console)
     if as_json:
         typer.echo(json.dumps(to_json(report), indent=2))

@@ -97,6 +97,7 @@ class Options:
         time_limit_s: Seconds until what is not measured yet is left out; None for the
             effort's.
         quick: Whether the effort is `QUICK`.
+        add: Whether what the file has of other dtypes and head dims stays.
     """
 
     dtypes: str | None = None
@@ -104,6 +105,7 @@ class Options:
     output: Path | None = None
     time_limit_s: float | None = None
     quick: bool = False
+    add: bool = False
 
     @property
     def effort(self) -> Effort:
@@ -141,7 +143,8 @@ class Options:
     def command(self) -> str:
         """Return the command that measures the same again."""
         return (
-            f"vllm-flashinfer-vit tune{' --quick' if self.quick else ''} "
+            f"vllm-flashinfer-vit tune{' --quick' if self.quick else ''}"
+            f"{' --add' if self.add else ''} "
             f"--dtypes {','.join(self.effort.dtypes)} "
             f"--head-dims {self.head_dims.replace(' ', '')}"
         )
@@ -168,7 +171,9 @@ def run(options: Options, console: Console) -> Report:
         console: For the progress bar.
 
     Raises:
-        TuneError: There is no GPU, an option is not valid, or nothing was measured.
+        TuneError: There is no GPU, an option is not valid, the file is of another stack
+            than what is to be added, or nothing was measured.
+        TableError: The file that is to be added to cannot be used.
         FileError: The file cannot be written; that is said before anything is measured.
     """
     options.combinations()
@@ -183,10 +188,36 @@ def run(options: Options, console: Console) -> Report:
     if path is None:
         path = Settings.from_env().tuned_dir / tuned.file_name(gpu_name)
     _check_writable(path)
+    older = tuned.read_file(path, gpu_name) if options.add else None
+    if older is not None:
+        _check_alike(older, path, stack, options)
     device = torch.device("cuda:0")
     table = build_table(options, stack, GraphClock(device), device, console)
+    if older is not None:
+        table = tuned.added(older, table)
     tuned.write(table, path)
     return Report(path, table)
+
+
+def _check_alike(older: Table, path: Path, stack: Stack, options: Options) -> None:
+    """Check that a run can be added to a table: same versions, same effort.
+
+    Raises:
+        TuneError: It cannot.
+    """
+    here = _made_by(stack, options.command())
+    differing = [
+        f"{name} {older.made_by.get(name, 'unknown')} and not {value}"
+        for name, value in here.items()
+        if name != "command" and older.made_by.get(name) != value
+    ]
+    if ("--quick" in str(older.made_by.get("command")).split()) != options.quick:
+        differing.append(f"tune {'without ' if options.quick else 'with '}--quick")
+    if differing:
+        raise TuneError(
+            f"{path} was measured with {', '.join(differing)}: measure all of it again "
+            "without --add, or name another file with --output"
+        )
 
 
 def _check_writable(path: Path) -> None:
@@ -251,7 +282,7 @@ def build_table(
                 if time.monotonic() > until:
                     raise TimeIsUpError(
                         f"the time limit of {effort.time_limit_s:g} s passed before "
-                        "all of it was measured, so it has no classes of its own; "
+                        "all of it was measured, so that nothing of it counts; "
                         "raise --time-limit"
                     )
                 bar.update(task, advance=1, description=f"{name}, {cell}")
