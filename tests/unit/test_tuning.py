@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How measurements become classes, and the measuring with a clock that is told."""
 
-import functools
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,16 @@ from typer.testing import CliRunner
 pytest.importorskip("vllm")
 
 import torch
+from _tuning import (
+    CLOCK,
+    CPU,
+    ToldClock,
+    on_this_gpu,
+    replace_kernels,
+    use_two_kernels,
+)
 
 from vllm_flashinfer_vit.choices import table as tuned
-from vllm_flashinfer_vit.choices.clock import Run
 from vllm_flashinfer_vit.choices.derive import TuneError
 from vllm_flashinfer_vit.choices.lookup import choices_for, plan_of
 from vllm_flashinfer_vit.choices.measure import (
@@ -37,8 +43,6 @@ from vllm_flashinfer_vit.kernels.flash_fp8_ref import attention_fp8_ref
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.ops.plan import Class
 
-CPU = torch.device("cpu")
-
 
 def test_the_grid_covers_what_the_table_is_for() -> None:
     for head_dim in tuning.HEAD_DIMS:
@@ -51,36 +55,10 @@ def test_the_grid_covers_what_the_table_is_for() -> None:
         assert cells == sorted(cells)
 
 
-class ToldClock:
-    """Says the times that it is told by kernel and length."""
-
-    def __init__(self, times: Mapping[str, Callable[[int], float]]) -> None:
-        self.times = times
-        self.cells: list[tuple[int, ...]] = []
-
-    def prepare(self, run: Run) -> Run:
-        return run
-
-    def median_us(self, runs: Mapping[str, Run]) -> dict[str, float]:
-        outputs = [run() for run in runs.values()]
-        self.cells.append(tuple(outputs[0].shape))
-        tokens = outputs[0].shape[0]
-        return {kernel: self.times[kernel](tokens) for kernel in runs}
-
-
-CLOCK = {"flash_attn": lambda tokens: 10.0, "cudnn": lambda tokens: tokens / 4.0}
-
-
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
     """GPU kernels by name, each replaced by plain PyTorch."""
-    replaced = dict.fromkeys(("flash_attn", "cudnn", "triton_window"), attention_ref)
-
-    def prepare(name: str) -> Callable[..., Any]:
-        return functools.partial(functools.partial, replaced[name])
-
-    monkeypatch.setattr(ops, "_prepare_kernel", prepare)
-    return replaced
+    return replace_kernels(monkeypatch)
 
 
 def test_measure_times_every_batch(kernels: dict[str, Callable[..., Any]]) -> None:
@@ -204,7 +182,7 @@ def build(options: Options, clock: ToldClock | None = None) -> tuned.Table:
 def two_kernels(
     monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Callable[..., Any]]
 ) -> None:
-    monkeypatch.setattr(tuning, "candidates", lambda *_: (["flash_attn", "cudnn"], []))
+    use_two_kernels(monkeypatch)
 
 
 @pytest.mark.usefixtures("two_kernels")
@@ -250,21 +228,6 @@ def test_the_time_limit_leaves_the_rest_out(monkeypatch: pytest.MonkeyPatch) -> 
         build(Options(dtypes="bf16", head_dims="80", time_limit_s=2))
 
 
-def on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `tune` run on a machine that has a GPU, on the CPU."""
-    times = {**CLOCK, "triton_window": lambda tokens: 99.0}
-    monkeypatch.setattr(tuning, "probe", lambda: STACK)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tuning, "GraphClock", lambda device: ToldClock(times))
-    monkeypatch.setattr(
-        tuning,
-        "build_table",
-        lambda options, stack, clock, device, console: build_table(
-            options, stack, clock, CPU, console
-        ),
-    )
-
-
 @pytest.mark.usefixtures("two_kernels")
 def test_the_command_stops_at_the_time_limit_with_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -295,83 +258,6 @@ def test_the_command_stops_at_the_time_limit_with_what_it_has(
     # What was there stays, if a later run has nothing.
     assert tune(2).exit_code == 2
     assert tuned.read(tmp_path, "NVIDIA H200") == table
-
-
-@pytest.mark.usefixtures("two_kernels")
-class TestAdd:
-    """`--add` measures a part of a table and leaves the rest as it was."""
-
-    @pytest.fixture
-    def path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        on_this_gpu(monkeypatch)
-        effort = tuning.FULL._replace(lengths=(8, 16, 64, 256), counts=(1,))
-        monkeypatch.setattr(tuning, "FULL", effort)
-        path = tmp_path / "h200.json"
-        self.tune(path, "--head-dims", "80,64")
-        return path
-
-    def tune(self, path: Path, *args: str) -> Any:
-        command = ["tune", "--dtypes", "bf16", "--output", str(path), *args]
-        return CliRunner().invoke(main, command)
-
-    def test_another_head_dim_comes_beside_those_of_before(self, path: Path) -> None:
-        before = tuned.read_file(path, "NVIDIA H200")
-        assert self.tune(path, "--add", "--head-dims", "96").exit_code == 0
-        table = tuned.read_file(path, "NVIDIA H200")
-        assert before is not None and table is not None
-        assert list(table.classes) == ["bfloat16/80", "bfloat16/64", "bfloat16/96"]
-        assert table.classes.items() > before.classes.items()
-        assert table.measurements[:8] == before.measurements
-        assert [m.head_dim for m in table.measurements[8:]] == [96] * 4
-        assert table.made_by["command"].split(" && ") == [
-            "vllm-flashinfer-vit tune --dtypes bf16 --head-dims 80,64",
-            "vllm-flashinfer-vit tune --add --dtypes bf16 --head-dims 96",
-        ]
-
-    def test_what_is_measured_again_is_replaced(
-        self, path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        fast = {"flash_attn": lambda tokens: 1.0, "cudnn": lambda tokens: 9.0}
-        monkeypatch.setattr(tuning, "GraphClock", lambda device: ToldClock(fast))
-        assert self.tune(path, "--add", "--head-dims", "80").exit_code == 0
-        table = tuned.read_file(path, "NVIDIA H200")
-        assert table is not None
-        assert table.classes["bfloat16/80"] == (Class(None, "flash_attn"),)
-        assert table.classes["bfloat16/64"][0] == Class(16, "cudnn")
-        assert sorted(m.head_dim for m in table.measurements) == [64] * 4 + [80] * 4
-
-    def test_without_it_the_file_is_replaced(self, path: Path) -> None:
-        assert self.tune(path, "--head-dims", "96").exit_code == 0
-        table = tuned.read_file(path, "NVIDIA H200")
-        assert table is not None and list(table.classes) == ["bfloat16/96"]
-
-    def test_without_a_file_there_is_nothing_to_keep(self, path: Path) -> None:
-        path.unlink()
-        assert self.tune(path, "--add", "--head-dims", "96").exit_code == 0
-        table = tuned.read_file(path, "NVIDIA H200")
-        assert table is not None and list(table.classes) == ["bfloat16/96"]
-
-    def test_another_stack_is_refused_before_anything_is_measured(
-        self, path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        held = path.read_bytes()
-        monkeypatch.setattr(tuning, "probe", lambda: replace(STACK, triton="3.8.0"))
-        monkeypatch.setattr(tuning, "build_table", lambda *_: pytest.fail("measured"))
-        result = self.tune(path, "--add", "--head-dims", "96")
-        assert result.exit_code == 2
-        assert "triton 3.6.0 and not 3.8.0" in result.stderr
-        assert path.read_bytes() == held
-
-    def test_another_effort_is_refused(self, path: Path) -> None:
-        result = self.tune(path, "--add", "--quick", "--head-dims", "96")
-        assert result.exit_code == 2
-        assert "measured with tune without --quick" in result.stderr
-
-    def test_a_damaged_file_is_refused(self, path: Path) -> None:
-        path.write_text("{")
-        result = self.tune(path, "--add", "--head-dims", "96")
-        assert result.exit_code == 2
-        assert f"the file of choices {path} cannot be used" in result.stderr
 
 
 class TestQuick:

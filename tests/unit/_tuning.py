@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tune` on a machine without a GPU: kernels that compute, and a clock that is told."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from _stacks import STACK
+
+from vllm_flashinfer_vit.choices.clock import Run
+from vllm_flashinfer_vit.commands import tune as tuning
+from vllm_flashinfer_vit.commands.tune import build_table
+from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.ops import attention as ops
+
+CPU = torch.device("cpu")
+
+
+class ToldClock:
+    """Says the times that it is told by kernel and length."""
+
+    def __init__(self, times: Mapping[str, Callable[[int], float]]) -> None:
+        self.times = times
+        self.cells: list[tuple[int, ...]] = []
+
+    def prepare(self, run: Run) -> Run:
+        return run
+
+    def median_us(self, runs: Mapping[str, Run]) -> dict[str, float]:
+        outputs = [run() for run in runs.values()]
+        self.cells.append(tuple(outputs[0].shape))
+        tokens = outputs[0].shape[0]
+        return {kernel: self.times[kernel](tokens) for kernel in runs}
+
+
+CLOCK = {"flash_attn": lambda tokens: 10.0, "cudnn": lambda tokens: tokens / 4.0}
+
+
+def replace_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
+    """Return GPU kernels by name, each replaced by plain PyTorch."""
+    replaced = dict.fromkeys(("flash_attn", "cudnn", "triton_window"), attention_ref)
+
+    def prepare(name: str) -> Callable[..., Any]:
+        return functools.partial(functools.partial, replaced[name])
+
+    monkeypatch.setattr(ops, "_prepare_kernel", prepare)
+    return replaced
+
+
+def use_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let there be no more than FlashAttention and cuDNN to measure."""
+    monkeypatch.setattr(tuning, "candidates", lambda *_: (["flash_attn", "cudnn"], []))
+
+
+def on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `tune` run on a machine that has a GPU, on the CPU."""
+    times = {**CLOCK, "triton_window": lambda tokens: 99.0}
+    monkeypatch.setattr(tuning, "probe", lambda: STACK)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tuning, "GraphClock", lambda device: ToldClock(times))
+    monkeypatch.setattr(
+        tuning,
+        "build_table",
+        lambda options, stack, clock, device, console: build_table(
+            options, stack, clock, CPU, console
+        ),
+    )

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tune --add` measures a part of a table and leaves the rest as it was."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _stacks import STACK
+from typer.testing import CliRunner
+
+pytest.importorskip("vllm")
+
+from _tuning import ToldClock, on_this_gpu, replace_kernels, use_two_kernels
+
+from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.commands import tune as tuning
+from vllm_flashinfer_vit.commands.cli import main
+from vllm_flashinfer_vit.ops.plan import Class
+
+
+def tune(path: Path, *args: str) -> Any:
+    command = ["tune", "--dtypes", "bf16", "--output", str(path), *args]
+    return CliRunner().invoke(main, command)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    replace_kernels(monkeypatch)
+    use_two_kernels(monkeypatch)
+    on_this_gpu(monkeypatch)
+    effort = tuning.FULL._replace(lengths=(8, 16, 64, 256), counts=(1,))
+    monkeypatch.setattr(tuning, "FULL", effort)
+    path = tmp_path / "h200.json"
+    tune(path, "--head-dims", "80,64")
+    return path
+
+
+def test_another_head_dim_comes_beside_those_of_before(path: Path) -> None:
+    before = tuned.read_file(path, "NVIDIA H200")
+    assert tune(path, "--add", "--head-dims", "96").exit_code == 0
+    table = tuned.read_file(path, "NVIDIA H200")
+    assert before is not None and table is not None
+    assert list(table.classes) == ["bfloat16/80", "bfloat16/64", "bfloat16/96"]
+    assert table.classes.items() > before.classes.items()
+    assert table.measurements[:8] == before.measurements
+    assert [m.head_dim for m in table.measurements[8:]] == [96] * 4
+    assert table.made_by["command"].split(" && ") == [
+        "vllm-flashinfer-vit tune --dtypes bf16 --head-dims 80,64",
+        "vllm-flashinfer-vit tune --add --dtypes bf16 --head-dims 96",
+    ]
+
+
+def test_what_is_measured_again_is_replaced(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = {"flash_attn": lambda tokens: 1.0, "cudnn": lambda tokens: 9.0}
+    monkeypatch.setattr(tuning, "GraphClock", lambda device: ToldClock(fast))
+    assert tune(path, "--add", "--head-dims", "80").exit_code == 0
+    table = tuned.read_file(path, "NVIDIA H200")
+    assert table is not None
+    assert table.classes["bfloat16/80"] == (Class(None, "flash_attn"),)
+    assert table.classes["bfloat16/64"][0] == Class(16, "cudnn")
+    assert sorted(m.head_dim for m in table.measurements) == [64] * 4 + [80] * 4
+
+
+def test_without_it_the_file_is_replaced(path: Path) -> None:
+    assert tune(path, "--head-dims", "96").exit_code == 0
+    table = tuned.read_file(path, "NVIDIA H200")
+    assert table is not None and list(table.classes) == ["bfloat16/96"]
+
+
+def test_without_a_file_there_is_nothing_to_keep(path: Path) -> None:
+    path.unlink()
+    assert tune(path, "--add", "--head-dims", "96").exit_code == 0
+    table = tuned.read_file(path, "NVIDIA H200")
+    assert table is not None and list(table.classes) == ["bfloat16/96"]
+
+
+def test_another_stack_is_refused_before_anything_is_measured(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = path.read_bytes()
+    monkeypatch.setattr(tuning, "probe", lambda: replace(STACK, triton="3.8.0"))
+    monkeypatch.setattr(tuning, "build_table", lambda *_: pytest.fail("measured"))
+    result = tune(path, "--add", "--head-dims", "96")
+    assert result.exit_code == 2
+    assert "triton 3.6.0 and not 3.8.0" in result.stderr
+    assert path.read_bytes() == held
+
+
+def test_another_effort_is_refused(path: Path) -> None:
+    result = tune(path, "--add", "--quick", "--head-dims", "96")
+    assert result.exit_code == 2
+    assert "measured with tune without --quick" in result.stderr
+
+
+def test_a_damaged_file_is_refused(path: Path) -> None:
+    path.write_text("{")
+    result = tune(path, "--add", "--head-dims", "96")
+    assert result.exit_code == 2
+    assert f"the file of choices {path} cannot be used" in result.stderr
