@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from _towers import DEVICE, HAS_GPU, cpu_only
 from cases import Case, attention_eager, make_qkv, relative_error
 from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.choices.lookup import Choice
+from vllm_flashinfer_vit.engine import layer as layers
 from vllm_flashinfer_vit.settings import (
     ENV_DISABLE_PATCHES,
     ENV_KERNEL,
@@ -27,6 +29,23 @@ from vllm_flashinfer_vit.settings import (
 from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = pytest.mark.usefixtures("plain_kernel", "on_device")
+
+
+def test_compiled_code_is_kept_apart_by_ops_patches_and_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = SimpleNamespace(additional_config={})
+    monkeypatch.setattr(layers, "get_current_vllm_config_or_none", lambda: config)
+    layers._name_in_compile_cache(("a patch",), "a plan")
+    _, *ops, patch, plan = config.additional_config["vllm_flashinfer_vit"]
+    assert (patch, plan) == ("a patch", "a plan")
+    # Code that calls an op with other arguments would fail.
+    assert [re.findall(r"::(\w+)\(", op) for op in ops] == [
+        ["attention"],
+        ["fp8_attention"],
+    ]
+    assert all("bool interleaved" in op for op in ops)
+
 
 LOADED = ("qwen2_vl-blocks", "qwen2_5_vl-blocks")
 BLOCKS = [p for p in plugin.all_patches() if p.name in LOADED]

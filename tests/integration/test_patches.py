@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches of models: applied, left out and reverted; on a GPU, what they run."""
 
+import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,26 @@ PATCHES = tuple(
     for patch in module.PATCHES
 )
 NAMES = tuple(patch.name for patch in PATCHES)
+
+
+@cpu_only
+def test_what_vllm_compiles_is_patched_by_none_that_its_cache_key_leaves_out() -> None:
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+
+    owners = {}
+    for patch in plugin.all_patches():
+        if not patch.compiled:
+            # A release may lack a model.
+            with suppress(ImportError, AttributeError):
+                importlib.import_module(patch.target.partition(":")[0])
+                owners[patch.name], _ = patch._owner()
+    assert len(owners) >= 5
+    compiled_too = [
+        name
+        for name, owner in owners.items()
+        if issubclass(owner, TorchCompileWithNoGuardsWrapper)
+    ]
+    assert compiled_too == []
 
 
 @cpu_only

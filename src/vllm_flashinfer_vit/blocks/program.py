@@ -156,7 +156,8 @@ class BlockProgram:
         # What ranks gather are tensors of its own for each block.
         if self._split is None and attention.prepares_for is not None:
             groups = self._tower.groups
-            self._group = groups.setdefault(attention.prepares_for, len(groups))
+            shared = attention.prepares_for, self._is_interleaved
+            self._group = groups.setdefault(shared, len(groups))
         self._tower.forget()
         self._weights = BlockWeights()
         layers = Layers(

@@ -437,7 +437,7 @@ def _prepare_stock(settings: Settings) -> None:
 
 
 def _name_in_compile_cache(patches: tuple[str, ...], plan: str) -> None:
-    """Keep code that vLLM compiled with other patches or plans out of this engine.
+    """Keep code that vLLM compiled with other patches, plans or ops out of this engine.
 
     Its cache goes by the engine's configuration and by sources that did not change. A
     configuration that another plugin made an object of its own stays as it is.
@@ -445,4 +445,9 @@ def _name_in_compile_cache(patches: tuple[str, ...], plan: str) -> None:
     config = get_current_vllm_config_or_none()
     if config is None or not isinstance(config.additional_config, dict):
         return
-    config.additional_config["vllm_flashinfer_vit"] = [__version__, *patches, plan]
+    config.additional_config["vllm_flashinfer_vit"] = [
+        __version__,
+        *ops.schemas(),
+        *patches,
+        plan,
+    ]

@@ -135,8 +135,9 @@ def policy_for(
     choices = resolve_fp8(head_dim, dtype, settings.kernel, settings.tuned_dir)
     if not fp8_ranges(choices):
         logger.warning_once(
-            "mm_encoder_attn_dtype=fp8 has no effect on layers of head dim %d: FP8 is "
-            "faster at no length that was measured on this GPU. They attend in %s.",
+            "mm_encoder_attn_dtype=fp8 has no effect on layers of head dim %d: none of "
+            "the FP8 kernels that were measured is faster at any length. They attend "
+            "in %s.",
             head_dim,
             dtype,
         )

@@ -327,6 +327,7 @@ def _launch(
     block = max(16, triton.next_power_of_2(max_seqlen))
     config = _CONFIGS[block]
     d_lo, d_hi_pad = split_width(head_dim)
+    interleaved = interleaved and cos is not None
     # Interleaved pairs are loaded side by side: half as many fill a matrix operand.
     half_lo, half_hi_pad = split_width(head_dim // 2, 8 if interleaved else 16)
     num_seqs = cu_seqlens.numel() - 1
@@ -341,7 +342,7 @@ def _launch(
         UNIT=unit,
         UNIT_C=unit_c,
         HAS_ROPE=cos is not None,
-        INTERLEAVED=interleaved and cos is not None,
+        INTERLEAVED=interleaved,
         H=heads,
         H_KV=k.shape[1],
         D=head_dim,

@@ -290,3 +290,11 @@ direct_register_custom_op(
     target_lib=_LIBRARY,
     dispatch_key="CompositeExplicitAutograd",
 )
+
+
+def schemas() -> tuple[str, ...]:
+    """Return the custom ops with their arguments, as compiled code calls them."""
+    found = torch.ops.vllm_flashinfer_vit
+    return tuple(
+        str(op.default._schema) for op in (found.attention, found.fp8_attention)
+    )

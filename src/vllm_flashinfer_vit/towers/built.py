@@ -83,7 +83,7 @@ class Built:
             is_float = value.is_floating_point()
             return value.to(self.device, self.dtype if is_float else value.dtype)
 
-        # As vLLM keeps them: what a tower's loops are made of is never on its device.
+        # As engines keep them: what a tower's loops are made of stays on the CPU.
         return {
             name: place(value) if name.startswith("pixel") else value
             for name, value in inputs.items()

@@ -8,6 +8,7 @@ its layers, as an engine has them. It is built as vLLM builds it for `mm_encoder
 import json
 import math
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,8 @@ from vllm_flashinfer_vit.towers.weights import (
     make_attention_matter,
 )
 from vllm_flashinfer_vit.towers.whole import ModelSpec
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +72,25 @@ class ModelTower(Built):
             `[tokens, hidden]` in the tower's dtype, what the language model receives.
         """
         model: Any = self.visual
+        placed = self.placed(inputs)
+        if self.spec.has_images_apart():
+            placed["pixel_values"] = [placed["pixel_values"]]
         with self.running():
-            return torch.cat(list(model.embed_multimodal(**self.placed(inputs))))
+            return torch.cat(list(model.embed_multimodal(**placed)))
+
+    def placed(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `encode`, where this vLLM's engine has them.
+
+        Args:
+            inputs: As for `Built.placed`.
+        """
+        placed = super().placed(inputs)
+        if not self.spec.counts_on_device():
+            return placed
+        return {
+            name: value.to(self.device) if isinstance(value, torch.Tensor) else value
+            for name, value in placed.items()
+        }
 
     def kernels(self, grid_thw: Sequence[Sequence[int]]) -> dict[str, str]:
         """Return the kernel that serves the layers, for these images.
@@ -221,4 +241,12 @@ def _build(
         with set_default_torch_dtype(dtype), device:
             return cls(vllm_config=config, prefix="")
     except (TypeError, AttributeError, KeyError, AssertionError) as error:
+        if _is_ours(error):
+            raise
         raise spec.unbuildable(error) from error
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether this package raised an error: then no other version would help."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").startswith(f"{_PACKAGE}.")

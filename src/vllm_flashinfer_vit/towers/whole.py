@@ -6,11 +6,13 @@ own comes after. `whole_models` has the descriptions.
 """
 
 import importlib
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from vllm_flashinfer_vit.towers.spec import Spec, TowerError
 
@@ -71,6 +73,10 @@ class WholeModel:
         layout: Puts the fields of tower and language model where the config has them.
         architecture: The model's name in a config, if it is not its class.
         extra_tokens: What attends beside the patches of each image.
+        follows_counts: Whether the tower attends where its counts are: on its device in
+            releases of vLLM that do not keep them on the CPU.
+        pixel_schema: vLLM's class that checks the pixels, where releases differ in
+            whether it wants a list of images or the patches of all.
     """
 
     module: str
@@ -88,6 +94,8 @@ class WholeModel:
     layout: Callable[[Fields, Fields], dict[str, Any]] = nested
     architecture: str = ""
     extra_tokens: int = 0
+    follows_counts: bool = False
+    pixel_schema: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,22 @@ class ModelSpec(Spec):
         """
         module = f"vllm.model_executor.models.{self.whole.module}"
         return self._class(f"{module}:{self.whole.model}")
+
+    def counts_on_device(self) -> bool:
+        """Whether the installed vLLM hands the model its counts on its device."""
+        module = sys.modules[self.model_class().__module__]
+        kept = "keep_on_cpu" in inspect.getsource(module)
+        return self.whole.follows_counts and not kept
+
+    def has_images_apart(self) -> bool:
+        """Whether the installed vLLM hands the model a list of images' pixels."""
+        if not self.whole.pixel_schema:
+            return False
+        module = sys.modules[self.model_class().__module__]
+        schema = getattr(module, self.whole.pixel_schema)
+        hints = get_type_hints(schema, include_extras=True)
+        (shape,) = hints["pixel_values"].__metadata__
+        return shape.dims[0] == "bn"
 
     def unbuildable(self, error: Exception) -> TowerError:
         """Return the error for what the installed packages do not do."""

@@ -117,6 +117,7 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
         processor=f"{_TRANSFORMERS}:PaddleOCRVLImageProcessor",
         processor_fields={"size": {"shortest_edge": 147384, "longest_edge": 2822400}},
         cut=_patches,
+        pixel_schema="PaddleOCRImagePixelInputs",
     ),
     "zai-org/GLM-OCR": WholeModel(
         module="glm_ocr",
@@ -274,6 +275,7 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
         layout=_flat_objects,
         processor=f"{_TRANSFORMERS}:Ernie4_5_VLMoeImageProcessor",
         cut=_patches,
+        follows_counts=True,
     ),
     "OpenGVLab/InternVL3-8B": WholeModel(
         module="internvl",
