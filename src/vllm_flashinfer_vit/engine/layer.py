@@ -445,9 +445,5 @@ def _name_in_compile_cache(patches: tuple[str, ...], plan: str) -> None:
     config = get_current_vllm_config_or_none()
     if config is None or not isinstance(config.additional_config, dict):
         return
-    config.additional_config["vllm_flashinfer_vit"] = [
-        __version__,
-        *ops.schemas(),
-        *patches,
-        plan,
-    ]
+    names = [__version__, *ops.schemas(), *patches, plan]
+    config.additional_config["vllm_flashinfer_vit"] = names
