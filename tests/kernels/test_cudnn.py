@@ -329,7 +329,6 @@ def test_a_build_is_counted_and_logged(flashinfer, caplog, monkeypatch):
     with caplog.at_level(logging.DEBUG, logger="test_cudnn"):
         _run(plans, make_qkv(IMAGES, 2, 80, torch.bfloat16), IMAGES, 0.1)
     assert plans.stats.built == 1
-    assert plans.stats.build_ms > 0
     assert "num_seqs=8, max_len=128" in caplog.text
 
 

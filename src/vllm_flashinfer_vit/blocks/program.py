@@ -184,6 +184,9 @@ class BlockProgram:
         is_fused = "add_norm" not in self._off
         self._prepare_sum = norms.prepare if is_fused else norms.separate
         self.steps["add_norm"] = "one kernel" if is_fused else "left out by a setting"
+        steps = "; ".join(f"{path}: {what}" for path, what in self.steps.items())
+        # Blocks of a tower are alike, and so are said once.
+        logger.debug_once("The vision tower's blocks run %s", steps)
         self._is_ready = True
 
     def takes(self, x: torch.Tensor, given: Mapping[str, Any]) -> bool:

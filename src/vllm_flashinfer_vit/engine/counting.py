@@ -21,7 +21,7 @@ from vllm_flashinfer_vit.ops.batch import longest_of
 from vllm_flashinfer_vit.ops.plan import Plan
 
 # How the blocks of a pass ran; see `metrics.SERIES`.
-Path = Literal["graph", "blocks", "attention"]
+RanBy = Literal["graph", "blocks", "attention"]
 # Kernel and class of a pass's attention.
 Kind = tuple[str, str]
 
@@ -117,7 +117,7 @@ class Counting:
         finally:
             self._noted, self.is_on = None, False
 
-    def passed(self, kind: Kind, path: Path, rows: int, is_first: bool) -> None:
+    def passed(self, kind: Kind, path: RanBy, rows: int, is_first: bool) -> None:
         """Count a pass while `is_on`.
 
         Args:
@@ -171,7 +171,7 @@ class LayerCounts:
 
     def passed(
         self,
-        path: Path,
+        path: RanBy,
         num_tokens: int,
         cu_seqlens: torch.Tensor | None,
         max_seqlen: torch.Tensor | int | None,

@@ -22,16 +22,14 @@ _MIN_WORKSPACE_BYTES = 1 << 20
 
 @dataclass
 class PlanStats:
-    """What building plans has cost this process.
+    """The plans of this process.
 
     Attributes:
         built: Plans built.
-        build_ms: Host time that this took.
         workspace_bytes: Device memory held as workspace.
     """
 
     built: int = 0
-    build_ms: float = 0.0
     workspace_bytes: int = 0
 
 
@@ -129,7 +127,6 @@ class PlanCache:
         self._plans[key] = plan
         build_ms = (time.perf_counter() - start) * 1e3
         self.stats.built += 1
-        self.stats.build_ms += build_ms
         logger.debug(
             "cuDNN plan %d built in %.1f ms, workspace %d bytes: %s",
             self.stats.built,
