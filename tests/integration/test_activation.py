@@ -101,8 +101,11 @@ class TestRotary:
     def layers(self, tower: Tower, name: str) -> list[Any]:
         """Return the attention layers of an encoder, built within a tower's engine."""
         encoder = {**PACKED, **DENSE}[name]
-        with tower.running():
-            module, _ = encoder.build(encoder.load())
+        try:
+            with tower.running():
+                module, _ = encoder.build(encoder.load())
+        except ImportError as error:
+            pytest.skip(f"not in this vLLM, or its transformers: {error}")
         return layers_of(module)
 
     @pytest.mark.parametrize(
