@@ -97,7 +97,7 @@ def pack(site: Path, out: Path, part_mib: int, on_host: Collection[str]) -> list
     listing.write_text("\n".join(names), encoding="utf-8")
     tar = f"tar cf - -C {shlex.quote(str(site.parent))} -T {shlex.quote(str(listing))}"
     split = f"split -b {part_mib}M -d - {shlex.quote(str(out / 'part.'))}"
-    script = f"set -o pipefail; {tar} | xz -T0 -6 -c | {split}"
+    script = f"set -o pipefail; {tar} | xz -T0 -3 -c | {split}"
     subprocess.run(["bash", "-c", script], check=True)
     listing.unlink()
     return sorted(out.glob("part.*"))
