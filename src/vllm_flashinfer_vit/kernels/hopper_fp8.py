@@ -392,19 +392,14 @@ def _attend_to_block(
         part_lo = warpgroup_mma_wait(0, deps=[part_lo])
         acc_lo = _scaled(acc_lo, acc_decay) + part_lo
         part_hi = _start(weights, v_hi.index(stage))
-    if v_hi.shape[1] == V_HI:
-        part_sum = _start(weights, v_ones.index(0))
-        if IN_TURN:
+        if v_hi.shape[1] == V_HI:
+            part_sum = _start(weights, v_ones.index(0))
             part_hi, part_sum = warpgroup_mma_wait(0, deps=[part_hi, part_sum])
         else:
-            part_lo, part_hi, part_sum = warpgroup_mma_wait(
-                0, deps=[part_lo, part_hi, part_sum]
-            )
-    else:
-        if IN_TURN:
             part_hi = warpgroup_mma_wait(0, deps=[part_hi])
-        else:
-            part_lo, part_hi = warpgroup_mma_wait(0, deps=[part_lo, part_hi])
+            part_sum = part_hi
+    else:
+        part_lo, part_hi = warpgroup_mma_wait(0, deps=[part_lo, part_hi])
         part_sum = part_hi
     mbarrier.arrive(empty.index(stage))
     if not IN_TURN:
