@@ -5,8 +5,8 @@ PYTHON ?= python3
 VLLM ?= 0.33.0
 # One for each vLLM, since packages of another one would stay behind in it.
 VENV ?= .venv-$(notdir $(VLLM))
-# Versions of the whole stack; a vLLM without a file here takes what its own pins allow.
-CONSTRAINTS ?= $(wildcard constraints/vllm-$(VLLM).txt)
+# Versions of the whole stack; a vLLM without a file takes what its own pins allow.
+CONSTRAINTS ?= $(or $(wildcard constraints/vllm-$(VLLM).txt),constraints/other.txt)
 # Versions that replace what a package asks for, where that is not to be had.
 OVERRIDES ?= $(wildcard constraints/vllm-$(VLLM)-overrides.txt)
 PYTHONS := 3.11 3.12 3.13
@@ -18,6 +18,9 @@ CANARY_VENV := .venv-canary-$(notdir $(VLLM))
 # Without vLLM: a build does not need it.
 PACKAGE_VENV := .venv-package
 DOCS_VENV := .venv-docs
+AUDIT_VENV := .venv-audit
+# docs/security.md gives the reasons.
+ACCEPTED := GHSA-6q48-6c7w-9gw2
 
 # One thread for each of two processes: with more, they wait for each other on two
 # cores. An environment variable, since tests start processes of their own, too.
@@ -27,7 +30,7 @@ IN_PARALLEL ?= -n 2 --dist worksteal
 FAST := -m "not extended and not gpu"
 
 .PHONY: help setup resolve encode doctor test test-all test-gpu canary fingerprints \
-  lint types check package docs clean
+  lint types check package docs audit clean
 
 help:
 	@echo "make encode   install, then encode the example images"
@@ -39,6 +42,7 @@ help:
 	@echo "make lint types   ruff, the order of folders, mypy"
 	@echo "make package  build wheel and sdist in dist/, and check both"
 	@echo "make docs     build the site in out/site, and check its links"
+	@echo "make audit    look for published advisories on the versions of constraints/"
 
 VERSIONS = $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(if $(OVERRIDES),--override $(OVERRIDES))
 
@@ -110,6 +114,13 @@ docs:
 	$(DOCS_VENV)/bin/python -m pip install --quiet --upgrade uv
 	$(DOCS_VENV)/bin/uv pip install --quiet --python $(DOCS_VENV)/bin/python --group docs
 	$(DOCS_VENV)/bin/mkdocs build --strict
+
+audit:
+	$(PYTHON) -m venv $(AUDIT_VENV)
+	$(AUDIT_VENV)/bin/python -m pip install --quiet --upgrade uv
+	$(AUDIT_VENV)/bin/uv pip install --quiet --python $(AUDIT_VENV)/bin/python --group audit
+	$(AUDIT_VENV)/bin/pip-audit --vulnerability-service osv --no-deps --disable-pip \
+	  $(ACCEPTED:%=--ignore-vuln %) $(AUDIT_OPTIONS) --requirement $(CONSTRAINTS)
 
 clean:
 	rm -rf .venv-* dist out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

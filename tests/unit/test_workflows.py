@@ -20,7 +20,8 @@ def loaded(path: Path) -> Any:
 
 
 def test_there_are_workflows() -> None:
-    assert {path.stem for path in WORKFLOWS} == {"ci", "release", "canary", "docs"}
+    names = {"ci", "release", "canary", "docs", "audit"}
+    assert {path.stem for path in WORKFLOWS} == names
 
 
 @by_workflow
