@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from vllm_flashinfer_vit.engine.counting import LayerCounts
+from vllm_flashinfer_vit.towers.built import Built
 from vllm_flashinfer_vit.towers.spec import FAMILIES, model_module
 from vllm_flashinfer_vit.towers.tower import Tower
 
@@ -97,7 +98,7 @@ def model_around(tower: Tower, frames_per_video: int) -> Any:
 
 
 def build_manager(
-    tower: Tower,
+    tower: Built,
     *,
     max_tokens: int,
     budgets: Sequence[int] = (),
@@ -109,7 +110,7 @@ def build_manager(
     """Return vLLM's manager for a tower, nothing captured yet.
 
     Args:
-        tower: From `build_tower`.
+        tower: From `build_tower`, or a whole model of `build_model`.
         max_tokens: The scheduler's tokens a step, which bound automatic budgets.
         budgets: `encoder_cudagraph_token_budgets`, empty for automatic ones.
         max_items: `encoder_cudagraph_max_vision_items_per_batch`, 0 for automatic.
@@ -138,13 +139,15 @@ def build_manager(
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
-    model = model_around(tower, frames_per_video)
+    model: Any = tower.visual
+    if isinstance(tower, Tower):
+        model = model_around(tower, frames_per_video)
     model.vllm_config, model.model_config = config, config.model_config
     with tower.running():
         return EncoderCudaGraphManager(config, tower.device, tower.dtype, model)
 
 
-def capture(manager: Any, tower: Tower) -> None:
+def capture(manager: Any, tower: Built) -> None:
     """Capture all graphs of a manager; call it within `simulated_graphs`."""
     with tower.running():
         manager.capture(None)

@@ -10,6 +10,7 @@ from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
 from vllm_flashinfer_vit.machine.versions import check_vllm, newer_note, vllm_version
 from vllm_flashinfer_vit.models import (
     documents,
+    exact_graphs,
     glm,
     interleaved,
     qwen2_5_vl,
@@ -42,6 +43,7 @@ _MODEL_PATCHES = (
     *documents.PATCHES,
     *siglip.PATCHES,
     *interleaved.PATCHES,
+    *exact_graphs.PATCHES,
     *encoder_graphs.PATCHES,
     *counters.PATCHES,
 )

@@ -10,7 +10,8 @@ from _fuzz import INT32, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_flashinfer_vit.graphs.exact import ExactModel
+from vllm_flashinfer_vit.graphs.layouts import Layout
+from vllm_flashinfer_vit.graphs.model import ExactModel
 from vllm_flashinfer_vit.graphs.padded import PaddedManager
 from vllm_flashinfer_vit.graphs.sizes import ReplaySizeError, fill
 from vllm_flashinfer_vit.kernels.padding import mask_padding
@@ -165,7 +166,7 @@ def test_a_graph_holds_every_batch_of_its_tokens_items_and_frames(
         size + more
         for size, more in zip((tokens, len(grids), frames), spare, strict=True)
     )
-    model = ExactModel(Tower(merge, side), budget, has_frames)
+    model = ExactModel(Tower(merge, side), Layout("visual"), 1, budget, has_frames)
     capture = model.prepare_encoder_cudagraph_capture_inputs(
         budget, items, max_frames, torch.device("cpu"), torch.float32
     ).values

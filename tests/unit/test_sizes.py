@@ -13,6 +13,7 @@ from vllm_flashinfer_vit.graphs.sizes import (
     ReplaySizeError,
     even_split,
     fill,
+    fill_by,
     fine_budgets,
     is_cu_seqlens,
     max_sequences,
@@ -140,6 +141,19 @@ def test_too_many_values_name_the_sizes() -> None:
     with pytest.raises(ReplaySizeError, match=r"cu_seqlens .* has 5 .* with 3"):
         fill("cu_seqlens", buffer, torch.ones(5))
     assert buffer.tolist() == [0, 0, 0]
+
+
+def test_a_models_own_padding_is_kept_where_the_buffer_holds_all() -> None:
+    def cut_off(buffer: torch.Tensor, values: torch.Tensor) -> None:
+        count = min(len(buffer), len(values))
+        buffer[:count].copy_(values[:count])
+        buffer[count:] = values[-1]
+
+    buffer = torch.zeros(4)
+    fill_by(cut_off, "cu_seqlens", buffer, torch.tensor([0.0, 7.0]))
+    assert buffer.tolist() == [0, 7, 7, 7]
+    with pytest.raises(ReplaySizeError, match=r"cu_seqlens .* \(5,\).* \(4,\)"):
+        fill_by(cut_off, "cu_seqlens", buffer, torch.ones(5))
 
 
 def test_is_cu_seqlens() -> None:

@@ -1,57 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoder CUDA graphs that hold exactly their budget, at finer budgets, in one memory.
 
-For the towers that `manager` lists: vLLM rounds their buffers up, to
-many times the budget where videos are long, and has each graph keep its own.
+For the models that `models.exact_graphs` lists: vLLM rounds most of their buffers up,
+to many times the budget where videos are long, and has each graph keep its own.
 """
 
+import functools
 import itertools
-from functools import partial
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
-from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
-from vllm_flashinfer_vit.graphs.padded import PaddedManager
-from vllm_flashinfer_vit.graphs.sizes import (
-    ReplayError,
-    even_split,
-    fill,
-    fine_budgets,
-    is_cu_seqlens,
-    max_sequences,
-    max_windows,
-    usual_frames,
-)
+from vllm_flashinfer_vit.graphs.layouts import Layout
+from vllm_flashinfer_vit.graphs.model import SHORT, ExactModel
+from vllm_flashinfer_vit.graphs.padded import PaddedManager, graph_name
+from vllm_flashinfer_vit.graphs.sizes import fill, fine_budgets
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
-
-# The set of graphs for batches of short sequences; see `ExactManager.capture`.
-_SHORT = "short"
 
 
 class ExactManager(PaddedManager):
     """Captures towers without padding of its own, and shares the buffers."""
 
-    model: "ExactModel"
+    model: ExactModel
     token_budgets: list[int]
 
-    def adopt(self) -> None:
-        """Take over a manager that vLLM has just built."""
-        super().adopt()
-        # In place of vLLM's own for Qwen2.5-VL, too, which look at no size.
-        for key in self.config.buffer_keys:
-            self.config.padding_logics[key] = partial(fill, key)
+    def adopt_exact(self, layout: Layout) -> None:
+        """Take over a manager that vLLM has just built.
+
+        Args:
+            layout: What the buffers of its model are.
+        """
+        self.adopt()
+        if layout.is_packed:
+            # In place of vLLM's own for Qwen2.5-VL and Kimi, too, which look at no
+            # size.
+            for key in self.config.buffer_keys:
+                self.config.padding_logics[key] = functools.partial(fill, key)
+        smallest, _ = self.model.get_encoder_cudagraph_budget_range(self.vllm_config)
         compilation = self.vllm_config.compilation_config
         if not compilation.encoder_cudagraph_token_budgets:
-            budgets = fine_budgets(self.token_budgets[0], self.token_budgets[-1])
+            step = layout.row_tokens(smallest, ())
+            budgets = fine_budgets(self.token_budgets[0], self.token_budgets[-1], step)
             self.token_budgets = budgets
             # vLLM 0.25.1 has `token_budgets` only.
             if hasattr(self, "path_token_budgets"):
                 self.path_token_budgets = {"default": list(budgets)}
         has_frames = compilation.encoder_cudagraph_max_frames_per_batch is not None
-        self.model = ExactModel(self.model, self.token_budgets[-1], has_frames)
+        self.model = ExactModel(
+            self.model, layout, smallest, self.token_budgets[-1], has_frames
+        )
+        # Of dense towers: the budget of a graph, by the tokens that it really holds.
+        self._of_tokens: dict[tuple[Any, ...], int] = {}
         logger.info(
             "vllm-flashinfer-vit captures %d encoder CUDA graphs: one for each budget "
             "of %s tokens%s",
@@ -61,7 +63,7 @@ class ExactManager(PaddedManager):
         )
 
     def _short_graphs_text(self) -> str:
-        budgets = self._short_budgets()
+        budgets = self._short_budgets
         if not budgets:
             return ""
         return (
@@ -75,15 +77,30 @@ class ExactManager(PaddedManager):
     def _model_name(self) -> str:
         return type(self.model.wrapped).__name__
 
+    @functools.cached_property
     def _short_budgets(self) -> list[int]:
+        """Budgets that are captured for short sequences, too."""
         bound = self.model.short_bound
         if bound is None:
             return []
-        return [b for b in self.token_budgets if b * self.model.unit > bound]
+        budgets = []
+        for smaller, budget in itertools.pairwise([0, *self.token_budgets]):
+            sequences = self.model.sequences(
+                budget, self.max_batch_size, self.max_frames_per_batch
+            )
+            # If the most that there can be fit a smaller graph, none comes here.
+            is_reached = smaller * self.model.unit < sequences * bound
+            if is_reached and bound < budget * self.model.unit:
+                budgets.append(budget)
+        return budgets
 
     def get_num_graphs_to_capture(self) -> int:
         """Count the graphs, for vLLM's estimate of their memory."""
-        return len(self.token_budgets) + len(self._short_budgets())
+        sizes = (
+            {self.model.tokens(budget, keys) for budget in self.token_budgets} - {0}
+            for keys in itertools.product(*getattr(self, "_capture_axes", ()))
+        )
+        return sum(map(len, sizes)) + len(self._short_budgets)
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Capture all graphs, large budgets twice.
@@ -92,16 +109,42 @@ class ExactManager(PaddedManager):
         that fills the budget. Short sequences have a faster one: graphs of their own.
         """
         super().capture(*args, **kwargs)
-        for budget in reversed(self._short_budgets()):
-            self._capture_budget_graph(budget, path=_SHORT)
+        for budget in reversed(self._short_budgets):
+            self._capture_budget_graph(budget, path=SHORT)
         self._warm_up_positions()
+
+    def _capture_budget_graph(
+        self,
+        token_budget: int,
+        path: str = "default",
+        *args: Any,
+        axis_keys: tuple[Hashable, ...] = (),
+        **kwargs: Any,
+    ) -> None:
+        tokens = self.model.tokens(token_budget, axis_keys)
+        # vLLM 0.25.1 counts what is in it after the capture.
+        graphs = self._get_graph_set(path)
+        if not tokens:
+            # A row of this width needs a larger budget: nothing would run in it.
+            return
+        keys = {"axis_keys": axis_keys} if axis_keys else {}
+        name = (tokens, path, axis_keys)
+        other = self._of_tokens.setdefault(name, token_budget)
+        if other == token_budget:
+            super()._capture_budget_graph(token_budget, path, *args, **keys, **kwargs)
+            return
+        # A larger budget was captured with as many rows.
+        graphs[graph_key(token_budget, axis_keys)] = graphs[graph_key(other, axis_keys)]
+        self._captured[graph_name(token_budget, path, axis_keys)] = self._captured[
+            graph_name(other, path, axis_keys)
+        ]
 
     def _warm_up_positions(self) -> None:
         """Compile vLLM's kernel for Qwen3-VL's positions, which no graph holds.
 
         It has variants by whether 16 divides the rows and columns.
         """
-        visual = self.model.visual
+        visual: Any = getattr(self.model.wrapped, "visual", None)
         if not hasattr(visual, "fast_pos_embed_interpolate"):
             return
         with torch.inference_mode():
@@ -115,7 +158,8 @@ class ExactManager(PaddedManager):
         wrapped = self.model.wrapped
         # In 0.28 and 0.29 the model normalises in `_process_image_input`, which graphs
         # do not pass.
-        if hasattr(wrapped, "input_norm") and not hasattr(wrapped.visual, "input_norm"):
+        visual = getattr(wrapped, "visual", None)
+        if hasattr(wrapped, "input_norm") and not hasattr(visual, "input_norm"):
             mm_kwargs = {
                 key: wrapped.input_norm(value, self.dtype)
                 if key.startswith("pixel_values")
@@ -128,6 +172,7 @@ class ExactManager(PaddedManager):
         """Release the graphs and the shared buffers."""
         super().clear()
         self.model.clear()
+        self._of_tokens.clear()
 
     def _replay(
         self,
@@ -137,155 +182,19 @@ class ExactManager(PaddedManager):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor | None:
-        grids = self.model.grids(mm_kwargs)
-        longest = max(h * w for _, h, w in grids)
-        if token_budget in self._short_budgets() and self.model.is_short(longest):
-            path = _SHORT
+        if token_budget in self._short_budgets and self.model.is_short(mm_kwargs):
+            path = SHORT
+        # Grids may lie on the device, where reading them would wait for the replay.
+        real = sum(spec.output_tokens for spec in self._get_item_specs(mm_kwargs))
         output = super()._replay(mm_kwargs, token_budget, path, *args, **kwargs)
         if output is None:
             return None
-        patches = sum(t * h * w for t, h, w in grids)
-        self.counting.add(patches // self.model.unit, "graph_real_tokens")
-        self.counting.add(token_budget, "graph_padded_tokens")
-        assert self.model.output is not None
-        return self.model.output[:token_budget]
+        padded = self.model.tokens(token_budget, kwargs.get("axis_keys", ()))
+        self.counting.add(real, "graph_real_tokens")
+        self.counting.add(padded, "graph_padded_tokens")
+        return self.model.output(token_budget)
 
 
-class ExactModel:
-    """A model as a manager sees it: exact buffers, all in the largest budget's.
-
-    Graphs run one after another, and every replay fills what it reads, so the graphs of
-    smaller budgets use the first rows of the largest one's inputs and output.
-    """
-
-    def __init__(self, model: Any, max_budget: int, has_frames: bool) -> None:
-        """Wrap a model.
-
-        Args:
-            model: What the manager was built with.
-            max_budget: Tokens of the largest graph.
-            has_frames: Whether the user has said how many frames a graph should hold.
-        """
-        self.wrapped = model
-        self.unit = model.visual.spatial_merge_size**2
-        self.short_bound = _short_bound(model)
-        self.output: torch.Tensor | None = None
-        self._max_budget = max_budget
-        self._has_frames = has_frames
-        self._inputs: dict[str, torch.Tensor] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.wrapped, name)
-
-    def clear(self) -> None:
-        """Release the shared buffers."""
-        self.output = None
-        self._inputs.clear()
-
-    def frames(self, token_budget: int, max_frames: int) -> int:
-        """Return how many of a manager's frames a budget's graph is captured for."""
-        if self._has_frames:
-            return max_frames
-        return min(max_frames, usual_frames(token_budget))
-
-    def is_short(self, longest: int) -> bool:
-        """Return whether the graphs for short sequences hold one of this length."""
-        return self.short_bound is not None and longest <= self.short_bound
-
-    def grids(self, mm_kwargs: dict[str, Any]) -> list[list[int]]:
-        """Return frames, rows and columns of patches of each item."""
-        return self.wrapped._get_grid_thw_by_modality(mm_kwargs)
-
-    def prepare_encoder_cudagraph_capture_inputs(
-        self,
-        token_budget: int,
-        max_batch_size: int,
-        max_frames_per_batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        path: str = "default",
-        *args: Any,
-    ) -> Any:
-        """Return inputs of exactly `token_budget` tokens, cut into short sequences.
-
-        vLLM rounds up to a whole number of tokens for each frame of each item, which
-        is many times the budget where videos are long.
-        """
-        capture = self.wrapped.prepare_encoder_cudagraph_capture_inputs(
-            1, 1, 0, device, dtype, path, *args
-        )
-        max_frames = self.frames(token_budget, max_frames_per_batch)
-        frames = max_sequences(token_budget, max_batch_size, max_frames)
-        patches = token_budget * self.unit
-        bound = patches
-        if path == _SHORT:
-            assert self.short_bound is not None
-            bound = self.short_bound
-        exact: dict[str, torch.Tensor | None] = {}
-        for key, one in capture.values.items():
-            if one is None or key == "max_seqlen_window":
-                exact[key] = one
-            elif key in ("max_seqlen", "max_seqlen_full"):
-                exact[key] = torch.full_like(one, bound)
-            elif is_cu_seqlens(key):
-                count = frames
-                if key == "cu_window_seqlens":
-                    count = max_windows(token_budget, frames, self._window_side())
-                exact[key] = one.new_tensor(even_split(patches, count))
-            else:
-                exact[key] = self._share(key, one, token_budget)
-        return type(capture)(values=exact)
-
-    def _window_side(self) -> int:
-        visual = self.wrapped.visual
-        return visual.window_size // visual.spatial_merge_size // visual.patch_size
-
-    def _share(self, key: str, one: torch.Tensor, token_budget: int) -> torch.Tensor:
-        """Return the budget's rows of a shared buffer, given those of one token."""
-        rows = one.shape[0]
-        if key not in self._inputs:
-            self._inputs[key] = one.new_zeros((self._max_budget * rows, *one.shape[1:]))
-        return self._inputs[key][: token_budget * rows]
-
-    def prepare_encoder_cudagraph_replay_buffers(
-        self,
-        mm_kwargs: dict[str, Any],
-        max_batch_size: int,
-        max_frames_per_batch: int,
-        *args: Any,
-    ) -> Any:
-        """Return the batch's own buffers; `fill` pads them to the graph's.
-
-        Raises:
-            ReplayError: The pixels are floats, as of an image given as such, and the
-                graph takes bytes.
-        """
-        replay = self.wrapped.prepare_encoder_cudagraph_replay_buffers(
-            mm_kwargs, 0, 0, *args
-        )
-        pixels = replay.values["pixel_values"]
-        held = self._inputs["pixel_values"]
-        if pixels.is_floating_point() and not held.is_floating_point():
-            raise ReplayError(
-                f"pixels of this batch are {pixels.dtype}, the CUDA graph was captured "
-                f"with {held.dtype}; give images of 8 bits"
-            )
-        return replay
-
-    def encoder_cudagraph_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the tower into the shared output, and leave nothing for vLLM to keep."""
-        output = self.wrapped.encoder_cudagraph_forward(*args, **kwargs)
-        if self.output is None:
-            self.output = output.new_zeros((self._max_budget, *output.shape[1:]))
-        self.output[: output.shape[0]].copy_(output)
-        return output[:0]
-
-
-def _short_bound(model: Any) -> int | None:
-    """Return the longest sequence that some layer has another kernel for, or None."""
-    bounds = [
-        layer.bounds[-1]
-        for layer in model.visual.modules()
-        if isinstance(layer, FlashInferViTAttention) and layer.bounds
-    ]
-    return max(bounds, default=None)
+def graph_key(token_budget: int, axis_keys: tuple[Hashable, ...]) -> Any:
+    """Return what vLLM keeps a graph under."""
+    return (token_budget, axis_keys) if axis_keys else token_budget

@@ -4,18 +4,12 @@
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 from vllm_flashinfer_vit.graphs.exact import ExactManager
+from vllm_flashinfer_vit.graphs.layouts import Layout
 from vllm_flashinfer_vit.graphs.padded import PaddedManager
 
-EXACT = frozenset(
-    {
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen3VLForConditionalGeneration",
-        "Glm4vForConditionalGeneration",
-    }
-)
-# Derived from one of them, with a tower that takes no metadata: nothing to share.
-_OTHERS = frozenset({"GlmOcrForConditionalGeneration"})
+# Attribute of a model's `EncoderCudaGraphConfig`: its `Layout`, for those that are
+# captured at their exact size.
+LAYOUT = "vllm_flashinfer_vit_layout"
 
 
 def adopt(manager: EncoderCudaGraphManager, flashinfer: bool) -> None:
@@ -25,9 +19,11 @@ def adopt(manager: EncoderCudaGraphManager, flashinfer: bool) -> None:
         manager: Nothing is captured yet.
         flashinfer: Whether the engine asks for FLASHINFER.
     """
-    names = {cls.__name__ for cls in type(manager.model).__mro__}
-    is_known = names & EXACT and not names & _OTHERS
-    is_exact = flashinfer and manager.config.modalities and is_known
+    layout: Layout | None = getattr(manager.config, LAYOUT, None)
     # Runners name vLLM's class, and import it before anything could take its place.
-    manager.__class__ = ExactManager if is_exact else PaddedManager
-    manager.adopt()
+    if flashinfer and layout is not None and layout.fits(manager.config):
+        manager.__class__ = ExactManager
+        manager.adopt_exact(layout)
+    else:
+        manager.__class__ = PaddedManager
+        manager.adopt()

@@ -14,7 +14,7 @@ from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 from vllm_flashinfer_vit.engine.counting import Counting
 from vllm_flashinfer_vit.engine.metrics import Key
-from vllm_flashinfer_vit.graphs.sizes import ReplayError, ReplaySizeError, fill
+from vllm_flashinfer_vit.graphs.sizes import ReplayError, ReplaySizeError, fill, fill_by
 from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -43,7 +43,10 @@ class PaddedManager(EncoderCudaGraphManager):
         self._captured: dict[tuple[Any, ...], dict[Key, int]] = {}
         logics = self.config.padding_logics
         for key in self.config.buffer_keys:
-            logics.setdefault(key, partial(fill, key))
+            own = logics.get(key)
+            logics[key] = (
+                partial(fill, key) if own is None else partial(fill_by, own, key)
+            )
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Encode items, and count those that a graph served."""
@@ -58,7 +61,7 @@ class PaddedManager(EncoderCudaGraphManager):
     ) -> None:
         with self.counting.noting() as noted:
             super()._capture_budget_graph(token_budget, path, *args, **kwargs)
-        self._captured[_name(token_budget, path, *args, **kwargs)] = noted
+        self._captured[graph_name(token_budget, path, *args, **kwargs)] = noted
 
     def _run_budget_graph(
         self,
@@ -93,7 +96,7 @@ class PaddedManager(EncoderCudaGraphManager):
         except ReplaySizeError as error:
             raise ReplaySizeError(self._explain(error, token_budget)) from None
         if output is not None:
-            name = _name(token_budget, path, *args, **kwargs)
+            name = graph_name(token_budget, path, *args, **kwargs)
             self.counting.replayed(self._captured.get(name, {}))
         return output
 
@@ -136,7 +139,7 @@ class PaddedManager(EncoderCudaGraphManager):
         )
 
 
-def _name(
+def graph_name(
     token_budget: int, path: str, axis_keys: tuple[Any, ...] = ()
 ) -> tuple[Any, ...]:
     """Name a graph; from vLLM 0.33 on there may be several for a budget."""

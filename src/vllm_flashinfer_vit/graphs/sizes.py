@@ -5,6 +5,8 @@ A budget counts merged tokens, as vLLM's settings do. One token is merge_size^2 
 and attention works on patches.
 """
 
+from collections.abc import Callable
+
 import torch
 
 # Budgets between a power of two and the next. A batch is padded by at most 1.25, by
@@ -26,21 +28,26 @@ class ReplaySizeError(ReplayError):
     """A batch needs a larger buffer than the graph has."""
 
 
-def fine_budgets(smallest: int, largest: int) -> list[int]:
+def fine_budgets(smallest: int, largest: int, step: int = 1) -> list[int]:
     """Return budgets from `smallest` to `largest`, four between two powers of two.
+
+    Args:
+        smallest: Tokens of the first.
+        largest: Tokens of the last.
+        step: Tokens that all of them but these two are a multiple of.
 
     Raises:
         ValueError: A budget is not positive, or the first above the last.
     """
     if not 0 < smallest <= largest:
         raise ValueError(f"no budgets from {smallest} to {largest}")
-    budgets = {largest}
+    budgets = {smallest, largest}
     power = smallest
     while power <= largest:
-        for step in range(_STEPS):
-            budgets.add(min(largest, power + step * power // _STEPS))
+        for part in range(_STEPS):
+            budgets.add((power + part * power // _STEPS) // step * step)
         power *= 2
-    return sorted(budgets)
+    return sorted(b for b in budgets if smallest <= b <= largest)
 
 
 def usual_frames(budget: int) -> int:
@@ -90,6 +97,34 @@ def even_split(num_tokens: int, num_seqs: int) -> list[int]:
 def is_cu_seqlens(key: str) -> bool:
     """Return whether a buffer of vLLM's models holds prefix sums of lengths."""
     return key.startswith("cu_") and key.endswith("seqlens")
+
+
+def fill_by(
+    logic: Callable[[torch.Tensor, torch.Tensor], None],
+    key: str,
+    buffer: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Copy and pad as a model says, if the buffer holds all values.
+
+    Some models cut off what does not fit.
+
+    Args:
+        logic: The model's, of buffer and values.
+        key: As for `fill`, like the other arguments.
+        buffer: See `key`.
+        values: See `key`.
+
+    Raises:
+        ReplaySizeError: There are more values than the buffer holds.
+    """
+    pairs = zip(values.shape, buffer.shape, strict=False)
+    if any(count > size for count, size in pairs):
+        raise ReplaySizeError(
+            f"{key} of this batch is {tuple(values.shape)}, the CUDA graph was "
+            f"captured with {tuple(buffer.shape)}"
+        )
+    logic(buffer, values)
 
 
 def fill(key: str, buffer: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What graphs of exact size have to know of a model, beyond what its buffers say."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+# What models call the grids of a batch: rows of `[t, h, w]`, or of `[h, w]`.
+_GRIDS = ("image_grid_thw", "video_grid_thw", "grid_thws", "image_grid_hws")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model's buffers follow from the tokens of a graph.
+
+    A packed tower has as many rows as there are patches, and prefix sums of lengths.
+    In a dense one a row is an image, a tile or a frame, and holds as many tokens as any
+    other.
+
+    Attributes:
+        tower: The model's attribute with a packed tower; empty for dense ones.
+        merge: The tower's attribute that says how many rows and columns of patches
+            become a token.
+        by_width: Whether rows are as wide as a graph's key says. vLLM before 0.33 has
+            no such keys, and its rows are as wide as the budget.
+    """
+
+    tower: str = ""
+    merge: str = "spatial_merge_size"
+    by_width: bool = False
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether sequences of any length follow one another in the buffers."""
+        return bool(self.tower)
+
+    def fits(self, config: Any) -> bool:
+        """Return whether vLLM captures this model as was read.
+
+        Args:
+            config: The model's `EncoderCudaGraphConfig`.
+        """
+        axes = getattr(config, "capture_axes", ())
+        return bool(config.modalities) and len(axes) == self.by_width
+
+    def patches_per_token(self, model: Any) -> int:
+        """Return how many rows of a packed tower become a token."""
+        merge = getattr(getattr(model, self.tower), self.merge)
+        rows, columns = merge if isinstance(merge, tuple | list) else (merge, merge)
+        return rows * columns
+
+    def row_tokens(self, smallest: int, axis_keys: tuple[Hashable, ...]) -> int:
+        """Return the tokens that a graph holds any multiple of.
+
+        Args:
+            smallest: Tokens of the smallest item, as the model says.
+            axis_keys: What the graph is captured for beside its budget.
+        """
+        if self.is_packed:
+            return 1
+        if self.by_width and axis_keys:
+            (width,) = axis_keys
+            assert isinstance(width, int)
+            return width
+        return smallest
+
+
+def longest(mm_kwargs: dict[str, Any]) -> int:
+    """Return the patches of the largest image or frame of a packed tower's batch."""
+    grids = next(mm_kwargs[name] for name in _GRIDS if name in mm_kwargs)
+    rows = grids if isinstance(grids, list) else grids.tolist()
+    return max(int(row[-2]) * int(row[-1]) for row in rows)

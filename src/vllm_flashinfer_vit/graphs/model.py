@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model as the manager of exact graphs sees it: exact buffers, all in one memory."""
+
+import itertools
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from vllm.model_executor.models.utils import scatter_output_slices
+
+from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
+from vllm_flashinfer_vit.graphs.layouts import Layout, longest
+from vllm_flashinfer_vit.graphs.sizes import (
+    ReplayError,
+    even_split,
+    is_cu_seqlens,
+    max_sequences,
+    max_windows,
+    usual_frames,
+)
+
+# The set of graphs for batches of short sequences; see `ExactManager.capture`.
+SHORT = "short"
+
+
+class ExactModel:
+    """A model as a manager sees it: exact buffers, all in the largest budget's.
+
+    Graphs run one after another, and every replay fills what it reads, so the graphs of
+    smaller budgets use the first rows of the largest one's inputs and output.
+    """
+
+    def __init__(
+        self, model: Any, layout: Layout, smallest: int, max_budget: int, frames: bool
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            model: What the manager was built with.
+            layout: What its buffers are.
+            smallest: Tokens of the smallest item, as the model says.
+            max_budget: Tokens of the largest graph.
+            frames: Whether the user has said how many frames a graph should hold.
+        """
+        self.wrapped = model
+        self.layout = layout
+        self.unit = layout.patches_per_token(model) if layout.is_packed else 1
+        self.short_bound = _short_bound(model, layout)
+        self._smallest = smallest
+        self._max_budget = max_budget
+        self._has_frames = frames
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._sizes: dict[str, int] = {}
+        self._output: torch.Tensor | None = None
+        # Of the graph that is being captured.
+        self._tokens = max_budget
+        self._eager: weakref.ref[torch.Tensor] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+    def clear(self) -> None:
+        """Release the shared buffers."""
+        self._output = None
+        self._inputs.clear()
+
+    def frames(self, token_budget: int, max_frames: int) -> int:
+        """Return how many of a manager's frames a budget's graph is captured for."""
+        if self._has_frames or not self.layout.is_packed:
+            return max_frames
+        return min(max_frames, usual_frames(token_budget))
+
+    def sequences(self, token_budget: int, max_items: int, max_frames: int) -> int:
+        """Return how many sequences a graph of a packed tower has room for."""
+        frames = self.frames(token_budget, max_frames)
+        return max_sequences(token_budget, max_items, frames)
+
+    def tokens(self, token_budget: int, axis_keys: tuple[Hashable, ...] = ()) -> int:
+        """Return the tokens that a budget's graph really holds."""
+        row = self.layout.row_tokens(self._smallest, axis_keys)
+        return token_budget // row * row
+
+    def is_short(self, mm_kwargs: dict[str, Any]) -> bool:
+        """Return whether the graphs for short sequences hold a batch."""
+        return self.short_bound is not None and longest(mm_kwargs) <= self.short_bound
+
+    def output(self, token_budget: int) -> torch.Tensor:
+        """Return what the last replay of a budget's graph wrote."""
+        assert self._output is not None
+        return self._output[: self._output.shape[0] * token_budget // self._max_budget]
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        path: str = "default",
+        *args: Any,
+    ) -> Any:
+        """Return inputs of exactly `token_budget` tokens.
+
+        Those of packed towers are cut into short sequences. vLLM rounds most of them up
+        to a whole number of tokens for each frame of each item, which is many times the
+        budget where videos are long.
+        """
+        self._tokens = token_budget
+        prepare = self.wrapped.prepare_encoder_cudagraph_capture_inputs
+        frames = self.frames(token_budget, max_frames_per_batch)
+        if self.layout.is_packed:
+            one = prepare(1, 1, 0, device, dtype, path, *args)
+            sequences = self.sequences(
+                token_budget, max_batch_size, max_frames_per_batch
+            )
+            bound = token_budget * self.unit
+            if path == SHORT:
+                assert self.short_bound is not None
+                bound = self.short_bound
+            values = {
+                key: self._packed(key, value, token_budget, sequences, bound)
+                for key, value in one.values.items()
+            }
+            return type(one)(values=values)
+        # An item may have any number of rows; none has more than the budget.
+        items = token_budget
+        if not self._sizes:
+            self._measure(items, frames, dtype, path, *args)
+        own = prepare(token_budget, items, frames, device, dtype, path, *args)
+        for key, value in own.values.items():
+            own.values[key] = self._share(key, value, value.shape).copy_(value)
+        return own
+
+    def _packed(
+        self,
+        key: str,
+        one: torch.Tensor | None,
+        token_budget: int,
+        sequences: int,
+        bound: int,
+    ) -> torch.Tensor | None:
+        """Return a buffer of a packed tower's graph, given that of one token."""
+        if one is None or key == "max_seqlen_window":
+            return one
+        if key in ("max_seqlen", "max_seqlen_full"):
+            return torch.full_like(one, bound)
+        patches = token_budget * self.unit
+        if key == "cu_window_seqlens":
+            count = max_windows(token_budget, sequences, self._window_side())
+            return one.new_tensor(even_split(patches, count))
+        if is_cu_seqlens(key):
+            filled = min(patches, sequences * bound)
+            return one.new_tensor(even_split(filled, sequences))
+        self._sizes[key] = self._max_budget * one.numel()
+        rows = token_budget * one.shape[0]
+        return self._share(key, one, torch.Size((rows, *one.shape[1:])))
+
+    def _window_side(self) -> int:
+        visual = self.wrapped.visual
+        return visual.window_size // visual.spatial_merge_size // visual.patch_size
+
+    def _measure(
+        self,
+        items: int,
+        frames: int,
+        dtype: torch.dtype,
+        path: str,
+        *args: Any,
+    ) -> None:
+        """Note how large a dense tower's buffers are in the largest budget's graphs."""
+        config = self.wrapped.get_encoder_cudagraph_config()
+        meta = torch.device("meta")
+        for keys in itertools.product(*getattr(config, "capture_axes", ())):
+            # vLLM before 0.29 has no such argument.
+            axis_keys = (keys,) if args else ()
+            largest = self.wrapped.prepare_encoder_cudagraph_capture_inputs(
+                self._max_budget, items, frames, meta, dtype, path, *axis_keys
+            )
+            for key, value in largest.values.items():
+                self._sizes[key] = max(self._sizes.get(key, 0), value.numel())
+
+    def _share(self, key: str, like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return the first part of a shared buffer, in a graph's shape."""
+        if key not in self._inputs:
+            self._inputs[key] = like.new_zeros(self._sizes[key])
+        return self._inputs[key][: shape.numel()].view(shape)
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self,
+        mm_kwargs: dict[str, Any],
+        max_batch_size: int,
+        max_frames_per_batch: int,
+        *args: Any,
+    ) -> Any:
+        """Return the batch's own buffers; `fill` pads them to the graph's.
+
+        Raises:
+            ReplayError: The pixels are floats, as of an image given as such, and the
+                graph takes bytes.
+        """
+        replay = self.wrapped.prepare_encoder_cudagraph_replay_buffers(
+            mm_kwargs, 0, 0, *args
+        )
+        for key, values in replay.values.items():
+            if not key.startswith("pixel_values"):
+                continue
+            held = self._inputs[key]
+            if values.is_floating_point() and not held.is_floating_point():
+                raise ReplayError(
+                    f"pixels of this batch are {values.dtype}, the CUDA graph was "
+                    f"captured with {held.dtype}; give images of 8 bits"
+                )
+        return replay
+
+    def encoder_cudagraph_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the tower into the shared output, and leave nothing for vLLM to keep."""
+        output = self.wrapped.encoder_cudagraph_forward(*args, **kwargs)
+        if self._output is None:
+            # ERNIE's has a row for each patch: what merges them is no part of it.
+            per_token = -(-output.shape[0] // self._tokens)
+            shape = (self._max_budget * per_token, *output.shape[1:])
+            self._output = output.new_zeros(shape)
+        self._output[: output.shape[0]].copy_(output)
+        return output[:0]
+
+    def encoder_eager_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run a batch without a graph, and note that its result is whole."""
+        output = self.wrapped.encoder_eager_forward(*args, **kwargs)
+        # vLLM before 0.27 never asks for it.
+        self._eager = weakref.ref(output)
+        return output
+
+    def postprocess_encoder_output(
+        self,
+        outputs: Any,
+        indices: list[int],
+        per_item_out_tokens: list[int],
+        dest: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Hand each item its rows.
+
+        After a batch without a graph, vLLM has ERNIE merge patches once more, which are
+        merged already: an error of shapes.
+        """
+        eager = None if self._eager is None else self._eager()
+        self._eager = None
+        # vLLM 0.25.1 has one tensor here.
+        is_dict = isinstance(outputs, dict)
+        if is_dict and eager is not None and outputs.get("default") is eager:
+            scatter_output_slices(eager, indices, per_item_out_tokens, dest)
+            return
+        self.wrapped.postprocess_encoder_output(
+            outputs, indices, per_item_out_tokens, dest, **kwargs
+        )
+
+
+def _short_bound(model: Any, layout: Layout) -> int | None:
+    """Return the longest sequence that some layer has another kernel for, or None."""
+    if not layout.is_packed:
+        return None
+    bounds = [
+        layer.bounds[-1]
+        for layer in getattr(model, layout.tower).modules()
+        if isinstance(layer, FlashInferViTAttention) and layer.bounds
+    ]
+    return max(bounds, default=None)
