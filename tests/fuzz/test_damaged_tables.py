@@ -11,9 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmMeasurement
+from vllm_flashinfer_vit.choices.gemms import measured_gemms
 from vllm_flashinfer_vit.choices.lookup import choices_for, fp8_choices_for, plan_of
 from vllm_flashinfer_vit.choices.table import Measurement, Table, TableError
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
+from vllm_flashinfer_vit.kernels.gemms import GEMMS, SCALES
 from vllm_flashinfer_vit.ops.plan import Class
 
 GPU = "NVIDIA H200"
@@ -29,6 +32,10 @@ TABLE = Table(
     },
     measurements=(Measurement("bfloat16", 80, 64, 4, {"cudnn": 9.5, "triton": 8}),),
     left_out=("cudnn",),
+    gemms={
+        "bfloat16/64x48/rows": (GemmClass(512, "torch"), GemmClass(None, "cutlass"))
+    },
+    gemm_measurements=(GemmMeasurement("bfloat16/64x48/rows", 64, {"torch": 4.5}),),
 )
 DOCUMENT = json.loads(tuned.dumps(TABLE))
 
@@ -61,6 +68,14 @@ def assert_serves(table: Table, folder: Path) -> None:
             for kernel in filter(None, kernels):
                 longest = KERNELS[kernel].max_len
                 assert longest is None or (max_len is not None and max_len <= longest)
+    for name, gemms in table.gemms.items():
+        bounds = [c.max_rows for c in gemms]
+        assert bounds[-1] is None
+        assert bounds[:-1] == sorted({x for x in bounds if x is not None and x > 0})
+        assert {c.gemm for c in gemms} <= set(GEMMS)
+        _, sizes, scales = name.split("/")
+        assert min(map(int, sizes.split("x"))) > 0 and scales in SCALES
+        assert measured_gemms(GPU, (9, 0), folder)[name].classes == gemms
     # What it holds can be looked up.
     for head_dim in (8, 80, 256):
         for look_up in (choices_for, fp8_choices_for):
@@ -82,13 +97,20 @@ def with_name(name: str) -> dict[str, Any]:
     return {**DOCUMENT, "classes": {name: DOCUMENT["classes"]["bfloat16/80"]}}
 
 
+def with_layer(name: str) -> dict[str, Any]:
+    return {**DOCUMENT, "gemms": {name: DOCUMENT["gemms"]["bfloat16/64x48/rows"]}}
+
+
 @given(
     document=changed(DOCUMENT)
     | GARBAGE
     | st.builds(with_name, st.text(max_size=12))
     | st.from_regex(r"[a-z0-9_]+/[0-9]+", fullmatch=True).map(with_name)
+    | st.builds(with_layer, st.text(max_size=12))
+    | st.from_regex(r"[a-z0-9]+/[0-9]+x[0-9]+/rows?", fullmatch=True).map(with_layer)
 )
 @example(document=with_name("bfloat16/" + "8" * 5000))
+@example(document=with_layer("bfloat16/" + "8" * 5000 + "x16/rows"))
 @fuzz(250)
 def test_one_wrong_entry_leaves_a_table_that_serves_or_an_error(
     folder: Path, document: Any

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from _blocks import blocks
+from _blocks import blocks, build, without
 from torch import nn
 from vllm.model_executor.kernels.linear.scaled_mm import (
     CutlassFP8ScaledMMLinearKernel,
@@ -53,14 +53,14 @@ def layers_of(tower: Tower) -> Iterator[tuple[str, Any]]:
                 yield f"blocks.{place}.{name}", layer
 
 
-def quantize_layers(tower: Tower, scheme: str, without: str = "no layer") -> None:
-    """Give a tower's linear layers FP8 weights; those named `without` keep 16 bits.
+def quantize_layers(tower: Tower, scheme: str, left_out: str = "no layer") -> None:
+    """Give a tower's linear layers FP8 weights; those named `left_out` keep 16 bits.
 
     All are larger than random ones are: a tower's output shows what its blocks do.
     """
     for name, layer in layers_of(tower):
         layer.weight.data.mul_(GAIN)
-        if without not in name:
+        if left_out not in name:
             quantize_layer(layer, scheme)
     for block in blocks(tower):
         block.attn.attn.program.build()
@@ -100,3 +100,25 @@ def weights_of(layer: Any) -> torch.Tensor:
     return found[
         : layer.input_size_per_partition, : layer.output_size_per_partition
     ].t()
+
+
+def served(
+    family: str, scheme: str, left_out: str = "no layer", off: tuple[str, ...] = ()
+) -> Tower:
+    """Build a tower with FP8 layers; optimisations that are `off` are left out."""
+    # Layers that vLLM builds for FP8 are not padded in 16 bits.
+    with without("aligned", *off):
+        tower = build(family)
+    quantize_layers(tower, scheme, left_out)
+    return tower
+
+
+def in_16_bits(family: str, tower: Tower) -> Tower:
+    """Return stock's tower with the weights that a quantised tower's stand for."""
+    stock = build(family, "TORCH_SDPA")
+    given = dict(layers_of(tower))
+    for name, layer in layers_of(stock):
+        layer.weight.data.copy_(weights_of(given[name]))
+        if layer.bias is not None:
+            layer.bias.data.copy_(given[name].bias)
+    return stock

@@ -30,6 +30,7 @@ from vllm_flashinfer_vit.blocks import attach as attach_module
 from vllm_flashinfer_vit.blocks import norms
 from vllm_flashinfer_vit.blocks.attach import attach, program_of, spec_of
 from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
+from vllm_flashinfer_vit.settings import Settings
 from vllm_flashinfer_vit.towers.spec import FAMILIES
 from vllm_flashinfer_vit.towers.tower import Tower
 
@@ -228,7 +229,7 @@ class TestOwnForward:
         lines = log_of(attach_module, monkeypatch)
         spec = spec_of(type(block))
         assert spec is not None
-        served = attach(spec, nn.ModuleList(), 0, block, frozenset())
+        served = attach(spec, nn.ModuleList(), 0, block, Settings())
         assert (served is None) is bool(lines)
         return lines[0] if lines else None
 

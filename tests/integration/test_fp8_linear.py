@@ -23,9 +23,15 @@ from _blocks import (
     programs,
     stream,
     tables,
-    without,
 )
-from _fp8_layers import SCHEMES, layers_of, quantize_layer, quantize_layers, weights_of
+from _fp8_layers import (
+    SCHEMES,
+    in_16_bits,
+    layers_of,
+    quantize_layer,
+    served,
+    weights_of,
+)
 from _towers import cpu_only
 from torch import nn
 
@@ -33,7 +39,6 @@ from cases import relative_error
 from vllm_flashinfer_vit.blocks import fp8_linear, layers
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.linear import OwnLinear
-from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = [cpu_only, pytest.mark.usefixtures("fp8")]
 
@@ -45,27 +50,6 @@ TOLERANCE = {"tensor": 0.05, "channel": 0.05, "static": 0.08}
 def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
     """Have FP8 layers run as on a GPU, by the references."""
     monkeypatch.setattr(fp8_linear, "can_launch", lambda layer, kernel: True)
-
-
-def served(
-    family: str, scheme: str, left_out: str = "no layer", off: tuple[str, ...] = ()
-) -> Tower:
-    # Layers that vLLM builds for FP8 are not padded in 16 bits.
-    with without("aligned", *off):
-        tower = build(family)
-    quantize_layers(tower, scheme, left_out)
-    return tower
-
-
-def in_16_bits(family: str, tower: Tower) -> Tower:
-    """Return stock's tower with the weights that a quantised tower's stand for."""
-    stock = build(family, "TORCH_SDPA")
-    given = dict(layers_of(tower))
-    for name, layer in layers_of(stock):
-        layer.weight.data.copy_(weights_of(given[name]))
-        if layer.bias is not None:
-            layer.bias.data.copy_(given[name].bias)
-    return stock
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -246,7 +230,7 @@ def test_a_gemm_that_cannot_run(
 ) -> None:
     """Before a request needs it, it is tried once for each size."""
     lines = log_of(layers, monkeypatch)
-    monkeypatch.setattr(fp8_linear, "_scaled_mm", lambda rows: kernel)
+    monkeypatch.setattr(fp8_linear, "launch_of", lambda *_: kernel)
     assert kinds(served("qwen3_vl", "tensor")) == {("OwnLinear",) * 4}
     assert any("attn.qkv" in line and reason in line for line in lines)
 
@@ -260,7 +244,7 @@ def test_a_gpu_kernel_is_not_launched_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
 
 def test_steps_say_which_scales() -> None:
     steps = programs(served("qwen2_vl", "static"))[0].steps
-    assert steps["attn.qkv"] == "FP8 by CUTLASS, the layer's scale"
+    assert steps["attn.qkv"] == "FP8 by CUTLASS; the layer's scale"
     steps = programs(served("qwen2_vl", "tensor"))[0].steps
-    assert steps["mlp.fc2"] == "FP8 by CUTLASS, a scale for each token"
+    assert steps["mlp.fc2"] == "FP8 by CUTLASS; a scale for each token"
     assert isinstance(programs(served("qwen2_vl", "tensor"))[0]._qkv, Fp8Linear)

@@ -5,13 +5,17 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from _blocks import SPECS, kinds
+from _blocks import SPECS, kinds, programs
 from _models import noise
 from _towers import cpu_only, small_spec
 from packaging.version import Version
 
 from cases import relative_error
+from vllm_flashinfer_vit.blocks import layers
 from vllm_flashinfer_vit.choices.clock import capture
+from vllm_flashinfer_vit.choices.gemm_table import GemmClass
+from vllm_flashinfer_vit.choices.gemms import GemmChoice
+from vllm_flashinfer_vit.kernels.gemms import TORCH
 from vllm_flashinfer_vit.towers.config import current_config, tower_config
 from vllm_flashinfer_vit.towers.spec import TowerError, resolve_spec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower, check_backend
@@ -97,6 +101,54 @@ class TestOnAGpu:
         plain = "Gemm" if family == "glm4v" else "LtGemm"
         assert kinds(served) == {(plain, plain, "Fp8Linear", "Fp8Linear")}
         assert encode(served).isfinite().all()
+
+
+class Everywhere(dict[str, GemmChoice]):
+    """A table with one entry for every layer."""
+
+    def __init__(self, *classes: GemmClass) -> None:
+        self.choice = GemmChoice(classes, "measured")
+
+    def get(self, key: str, default: object = None) -> GemmChoice:  # type: ignore[override]
+        return self.choice
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", SPECS)
+class TestPytorchsGemm:
+    """With a scale for each row and each output, at any number of rows."""
+
+    @pytest.fixture(autouse=True)
+    def chosen(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        if family == "qwen2_5_vl" and Version(version("vllm")) < Version("0.26"):
+            pytest.skip("vLLM 0.25.1 cannot pad channels that have scales of their own")
+        table = Everywhere(GemmClass(None, TORCH))
+        monkeypatch.setattr(layers, "gemms_here", lambda folder: table)
+
+    def test_no_less_exact_than_stock(self, family: str) -> None:
+        method = "fp8_per_channel"
+        exact = encode(true_tower(family, "TORCH_SDPA", torch.float32))
+        stock = encode(true_tower(family, "FLASH_ATTN", quantization=method))
+        served = true_tower(family, quantization=method)
+        steps = programs(served)[0].steps.values()
+        assert sum("torch._scaled_mm" in step for step in steps) == 4
+        found = encode(served)
+        assert relative_error(found, exact) <= 1.02 * relative_error(stock, exact)
+        assert torch.equal(encode(served), found)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_graphs_have_the_same_bits(self, family: str, dtype: torch.dtype) -> None:
+        tower = true_tower(family, dtype=dtype, quantization="fp8_per_channel")
+        pixels = noise(sum(t * h * w for t, h, w in GRIDS), tower.spec.patch_dim)
+        pixels = pixels.cuda().to(dtype)
+        with tower.running():
+            metadata = tower.visual.prepare_encoder_metadata(GRIDS)
+
+            def run() -> torch.Tensor:
+                return tower.visual(pixels, None, encoder_metadata=dict(metadata))
+
+            found = run().clone()
+            assert torch.equal(capture(run)(), found)
 
 
 @cpu_only

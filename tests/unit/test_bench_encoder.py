@@ -21,6 +21,14 @@ from csv_log import CsvLog
 from failures import Failures
 
 
+def test_fp8_may_be_further_off_and_quantised_layers_furthest():
+    providers = ("plugin", "plugin-fp8", "plugin-fp8-q8")
+    gates = [
+        tower_worker.gate(contenders.Contender.of(name, "bf16")) for name in providers
+    ]
+    assert gates == sorted(set(gates))
+
+
 @pytest.mark.parametrize(
     ("case", "patches"),
     [

@@ -193,6 +193,7 @@ def test_the_document_has_a_stable_shape() -> None:
         "plugin": "dict",
         "kernels": "list",
         "choices": "list",
+        "gemms": "list",
         "patches": "list",
         "optimisations": "list",
         "problems": "list",

@@ -10,12 +10,14 @@ from _stacks import ADA, AMPERE, BLACKWELL, BLACKWELL_RTX, HOPPER, STACK
 
 from vllm_flashinfer_vit.choices import lookup
 from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.commands.doctor import HEAD_DIMS
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.machine.stack import Gpu, Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 from vllm_flashinfer_vit.settings import (
+    ENV_DISABLE_PATCHES,
     ENV_FP8_SCALES,
     ENV_FP8_SKIP_LAYERS,
     ENV_KERNEL,
@@ -126,6 +128,58 @@ def test_a_file_of_choices_that_is_refused_is_one_fatal_problem(
     (problem,) = report.problems
     assert str(path) in problem.what
     assert "tune` again" in problem.what
+
+
+class TestGemms:
+    @pytest.fixture
+    def env(self, tmp_path: Path) -> dict[str, str]:
+        few = (GemmClass(512, "torch"), GemmClass(None, "cutlass"))
+        entries = {
+            "bfloat16/1152x3456/tensor": few,
+            "bfloat16/1152x1152/tensor": few,
+            "float16/1152x3456/rows": (GemmClass(None, "cutlass"),),
+        }
+        made_by = {"gpu": HOPPER.name, "vllm": "0.25.1"}
+        table = tuned.Table(made_by, {}, gemms=entries)
+        tuned.write(table, tmp_path / tuned.file_name(HOPPER.name))
+        return {ENV_TUNED_DIR: str(tmp_path)}
+
+    def test_what_was_measured_is_shown_with_its_origin(
+        self, env: dict[str, str]
+    ) -> None:
+        report = judge(env=env)
+        rows = [row for row in report.to_json()["gemms"] if row["inputs"] == 1152]
+        reason = "fastest on this machine, measured by tune with vLLM 0.25.1"
+        layer = {
+            "dtype": "bfloat16",
+            "inputs": 1152,
+            "outputs": 3456,
+            "scales": "tensor",
+            "reason": reason,
+        }
+        assert rows[:2] == [
+            {**layer, "max_rows": 512, "gemm": "torch"},
+            {**layer, "max_rows": None, "gemm": "cutlass"},
+        ]
+        text = text_of(report)
+        (line,) = (line for line in text.splitlines() if "1152x3456, 1152x1152" in line)
+        assert line.split(None, 2)[:2] == ["bfloat16", "tensor"]
+        assert line.rstrip().endswith("torch._scaled_mm up to 512 rows, CUTLASS")
+        assert "GEMMs of linear layers in FP8" in text
+        assert "Layers of other sizes or scales run by CUTLASS." in text
+
+    def test_where_nothing_was_measured_nothing_is_shown(self) -> None:
+        report = judge(replace(STACK, gpus=(ADA,)))
+        assert report.gemms == judge(NO_GPU).gemms == ()
+        assert "GEMMs of linear layers" not in text_of(report)
+
+    def test_nothing_is_shown_where_they_are_left_out(
+        self, env: dict[str, str], tmp_path: Path
+    ) -> None:
+        assert judge(env={**env, ENV_DISABLE_PATCHES: "fp8_gemm"}).gemms == ()
+        (tmp_path / tuned.file_name(HOPPER.name)).write_text("{")
+        report = judge(env=env)
+        assert report.gemms == () and len(report.problems) == 1
 
 
 class TestFp8:

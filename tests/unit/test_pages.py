@@ -112,9 +112,11 @@ def test_readme_says_that_no_case_is_slower() -> None:
     for best in (graphs, eager):
         cases = [(model, case) for model in best.models for case in best.cases(model)]
         for (model, case), provider in itertools.product(cases, best.challengers):
-            ratio = chosen_rows.speed_up(
-                best.stock(model, case), best.of(provider, model, case)
-            )
+            ours = best.of(provider, model, case)
+            # FP8 is not timed where its error was over the benchmark's bound.
+            if ours is None and provider == chosen_rows.PLUGIN_FP8:
+                continue
+            ratio = chosen_rows.speed_up(best.stock(model, case), ours)
             assert ratio is not None and ratio > 1, (model, case, provider)
         whole = sum(model in tower_cases.MODELS for model, _ in cases)
         said = f"In none of the {whole} cases is a tower slower than stock's best."

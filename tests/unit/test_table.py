@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmMeasurement
 from vllm_flashinfer_vit.choices.table import Measurement, Table, TableError
 from vllm_flashinfer_vit.ops.plan import Class
 
@@ -22,6 +23,16 @@ TABLE = Table(
     },
     measurements=(Measurement("bfloat16", 80, 64, 4, {"cudnn": 9.5, "flash_attn": 8}),),
     left_out=('cudnn at "4 x 64"',),
+    gemms={
+        "bfloat16/1152x3456/tensor": (
+            GemmClass(512, "torch"),
+            GemmClass(None, "cutlass"),
+        ),
+        "bfloat16/1152x3456/rows": (GemmClass(None, "cutlass"),),
+    },
+    gemm_measurements=(
+        GemmMeasurement("bfloat16/1152x3456/rows", 64, {"cutlass": 5, "torch": 4.5}),
+    ),
 )
 
 
@@ -55,17 +66,22 @@ def test_a_written_table_is_read_back(user: Path) -> None:
     assert [entry.name for entry in user.iterdir()] == [path.name]
     # One line for each entry, so that a change of the file can be read.
     lines = path.read_text().splitlines()
-    assert sum('"bfloat16/' in line for line in lines) == 2
+    assert sum('"bfloat16/' in line for line in lines) == 5
     assert sum('"longest": 64' in line for line in lines) == 1
+    assert sum('"rows": 64' in line for line in lines) == 1
 
 
-def test_an_old_file_lacks_versions_and_is_read(user: Path) -> None:
+@pytest.mark.parametrize("schema", [2, 3])
+def test_an_old_file_lacks_versions_and_gemms_and_is_read(
+    schema: int, user: Path
+) -> None:
     path = put(user, TABLE)
     document = json.loads(path.read_text())
-    assert document["schema"] == tuned.SCHEMA == "vllm-flashinfer-vit/choices/3"
-    document["schema"] = "vllm-flashinfer-vit/choices/2"
+    assert document["schema"] == tuned.SCHEMA == "vllm-flashinfer-vit/choices/4"
+    document["schema"] = f"vllm-flashinfer-vit/choices/{schema}"
+    del document["gemms"], document["gemm_measurements"]
     path.write_text(json.dumps(document))
-    assert tuned.read(user, GPU) == TABLE
+    assert tuned.read(user, GPU) == replace(TABLE, gemms={}, gemm_measurements=())
 
 
 def test_a_table_without_measurements_is_json_too(user: Path) -> None:
@@ -103,6 +119,15 @@ def test_no_file_is_no_error(user: Path) -> None:
 
 def _with_classes(*rows: Any) -> dict[str, Any]:
     return {"classes": {"bfloat16/80": list(rows)}}
+
+
+def _with_gemms(*rows: Any, name: str = "bfloat16/64x48/rows") -> dict[str, Any]:
+    found = [row if isinstance(row, dict) else _gemm(row) for row in rows]
+    return {"gemms": {name: found}}
+
+
+def _gemm(max_rows: Any, gemm: str = "torch") -> dict[str, Any]:
+    return {"max_rows": max_rows, "gemm": gemm}
 
 
 def _row(
@@ -193,6 +218,41 @@ def _row(
             "more than 128 tokens",
             id="unbounded-for-its-kernel",
         ),
+        pytest.param({"gemms": []}, "gemms is [], not an object", id="gemms-list"),
+        pytest.param(_with_gemms(), "lacks the last class", id="no-gemm"),
+        pytest.param(_with_gemms(64), "lacks the last class", id="no-last-gemm"),
+        pytest.param(_with_gemms(None, None), "after the one for any", id="after-any"),
+        pytest.param(_with_gemms(64, 64, None), "must ascend", id="equal-rows"),
+        pytest.param(_with_gemms(0, None), "must ascend", id="zero-rows"),
+        pytest.param(_with_gemms(True, None), "max_rows is True", id="bool-rows"),
+        pytest.param(
+            _with_gemms(_gemm(None, "deep_gemm")),
+            "gemm is 'deep_gemm': known are cutlass, torch",
+            id="gemm",
+        ),
+        pytest.param(
+            _with_gemms({"max_rows": None}), "[0].gemm is missing", id="gemm-row"
+        ),
+        *(
+            pytest.param(_with_gemms(None, name=name), "is no layer such as", id=name)
+            for name in (
+                "bfloat16/64/rows",
+                "bfloat16/64x48",
+                "bfloat16/64x48/blocks",
+                "bfloat16/0x48/rows",
+                "bfloat16/64x48/rows/",
+            )
+        ),
+        pytest.param(
+            {"gemm_measurements": [{"layer": "bfloat16/64x48/rows", "rows": 64}]},
+            "gemm_measurements[0].us is missing",
+            id="gemm-measurement",
+        ),
+        pytest.param(
+            {"gemm_measurements": [{"layer": "qkv", "rows": 64, "us": {}}]},
+            "is no layer such as",
+            id="measured-layer",
+        ),
     ],
 )
 def test_a_file_that_breaks_the_schema_is_refused(
@@ -222,7 +282,7 @@ def test_a_damaged_file_is_refused(user: Path, content: bytes | None) -> None:
 @pytest.mark.parametrize("path", sorted(tuned.BUNDLED.glob("*/*.json")), ids=str)
 def test_a_bundled_file_follows_from_its_measurements(path: Path) -> None:
     pytest.importorskip("torch")
-    from vllm_flashinfer_vit.choices.derive import derive_classes
+    from vllm_flashinfer_vit.choices.derive import derive_classes, derive_gemm_classes
 
     table = tuned.read(path.parent, json.loads(path.read_text())["made_by"]["gpu"])
     assert table is not None
@@ -231,3 +291,6 @@ def test_a_bundled_file_follows_from_its_measurements(path: Path) -> None:
     for name, classes in table.classes.items():
         rows = [m for m in table.measurements if name == tuned.key(m.dtype, m.head_dim)]
         assert derive_classes(rows) == classes
+    for name, gemms in table.gemms.items():
+        times = [m for m in table.gemm_measurements if m.layer == name]
+        assert derive_gemm_classes(times) == gemms

@@ -37,7 +37,8 @@ from vllm_flashinfer_vit.choices.measure import (
 )
 from vllm_flashinfer_vit.commands import tune as tuning
 from vllm_flashinfer_vit.commands.cli import main
-from vllm_flashinfer_vit.commands.tune import Options, build_table, render, to_json
+from vllm_flashinfer_vit.commands.tune import Options, build_table
+from vllm_flashinfer_vit.commands.tune_text import render, to_json
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.flash_fp8_ref import attention_fp8_ref
 from vllm_flashinfer_vit.ops import attention as ops

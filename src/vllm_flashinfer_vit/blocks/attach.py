@@ -12,6 +12,7 @@ from vllm_flashinfer_vit.blocks import norms
 from vllm_flashinfer_vit.blocks.program import BlockProgram
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import TowerProgram
+from vllm_flashinfer_vit.settings import Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -28,7 +29,7 @@ def attach(
     blocks: torch.nn.Module,
     index: int,
     block: torch.nn.Module,
-    off: frozenset[str],
+    settings: Settings,
 ) -> BlockProgram | None:
     """Give a block its program, as it takes its place in a tower.
 
@@ -37,7 +38,7 @@ def attach(
         blocks: The list of the tower's blocks.
         index: Its place there.
         block: The block, its weights not loaded.
-        off: Names of `OPTIMISATIONS` that are left out.
+        settings: Which of `OPTIMISATIONS` are left out, and where measurements are.
 
     Returns:
         The program; None if vLLM's own steps run the block, which the log says.
@@ -45,8 +46,8 @@ def attach(
     if reason := _unfit(spec, block):
         logger.info_once("The vision tower's blocks run as vLLM's own: %s.", reason)
         return None
-    tower = vars(blocks).setdefault(_PROGRAM, TowerProgram())
-    program = BlockProgram(spec, block, (tower, index), off)
+    tower = vars(blocks).setdefault(_PROGRAM, TowerProgram(settings.tuned_dir))
+    program = BlockProgram(spec, block, (tower, index), settings.disabled_patches)
     vars(block)[_PROGRAM] = program
     return program
 

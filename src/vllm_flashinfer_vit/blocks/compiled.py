@@ -5,20 +5,10 @@ The engine's default turns them off for the language model, which it compiles; e
 are left uncompiled, so that each op would run as several kernels.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
-
-
-def compiled_op(name: str) -> Callable[..., Any] | None:
-    """Return an op of vLLM's library, None without it in this process or CUDA."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda():
-        return None
-    return getattr(getattr(torch.ops._C, name, None), "default", None)
+from vllm_flashinfer_vit.kernels._vllm_ops import compiled_op
 
 
 def can_run_compiled() -> bool:

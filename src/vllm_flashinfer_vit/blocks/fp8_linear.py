@@ -6,7 +6,8 @@ e4m3: a norm, or an MLP's activation; attention's output takes a launch of its o
 scale is given for the layer, or each token gets its own from its largest value.
 
 Methods of vLLM that end in its CUTLASS kernel are known here, by name. Where that runs,
-none of them has a dynamic scale for all tokens of a batch.
+none of them has a dynamic scale for all tokens of a batch. What multiplies here is the
+GEMM that was measured fastest for so many rows, or that one; see `choices.gemms`.
 """
 
 from collections.abc import Callable
@@ -16,11 +17,14 @@ import torch
 from vllm.model_executor.kernels.linear.scaled_mm import CutlassFP8ScaledMMLinearKernel
 from vllm.model_executor.layers.linear import RowParallelLinear
 
-from vllm_flashinfer_vit.blocks.compiled import compiled_op
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
+from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
+from vllm_flashinfer_vit.choices.gemms import STOCK
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
 from vllm_flashinfer_vit.kernels.formats import Activation
+from vllm_flashinfer_vit.kernels.gemms import CUTLASS, scales_of
 from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref, scaled_mm_ref
+from vllm_flashinfer_vit.kernels.scaled_mm import Launch, cutlass_op, launch_of
 
 # Methods whose `apply` is no more than their kernel's.
 _METHODS = {
@@ -33,8 +37,6 @@ _METHODS = {
     # From vLLM 0.32 on in place of both.
     "ModelOptLinearMethod",
 }
-# Of vLLM's library.
-_GEMM = "cutlass_scaled_mm"
 # CUTLASS wants rows of whole 16 bytes.
 _UNIT = 16
 _TRIAL_ROWS = 16
@@ -47,7 +49,7 @@ class Fp8Weights:
 
     Attributes:
         weight: `[K, N]` e4m3, columns contiguous; K and N with vLLM's padding.
-        weight_scale: fp32, one or one for each of N.
+        weight_scale: fp32, one or `[1, N]`; the layer's own memory.
         bias: `[outputs]`, or None.
         input_scale: fp32, one, or None for scales of each token's own.
     """
@@ -72,9 +74,39 @@ class Fp8Weights:
         }
         weight, weight_scale = found["weight"], found["weight_scale"]
         assert weight is not None and weight_scale is not None
-        self.weight, self.weight_scale = weight, weight_scale
+        is_one = weight_scale.numel() == 1
+        self.weight = weight
+        self.weight_scale = weight_scale if is_one else weight_scale.view(1, -1)
         self.bias = found.get("bias")
         self.input_scale = found.get("input_scale")
+
+
+class Gemms:
+    """The GEMMs of layers that are alike; a pass asks once which one it runs.
+
+    Attributes:
+        classes: Which serves how many rows, ascending; the last is unbounded.
+    """
+
+    def __init__(self, classes: tuple[GemmClass, ...], device: torch.device) -> None:
+        """Take classes whose GEMMs can run on a device; see `trial`."""
+        self.classes = classes
+        self._device = device
+
+    def launch_for(self, rows: int) -> Launch:
+        """Return the GEMM for so many rows; see `kernels.scaled_mm`."""
+        if rows == 0:
+            return _nothing
+        served_by = (
+            gemm
+            for max_rows, gemm in self.classes
+            if max_rows is None or rows <= max_rows
+        )
+        return launch_of(next(served_by), self._device)
+
+
+def _nothing(*operands: object) -> None:
+    """Multiply no rows."""
 
 
 class Fp8Linear:
@@ -82,18 +114,27 @@ class Fp8Linear:
 
     Attributes:
         weights: The layer's parameters.
+        gemms: What multiplies them.
         is_static: Whether its rows are quantised by the layer's `input_scale`.
     """
 
-    def __init__(self, layer: Any, weights: Fp8Weights) -> None:
-        """Take a layer that `runs_here`."""
+    def __init__(
+        self, layer: Any, weights: Fp8Weights, gemms: Gemms | None = None
+    ) -> None:
+        """Take a layer that `runs_here`.
+
+        Args:
+            layer: The layer.
+            weights: Its parameters.
+            gemms: GEMMs that can run it; None for vLLM's own.
+        """
         self.weights = weights
+        self.gemms = gemms or Gemms(STOCK, weights.weight.device)
         self.is_static = weights.input_scale is not None
         is_row_parallel = isinstance(layer, RowParallelLinear)
         self._is_summed = is_row_parallel and layer.tp_size > 1
         # The sum over ranks has it once.
         self._adds_bias = not (self._is_summed and layer.tp_rank > 0)
-        self._launch = _scaled_mm(weights.weight)
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -117,6 +158,7 @@ class Fp8Linear:
 
     def __call__(
         self,
+        now: Pass,
         rows: torch.Tensor,
         scales: torch.Tensor,
         out: torch.Tensor,
@@ -125,6 +167,7 @@ class Fp8Linear:
         """Multiply, and add over ranks where the layer is split along its inputs.
 
         Args:
+            now: The pass, which keeps which GEMM it runs.
             rows: `[T, inputs]` e4m3, contiguous.
             scales: What they were quantised by.
             out: `[T, outputs]` fp16 or bf16, rows of whole 16 bytes.
@@ -133,7 +176,10 @@ class Fp8Linear:
         Returns:
             `out`, or a tensor like it with the ranks' sum.
         """
-        self.multiply(rows, scales, out, with_bias and self._adds_bias)
+        launch = now.settled.get(self.gemms)
+        if launch is None:
+            launch = now.settled[self.gemms] = self.gemms.launch_for(len(rows))
+        self.multiply(launch, rows, scales, out, with_bias and self._adds_bias)
         if not self._is_summed:
             return out
         from vllm.distributed import tensor_model_parallel_all_reduce
@@ -142,15 +188,16 @@ class Fp8Linear:
 
     def multiply(
         self,
+        launch: Launch,
         rows: torch.Tensor,
         scales: torch.Tensor,
         out: torch.Tensor,
         with_bias: bool,
     ) -> None:
-        """Write this rank's part to `out`; see `__call__`."""
+        """Write this rank's part to `out` by a GEMM of `gemms`; see `__call__`."""
         weights = self.weights
         bias = weights.bias if with_bias else None
-        self._launch(out, rows, weights.weight, scales, weights.weight_scale, bias)
+        launch(out, rows, weights.weight, scales, weights.weight_scale, bias)
 
 
 def quantize(x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> None:
@@ -201,14 +248,6 @@ def prepare_rows(
     return call
 
 
-def _scaled_mm(weight: torch.Tensor) -> Callable[..., None]:
-    if not weight.is_cuda:
-        return scaled_mm_ref
-    launch = compiled_op(_GEMM)
-    assert launch is not None
-    return launch
-
-
 def runs_here(layer: Any) -> bool:
     """Whether a loaded layer is an `Fp8Linear` of the program's."""
     kernel = kernel_of(layer)
@@ -229,12 +268,44 @@ def kernel_of(layer: Any) -> Any:
 def can_launch(layer: Any, kernel: Any) -> bool:
     """Whether vLLM runs a layer by the GEMM that is launched here."""
     is_cutlass = type(kernel) is CutlassFP8ScaledMMLinearKernel
-    has_op = compiled_op(_GEMM) is not None
-    return is_cutlass and has_op and bool(layer.weight.is_cuda)
+    return is_cutlass and cutlass_op() is not None and bool(layer.weight.is_cuda)
 
 
-def trial(layer: Any) -> str | None:
-    """Run a layer that `runs_here` on a few rows, without its bias.
+def measured_as(layer: Any) -> GemmLayer | None:
+    """Return what to look a layer's GEMMs up by that `runs_here`; None for no other."""
+    (inputs, outputs), num_scales = layer.weight.shape, layer.weight_scale.numel()
+    scales = scales_of(_is_static(layer), num_scales)
+    dtype = str(layer.params_dtype).removeprefix("torch.")
+    return None if scales is None else GemmLayer(dtype, inputs, outputs, scales)
+
+
+def alike(layer: Any) -> tuple[object, ...]:
+    """Return what layers that `runs_here` have alike if one `trial` is for all."""
+    bias = _tried_bias(layer)
+    return (
+        *layer.weight.shape,
+        layer.weight_scale.numel(),
+        layer.params_dtype,
+        _is_static(layer),
+        None if bias is None else bias.dtype,
+    )
+
+
+def _is_static(layer: Any) -> bool:
+    return getattr(layer, "input_scale", None) is not None
+
+
+def _tried_bias(layer: Any) -> torch.Tensor | None:
+    """Return the bias that the GEMM adds; vLLM pads outputs, and not their bias."""
+    return layer._parameters.get("bias") if has_plain_outputs(layer) else None
+
+
+def trial(layer: Any, gemm: str = CUTLASS) -> str | None:
+    """Run a layer that `runs_here` on a few rows.
+
+    Args:
+        layer: The layer, its weights loaded.
+        gemm: What multiplies.
 
     Returns:
         None if all is right, else why it cannot run here.
@@ -242,6 +313,7 @@ def trial(layer: Any) -> str | None:
     weights = Fp8Weights(layer)
     weight, given = weights.weight, weights.input_scale
     inputs, outputs = weight.shape
+    bias = None if _tried_bias(layer) is None else weights.bias
     x = torch.linspace(-1, 1, _TRIAL_ROWS * inputs, device=weight.device)
     x = x.to(layer.params_dtype).view(_TRIAL_ROWS, inputs)
     rows = torch.empty_like(x, dtype=weight.dtype)
@@ -251,10 +323,11 @@ def trial(layer: Any) -> str | None:
     out = x.new_empty(_TRIAL_ROWS, outputs)
     try:
         quantize(x, rows, scales)
-        Fp8Linear(layer, weights).multiply(rows, scales, out, with_bias=False)
-        right = (rows.float() * scales) @ (
-            weight.float() * weights.weight_scale.reshape(1, -1)
-        )
+        launch = launch_of(gemm, weight.device)
+        linear = Fp8Linear(layer, weights)
+        linear.multiply(launch, rows, scales, out, with_bias=bias is not None)
+        right = torch.empty_like(out, dtype=torch.float32)
+        scaled_mm_ref(right, rows, weight, scales, weights.weight_scale, bias)
         atol = _TOLERANCE * right.abs().max().item()
         if not torch.allclose(out.float(), right, rtol=_TOLERANCE, atol=atol):
             return "its results are wrong"
@@ -297,6 +370,7 @@ def _fits(layer: Any, kernel: Any) -> bool:
         and weight.shape[0] % _UNIT == 0
         and weight.shape[1] % _UNIT == 0
         and scale.dtype == torch.float32
+        and scale.is_contiguous()
         and scale.numel() in (1, weight.shape[1])
         and (given is not None) == is_static
         and (given is None or given.numel() == 1)

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
 from vllm_flashinfer_vit.blocks import fp8_linear, quack
-from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Fp8Weights
+from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Fp8Weights, Gemms
 from vllm_flashinfer_vit.blocks.linear import (
     BlockWeights,
     OwnLinear,
@@ -23,6 +23,10 @@ from vllm_flashinfer_vit.blocks.linear import (
     linear,
 )
 from vllm_flashinfer_vit.blocks.tower_pass import TowerProgram
+from vllm_flashinfer_vit.choices.gemm_table import GemmClass
+from vllm_flashinfer_vit.choices.gemms import STOCK, in_words
+from vllm_flashinfer_vit.choices.resolve import gemms_here
+from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -65,12 +69,8 @@ class Layers(NamedTuple):
         is_wanted = "fp8_linear" not in self.off and not self.gets_adapters
         if not (is_wanted and fp8_linear.runs_here(layer)):
             return False
-        weight, scale = layer.weight, layer.weight_scale
-        sizes = "fp8", *weight.shape, scale.numel(), layer.params_dtype
-        trials = self.tower.trials
-        if sizes not in trials:
-            trials[sizes] = fp8_linear.trial(layer)
-        if reason := trials[sizes]:
+        reason = self._trial(layer, CUTLASS)
+        if reason is not None:
             logger.warning_once(
                 "FP8 linear layer %s of the vision tower's blocks runs as vLLM's own: "
                 "%s",
@@ -78,6 +78,13 @@ class Layers(NamedTuple):
                 reason,
             )
         return reason is None
+
+    def _trial(self, layer: Any, gemm: str) -> str | None:
+        """Try a GEMM once for all layers that are like this one."""
+        trials, sizes = self.tower.trials, ("fp8", gemm, *fp8_linear.alike(layer))
+        if sizes not in trials:
+            trials[sizes] = fp8_linear.trial(layer, gemm)
+        return trials[sizes]
 
     def own(self, path: str) -> OwnLinear:
         """Return a layer as vLLM runs it, and say so if it is quantised."""
@@ -100,10 +107,40 @@ class Layers(NamedTuple):
     def fp8(self, path: str) -> Fp8Linear:
         """Return a layer that `is_fp8`."""
         layer = self.part(path)
-        step = Fp8Linear(layer, self.weights.add(Fp8Weights(layer)))
+        gemms = self._gemms(path)
+        step = Fp8Linear(layer, self.weights.add(Fp8Weights(layer)), gemms)
         scales = "the layer's scale" if step.is_static else "a scale for each token"
-        self.steps[path] = f"FP8 by CUTLASS, {scales}"
+        self.steps[path] = f"FP8 by {in_words(gemms.classes)}; {scales}"
         return step
+
+    def _gemms(self, path: str) -> Gemms:
+        """Return the GEMMs of a layer that `is_fp8`, the same object for all alike."""
+        layer = self.part(path)
+        device = layer.weight.device
+        key = device, fp8_linear.alike(layer)
+        if (found := self.tower.gemms.get(key)) is None:
+            classes = self._gemm_classes(path, layer)
+            found = self.tower.gemms[key] = Gemms(classes, device)
+        return found
+
+    def _gemm_classes(self, path: str, layer: Any) -> tuple[GemmClass, ...]:
+        measured = fp8_linear.measured_as(layer)
+        if measured is None or "fp8_gemm" in self.off:
+            return STOCK
+        choice = gemms_here(self.tower.tuned_dir).get(measured.key)
+        if choice is None:
+            return STOCK
+        for name in {name for _, name in choice.classes} - {CUTLASS}:
+            if reason := self._trial(layer, name):
+                logger.warning_once(
+                    "FP8 linear layer %s of the vision tower's blocks runs by CUTLASS "
+                    "for every number of rows, since %s cannot: %s",
+                    path,
+                    GEMMS[name],
+                    reason,
+                )
+                return STOCK
+        return choice.classes
 
     def projection(self, path: str) -> Step | OwnLinear | Fp8Linear:
         """Return what runs a layer between buffers as wide as its weight."""

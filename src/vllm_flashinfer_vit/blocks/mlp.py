@@ -9,12 +9,12 @@ import torch
 
 from vllm_flashinfer_vit.blocks import fp8_linear, quack
 from vllm_flashinfer_vit.blocks.aligned_linear import padded_inputs
-from vllm_flashinfer_vit.blocks.compiled import compiled_op
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.layers import MIN_QUACK_ROWS, Layers
 from vllm_flashinfer_vit.blocks.linear import OwnLinear, Step, Weights, linear, run
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
+from vllm_flashinfer_vit.kernels._vllm_ops import compiled_op
 from vllm_flashinfer_vit.kernels.formats import Activation
 
 _QUACK_NAMES = {
@@ -136,7 +136,7 @@ class Fp8Mlp:
         """Return the MLP's output, `[T, C]`, of the rows that the first layer reads."""
         first, second = self.first, self.second
         values = now.first(first.outputs)
-        first(*first.rows(now), values, with_bias=False)
+        first(now, *first.rows(now), values, with_bias=False)
         rows, scales = second.rows(now)
         key = "quantising act", scales.dim()
         act = now.settled.get(key)
@@ -145,7 +145,7 @@ class Fp8Mlp:
                 values, self._width, first.bias, self._activation, rows, scales
             )
         act(first.bias, scales)
-        return second(rows, scales, now.normed)
+        return second(now, rows, scales, now.normed)
 
 
 def build_mlp(spec: BlockSpec, layers: Layers) -> Mlp | Fp8Mlp:

@@ -303,7 +303,7 @@ class BlockProgram:
 
     def _project(self, now: Pass) -> torch.Tensor:
         if isinstance(self._qkv, Fp8Linear):
-            return self._qkv(*self._qkv.rows(now), now.qkv)
+            return self._qkv(now, *self._qkv.rows(now), now.qkv)
         large = self._large_qkv
         if large is not None and len(now.qkv) >= large.min_rows:
             return run(now.settled, "fast qkv", large, now.normed, now.qkv)
@@ -324,7 +324,7 @@ class BlockProgram:
             call = fp8_linear.prepare_rows(*sizes, rows, scales)
             found = settled[key] = context, call
         found[1](None, scales)
-        return self._proj(rows, scales, now.attended)
+        return self._proj(now, rows, scales, now.attended)
 
     def _attend(
         self,

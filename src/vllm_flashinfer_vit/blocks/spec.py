@@ -12,6 +12,7 @@ OPTIMISATIONS: Mapping[str, str] = MappingProxyType(
     {
         "add_norm": "residual sums and the norm after them are one kernel",
         "aligned": "an MLP's rows are padded to whole loads of 16 bytes",
+        "fp8_gemm": "linear layers in FP8 run the GEMM that was measured fastest",
         "fp8_linear": "norms and activations quantise the rows of linear layers in FP8",
         "fused_gelu": "cuBLASLt applies the tanh GELU after an MLP's first GEMM",
         "gemma4_blocks": "four kernels are what lies between Gemma 4's linear layers",

@@ -9,6 +9,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +34,15 @@ class TowerProgram:
         groups: Numbers of layers that can use each other's settled attention.
         trials: Why a kernel cannot run layers of some sizes, None if it can, by the
             kernel's name and the sizes.
+        tuned_dir: Folder of the user's measurements, or None to ignore them.
+        gemms: The `Gemms` of layers in FP8, by what they have alike.
         now: The pass that a block has handed on and none has taken yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tuned_dir: Path | None = None) -> None:
         """Begin without blocks."""
+        self.tuned_dir = tuned_dir
+        self.gemms: dict[object, Any] = {}
         self.blocks: dict[int, Any] = {}
         self.problems = Problems()
         self.groups: dict[tuple[object, ...], int] = {}

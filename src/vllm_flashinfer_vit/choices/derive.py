@@ -3,11 +3,14 @@
 
 import math
 import statistics
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
+from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmMeasurement
 from vllm_flashinfer_vit.choices.table import Measurement, Table
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
+from vllm_flashinfer_vit.kernels.gemms import CUTLASS
 from vllm_flashinfer_vit.ops.plan import Class
 
 # Kernels this close are equal, so that noise makes no classes.
@@ -15,6 +18,9 @@ _TIE = 1.02
 # A kernel that builds plans must win by 5 %: each new shape costs tens of milliseconds
 # on the host.
 _PLAN_HANDICAP = 1.05
+# PyTorch's GEMM asks cuBLASLt for an algorithm in each call. Up to about this many rows
+# eager mode waits for the host, whose time a table does not have.
+_HOST_BOUND_ROWS = 512
 
 
 class TuneError(ValueError):
@@ -50,25 +56,82 @@ def derive_classes(measurements: Sequence[Measurement]) -> tuple[Class, ...]:
     if not slowdowns:
         raise TuneError("no kernel that takes sequences of any length was measured")
 
-    classes: list[Class] = []
-    # Kernels that serve every length since the last class, with their slowdowns, and
-    # the slowdowns of all kernels at these lengths.
+    def largest_tie(kernel: str) -> float:
+        return 1 if KERNELS[kernel].builds_plans else _TIE
+
+    return tuple(_class(*part) for part in _fewest_parts(slowdowns, largest_tie))
+
+
+def derive_gemm_classes(
+    measurements: Sequence[GemmMeasurement],
+) -> tuple[GemmClass, ...]:
+    """Choose the fewest classes whose GEMM is nowhere noticeably slower than another.
+
+    A number of rows between two measured ones takes the larger one's GEMM; numbers
+    above the last take its. Few rows have vLLM's own, where that was measured.
+
+    Args:
+        measurements: Of one layer, see `GemmLayer`. A number of rows that no GEMM ran
+            has none.
+
+    Raises:
+        TuneError: Nothing was measured.
+    """
+    slowdowns: dict[int, dict[str, float]] = {}
+    for row in sorted(measurements, key=lambda m: m.rows):
+        times = row.us
+        if row.rows <= _HOST_BOUND_ROWS and CUTLASS in times:
+            times = {CUTLASS: times[CUTLASS]}
+        best = min(times.values())
+        slowdowns[row.rows] = {gemm: us / best for gemm, us in times.items()}
+    if not slowdowns:
+        raise TuneError("no GEMM was measured")
+    parts = _fewest_parts(slowdowns, lambda gemm: _TIE)
+    return tuple(GemmClass(end, _fastest(shared)) for end, shared, _ in parts)
+
+
+class _Part(NamedTuple):
+    """Sizes that one kernel can serve.
+
+    Attributes:
+        end: The largest of them; None for any above the part before.
+        shared: The kernels that can, with their slowdowns over all of the sizes.
+        members: The slowdowns of all kernels, by size.
+    """
+
+    end: int | None
+    shared: Mapping[str, float]
+    members: Sequence[Mapping[str, float]]
+
+
+def _fewest_parts(
+    slowdowns: Mapping[int, Mapping[str, float]], largest_tie: Callable[[str], float]
+) -> list[_Part]:
+    """Part sizes into the fewest ranges that a kernel serves nearly fastest throughout.
+
+    Args:
+        slowdowns: Times of kernels over the fastest one's, by size, ascending.
+        largest_tie: The slowdown up to which a kernel is as good as the fastest.
+    """
+    parts: list[_Part] = []
+    # Kernels that serve every size since the last part, with their slowdowns, and the
+    # slowdowns of all kernels at these sizes.
     shared: dict[str, float] = {}
-    members: list[dict[str, float]] = []
+    members: list[Mapping[str, float]] = []
     end = 0
-    for longest, by_kernel in slowdowns.items():
+    for size, by_kernel in slowdowns.items():
         near = {
             kernel: slowdown
             for kernel, slowdown in by_kernel.items()
-            if slowdown <= (1 if KERNELS[kernel].builds_plans else _TIE)
+            if slowdown <= largest_tie(kernel)
         }
         both = {k: shared[k] * near[k] for k in shared if k in near}
         if shared and not both:
-            classes.append(_class(end, shared, members))
+            parts.append(_Part(end, shared, members))
             members = []
-        shared, end = both or near, longest
+        shared, end = both or near, size
         members.append(by_kernel)
-    return (*classes, _class(None, shared, members))
+    return [*parts, _Part(None, shared, members)]
 
 
 def derive_without(

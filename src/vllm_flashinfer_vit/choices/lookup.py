@@ -224,8 +224,11 @@ def is_measured(gpu_name: str, tuned_dir: Path | None = None) -> bool:
     Raises:
         TableError: A file of measurements cannot be used.
     """
-    if tuned_dir is not None and tuned.read(tuned_dir, gpu_name):
-        return True
+    if tuned_dir is not None:
+        table = tuned.read(tuned_dir, gpu_name)
+        # One of GEMMs alone says nothing of these kernels.
+        if table is not None and table.classes:
+            return True
     return bool(tuned.read_bundled(gpu_name, None))
 
 
@@ -318,7 +321,7 @@ def _look_up(
     """Return what was measured, or None."""
     dtype_name = _name(dtype)
     found: _Entry | None = None
-    for table, origin in _tables(gpu_name, capability, tuned_dir, vllm):
+    for table, origin in tables_for(gpu_name, capability, tuned_dir, vllm):
         for name, classes in table.classes.items():
             entry_dtype, _, text = name.partition("/")
             measured = int(text)
@@ -333,13 +336,23 @@ def _name(dtype: "torch.dtype | str") -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _tables(
+def tables_for(
     gpu_name: str,
     capability: tuple[int, int],
     tuned_dir: Path | None,
     vllm: str | None,
 ) -> Iterator[tuple[tuned.Table, str]]:
-    """Yield the tables that apply, best first, and what to say of each."""
+    """Yield the tables that apply, best first, and what to say of each.
+
+    Args:
+        gpu_name: As for `choices_for`, like the other arguments.
+        capability: See `gpu_name`.
+        tuned_dir: See `gpu_name`.
+        vllm: See `gpu_name`.
+
+    Raises:
+        TableError: A file of measurements cannot be used.
+    """
     if tuned_dir is not None and (table := tuned.read(tuned_dir, gpu_name)):
         yield table, f"fastest on this machine, {_measured(table)}"
     if tables := tuned.read_bundled(gpu_name, vllm):

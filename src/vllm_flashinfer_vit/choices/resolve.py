@@ -8,6 +8,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_flashinfer_vit.choices.gemms import GemmChoice, measured_gemms
 from vllm_flashinfer_vit.choices.lookup import Choice, other_versions
 from vllm_flashinfer_vit.choices.trial import attempt
 from vllm_flashinfer_vit.choices.usable import (
@@ -68,3 +69,17 @@ def choices_here(
     if not forced and (note := other_versions(stack, measured, head_dim, tuned_dir)):
         logger.info_once("vllm-flashinfer-vit: %s", note)
     return choices
+
+
+def gemms_here(tuned_dir: Path | None) -> dict[str, GemmChoice]:
+    """Return what is known of the GEMMs of this machine's GPU, by `GemmLayer.key`.
+
+    Args:
+        tuned_dir: Folder of the user's measurements, or None to ignore them.
+
+    Raises:
+        TableError: A file of measured choices cannot be used.
+    """
+    stack = probe(libraries=False)
+    gpu_name = stack.gpus[0].name if stack.gpus else None
+    return measured_gemms(gpu_name, stack.capability, tuned_dir, stack.vllm)

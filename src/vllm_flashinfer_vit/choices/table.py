@@ -11,21 +11,31 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from vllm_flashinfer_vit.choices.gemm_table import (
+    GemmClass,
+    GemmMeasurement,
+    GemmMeasurementRow,
+    GemmRows,
+)
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.machine.documents import read_json, validated
 from vllm_flashinfer_vit.ops.plan import Class
 
-# 2: without the version of QuACK.
-_Schema = Literal["vllm-flashinfer-vit/choices/2", "vllm-flashinfer-vit/choices/3"]
-SCHEMA: _Schema = "vllm-flashinfer-vit/choices/3"
+# 2: without the version of QuACK. 3: without GEMMs.
+_Schema = Literal[
+    "vllm-flashinfer-vit/choices/2",
+    "vllm-flashinfer-vit/choices/3",
+    "vllm-flashinfer-vit/choices/4",
+]
+SCHEMA: _Schema = "vllm-flashinfer-vit/choices/4"
 BUNDLED = Path(__file__).parent / "data"
 
 
@@ -60,12 +70,17 @@ class Table:
         classes: Classes, ascending, by `key(dtype, head_dim)`; the last is unbounded.
         measurements: What the classes follow from.
         left_out: What was not measured, and why.
+        gemms: The same of GEMMs of layers in FP8, by `GemmLayer.key`. A layer without
+            an entry has vLLM's own.
+        gemm_measurements: What `gemms` follow from.
     """
 
     made_by: Mapping[str, Any]
     classes: Mapping[str, tuple[Class, ...]]
     measurements: tuple[Measurement, ...] = ()
     left_out: tuple[str, ...] = ()
+    gemms: Mapping[str, tuple[GemmClass, ...]] = field(default_factory=dict)
+    gemm_measurements: tuple[GemmMeasurement, ...] = ()
 
 
 def key(dtype: str, head_dim: int) -> str:
@@ -140,9 +155,14 @@ def added(old: Table, new: Table) -> Table:
 
     Args:
         old: Of the same GPU and versions.
-        new: Its dtypes and head dims count.
+        new: Its dtypes and head dims, and its layers' GEMMs, count.
     """
     kept = {name: rows for name, rows in old.classes.items() if name not in new.classes}
+    gemms = {name: rows for name, rows in old.gemms.items() if name not in new.gemms}
+    measured = new.classes.keys() | new.gemms.keys()
+    still_out = (
+        line for line in old.left_out if line.partition(":")[0] not in measured
+    )
     return Table(
         {
             **new.made_by,
@@ -153,13 +173,11 @@ def added(old: Table, new: Table) -> Table:
             *(row for row in old.measurements if key(row.dtype, row.head_dim) in kept),
             *new.measurements,
         ),
+        (*still_out, *new.left_out),
+        gemms | dict(new.gemms),
         (
-            *(
-                line
-                for line in old.left_out
-                if line.partition(":")[0] not in new.classes
-            ),
-            *new.left_out,
+            *(row for row in old.gemm_measurements if row.layer in gemms),
+            *new.gemm_measurements,
         ),
     )
 
@@ -179,17 +197,25 @@ def write(table: Table, path: Path) -> None:
 
 def dumps(table: Table) -> str:
     """Return a table's JSON text, a line for each entry and each measurement."""
-    classes = (
-        f"{json.dumps(name)}: {json.dumps([row._asdict() for row in rows])}"
-        for name, rows in table.classes.items()
+    classes, gemms = (
+        [
+            f"{json.dumps(name)}: {json.dumps([row._asdict() for row in rows])}"
+            for name, rows in entries.items()
+        ]
+        for entries in (table.classes, table.gemms)
     )
-    measurements = (json.dumps(row._asdict()) for row in table.measurements)
+    measurements, gemm_measurements = (
+        [json.dumps(row._asdict()) for row in rows]
+        for rows in (table.measurements, table.gemm_measurements)
+    )
     parts = (
         f'  "schema": {json.dumps(SCHEMA)}',
         f'  "made_by": {_block("{}", _pairs(table.made_by))}',
         f'  "left_out": {_block("[]", map(json.dumps, table.left_out))}',
         f'  "classes": {_block("{}", classes)}',
         f'  "measurements": {_block("[]", measurements)}',
+        f'  "gemms": {_block("{}", gemms)}',
+        f'  "gemm_measurements": {_block("[]", gemm_measurements)}',
     )
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
@@ -222,6 +248,14 @@ def _parse(document: Any) -> Table:
             for row in checked.measurements
         ),
         left_out=tuple(checked.left_out),
+        gemms={
+            name: tuple(GemmClass(row.max_rows, row.gemm) for row in rows)
+            for name, rows in checked.gemms.items()
+        },
+        gemm_measurements=tuple(
+            GemmMeasurement(row.layer, row.rows, row.us)
+            for row in checked.gemm_measurements
+        ),
     )
 
 
@@ -302,3 +336,5 @@ class _Document(_Part):
     classes: Annotated[dict[str, _Rows], AfterValidator(_named)]
     measurements: list[_MeasurementRow]
     left_out: list[str]
+    gemms: GemmRows = {}
+    gemm_measurements: list[GemmMeasurementRow] = []

@@ -265,7 +265,7 @@ def tune(
         float | None,
         typer.Option(
             min=1,
-            help="Seconds; a dtype and head dim not finished by then is left out.",
+            help="Seconds; what is not finished by then is left out.",
             show_default="600; with --quick 120",
         ),
     ] = None,
@@ -281,10 +281,24 @@ def tune(
         bool,
         typer.Option(
             "--add",
-            help="Keep what the file has of other dtypes and head dims, measured with "
-            "the same versions.",
+            help="Keep what the file has of other dtypes, head dims and layers, "
+            "measured with the same versions.",
         ),
     ] = False,
+    gemms: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers in FP8 whose GEMMs to measure, inputs x outputs with vLLM's "
+            "padding, comma-separated.",
+            show_default="those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL",
+        ),
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help="attention or gemms: measure one of both.", show_default="both"
+        ),
+    ] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Measure which kernel is fastest on this GPU; engines then choose by that.
@@ -292,9 +306,13 @@ def tune(
     The file that it writes replaces the one of an earlier run, unless --add is given.
     """
     with _command() as console:
-        from vllm_flashinfer_vit.commands.tune import Options, render, run, to_json
+        from vllm_flashinfer_vit.commands.tune import Options, run
+        from vllm_flashinfer_vit.commands.tune_text import render, to_json
 
-        options = Options(dtypes, head_dims, output, time_limit, quick, add)
+        sizes = Options.gemms if gemms is None else gemms
+        options = Options(
+            dtypes, head_dims, output, time_limit, quick, add, sizes, only
+        )
         report = run(options, console)
     if as_json:
         typer.echo(json.dumps(to_json(report), indent=2))

@@ -15,7 +15,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
 from vllm_flashinfer_vit.choices.usable import kernel_verdict
-from vllm_flashinfer_vit.commands.doctor_choices import HEAD_DIMS, examine_choices
+from vllm_flashinfer_vit.commands.doctor_choices import (
+    HEAD_DIMS,
+    examine_choices,
+    gemm_rows,
+)
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine.child import run_isolated
 from vllm_flashinfer_vit.machine.probe import probe
@@ -51,6 +55,7 @@ class Report:
         entry_point: The plugin's entry point as vLLM sees it, or None.
         kernels: A row for each kernel, head dim and dtype; see `to_json`.
         choices: A row for each class of calls; see `to_json`.
+        gemms: A row for each class of rows of layers in FP8; see `to_json`.
         patches: A row for each patch; see `to_json`.
         optimisations: A row for each of `OPTIMISATIONS`; see `to_json`.
         problems: What is wrong.
@@ -62,6 +67,7 @@ class Report:
     entry_point: str | None
     kernels: tuple[dict[str, Any], ...]
     choices: tuple[dict[str, Any], ...]
+    gemms: tuple[dict[str, Any], ...]
     patches: tuple[dict[str, Any], ...]
     optimisations: tuple[dict[str, str], ...]
     problems: tuple[Problem, ...]
@@ -102,6 +108,7 @@ class Report:
             "plugin": {"group": ENTRY_POINT_GROUP, "entry_point": self.entry_point},
             "kernels": list(self.kernels),
             "choices": list(self.choices),
+            "gemms": list(self.gemms),
             "patches": list(self.patches),
             "optimisations": list(self.optimisations),
             "problems": [problem._asdict() for problem in self.problems],
@@ -185,6 +192,7 @@ def diagnose(
         entry_point=entry_point,
         kernels=tuple(_kernel_rows(stack)),
         choices=tuple(choices),
+        gemms=tuple(gemm_rows(stack, settings)),
         patches=patches,
         optimisations=tuple(_optimisation_rows(settings)),
         problems=tuple(dict.fromkeys(problems)),

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_flashinfer_vit.choices.gemms import measured_gemms
 from vllm_flashinfer_vit.choices.lookup import is_measured, other_versions
 from vllm_flashinfer_vit.choices.table import TableError, file_name, key
 from vllm_flashinfer_vit.choices.usable import serves_fp8, usable_choices
@@ -39,6 +40,39 @@ def examine_choices(
         _tuned_dir_note(stack, settings, env),
     ]
     return rows + fp8_rows, problems, [*notes, *filter(None, single)]
+
+
+def gemm_rows(stack: Stack, settings: Settings | None) -> list[dict[str, Any]]:
+    """Return a row for each class of rows of a layer in FP8 whose GEMMs are measured.
+
+    Args:
+        stack: What the machine has.
+        settings: The settings in force, or None if they are invalid.
+    """
+    gpu_name = stack.gpus[0].name if stack.gpus else None
+    tuned_dir = settings.tuned_dir if settings else None
+    if settings is not None and "fp8_gemm" in settings.disabled_patches:
+        return []
+    try:
+        found = measured_gemms(gpu_name, stack.capability, tuned_dir, stack.vllm)
+    except TableError:
+        # A problem of the choices already.
+        return []
+    rows = []
+    for name, choice in found.items():
+        dtype, sizes, scales = name.split("/")
+        inputs, outputs = map(int, sizes.split("x"))
+        layer = {
+            "dtype": dtype,
+            "inputs": inputs,
+            "outputs": outputs,
+            "scales": scales,
+        }
+        rows += [
+            {**layer, **part._asdict(), "reason": choice.reason}
+            for part in choice.classes
+        ]
+    return rows
 
 
 def _choices(

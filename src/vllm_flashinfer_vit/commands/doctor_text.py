@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_flashinfer_vit import __version__
+from vllm_flashinfer_vit.choices.gemm_table import GemmClass
+from vllm_flashinfer_vit.choices.gemms import in_words
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.commands.doctor import Report
 from vllm_flashinfer_vit.commands.doctor_choices import HEAD_DIMS
@@ -38,6 +40,9 @@ def render(report: Report, console: Console) -> None:
         "Kernels that it cannot run, by reason": _refusals(report.kernels),
         "Which kernel serves FLASHINFER, by longest sequence in tokens": _choice_list(
             report.choices
+        ),
+        "GEMMs of linear layers in FP8, where they were measured": _gemm_list(
+            report.gemms
         ),
         "Plugin and settings": _settings_table(report.entry_point, report.settings),
         "Patches": _patch_table(report.patches),
@@ -192,6 +197,28 @@ def _choice_list(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
         parts.append(grid)
     reasons = (f"{mark} {reason}".strip() for reason, mark in marks.items())
     return Group(*parts, *map(Text, reasons))
+
+
+def _gemm_list(rows: Iterable[Mapping[str, Any]]) -> RenderableType | None:
+    """Name layers with the same GEMMs together; None if nothing was measured."""
+    layers: dict[tuple[str, str, str], list[GemmClass]] = {}
+    reasons: dict[str, None] = {}
+    for row in rows:
+        sizes = f"{row['inputs']}x{row['outputs']}"
+        classes = layers.setdefault((row["dtype"], row["scales"], sizes), [])
+        classes.append(GemmClass(row["max_rows"], row["gemm"]))
+        reasons[row["reason"]] = None
+    if not layers:
+        return None
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for (dtype, scales, sizes), classes in layers.items():
+        named = alike.setdefault((dtype, scales, in_words(tuple(classes))), [])
+        named.append(sizes)
+    table = _table("dtype", "scales", "inputs x outputs", "GEMM")
+    for (dtype, scales, gemms), named in alike.items():
+        table.add_row(dtype, scales, ", ".join(named), gemms)
+    text = "Layers of other sizes or scales run by CUTLASS."
+    return Group(table, *map(Text, (*reasons, text)))
 
 
 def _served(head_dims: Mapping[str, list[int]]) -> list[str]:

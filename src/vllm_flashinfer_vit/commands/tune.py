@@ -8,8 +8,11 @@ classes follow from the times.
 
 FP8 layers have entries of their own, `float8_e4m3fn/<head dim>`. There all kernels are
 compared on bf16 inputs, and quantising counts, so that a class begins where FP8 pays.
+
+GEMMs of linear layers in FP8 are timed likewise, see `choices.measure_gemms`.
 """
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -26,25 +28,38 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table as TextTable
 
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.clock import Clock, GraphClock
-from vllm_flashinfer_vit.choices.derive import TuneError, derive_classes
-from vllm_flashinfer_vit.choices.lookup import Choice
+from vllm_flashinfer_vit.choices.derive import (
+    TuneError,
+    derive_classes,
+    derive_gemm_classes,
+)
+from vllm_flashinfer_vit.choices.gemm_table import (
+    GemmClass,
+    GemmLayer,
+    GemmMeasurement,
+)
 from vllm_flashinfer_vit.choices.measure import (
     COUNTS,
     LENGTHS,
-    Cell,
     candidates,
     dtype_name,
     grid,
     measure,
 )
+from vllm_flashinfer_vit.choices.measure_gemms import (
+    ROWS,
+    SIZES,
+    gemm_candidates,
+    measure_gemms,
+)
 from vllm_flashinfer_vit.choices.table import Measurement, Table
 from vllm_flashinfer_vit.choices.trial import attempt
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS
+from vllm_flashinfer_vit.kernels.gemms import SCALES
 from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Stack
@@ -70,20 +85,28 @@ class Effort(NamedTuple):
         lengths: Longest sequences, ascending, in tokens.
         counts: Numbers of sequences.
         time_limit_s: Seconds until what is not measured yet is left out.
+        rows: Numbers of rows of GEMMs, ascending.
     """
 
     dtypes: Sequence[str]
     lengths: Sequence[int]
     counts: Sequence[int]
     time_limit_s: float
+    rows: Sequence[int] = ROWS
 
 
 FULL = Effort(tuple(DTYPES), LENGTHS, COUNTS, 600.0)
 # A quarter of the batches of a head dim. Towers run in bf16 unless told otherwise, and
 # few kernels win for a range of lengths that is shorter than a doubling.
 QUICK = Effort(
-    ("bf16",), (64, 128, 256, 512, 1024, 2048, 4096, 16384), (1, 16, 256), 120.0
+    ("bf16",),
+    (64, 128, 256, 512, 1024, 2048, 4096, 16384),
+    (1, 16, 256),
+    120.0,
+    (512, 1024, 4096, 16384),
 )
+
+PARTS = ("attention", "gemms")
 
 
 @dataclass(frozen=True)
@@ -97,7 +120,9 @@ class Options:
         time_limit_s: Seconds until what is not measured yet is left out; None for the
             effort's.
         quick: Whether the effort is `QUICK`.
-        add: Whether what the file has of other dtypes and head dims stays.
+        add: Whether what the file has of other dtypes, head dims and layers stays.
+        gemms: Sizes of layers in FP8, inputs x outputs, comma-separated.
+        only: One of `PARTS`, None for all.
     """
 
     dtypes: str | None = None
@@ -106,6 +131,8 @@ class Options:
     time_limit_s: float | None = None
     quick: bool = False
     add: bool = False
+    gemms: str = ",".join(f"{inputs}x{outputs}" for inputs, outputs in SIZES)
+    only: str | None = None
 
     @property
     def effort(self) -> Effort:
@@ -124,30 +151,76 @@ class Options:
         Raises:
             TuneError: A name or number is not valid.
         """
-        names = self.effort.dtypes
-        for name in names:
-            if name not in DTYPES:
-                raise TuneError(f"--dtypes has {name!r}: use {' or '.join(DTYPES)}")
+        names = self._dtypes()
         dims = [text.strip() for text in self.head_dims.split(",")]
         for text in dims:
             if not text.isdecimal() or int(text) % 8 or not 8 <= int(text) <= 256:
                 raise TuneError(
                     f"--head-dims has {text!r}: use multiples of 8 from 8 to 256"
                 )
+        if self.only not in (None, "attention"):
+            return []
         return [
-            (DTYPES[name], int(text))
-            for name in dict.fromkeys(names)
-            for text in dict.fromkeys(dims)
+            (DTYPES[name], int(text)) for name in names for text in dict.fromkeys(dims)
         ]
+
+    def layers(self) -> list[tuple[torch.dtype, GemmLayer]]:
+        """Return the layers in FP8 whose GEMMs are measured, by the output's dtype.
+
+        Raises:
+            TuneError: A name or size is not valid.
+        """
+        if self.only is not None and self.only not in PARTS:
+            raise TuneError(f"--only has {self.only!r}: use {' or '.join(PARTS)}")
+        sizes: dict[tuple[int, int], None] = {}
+        for text in (text.strip() for text in self.gemms.split(",")):
+            inputs, _, outputs = text.partition("x")
+            if not (_is_padded_size(inputs) and _is_padded_size(outputs)):
+                raise TuneError(
+                    f"--gemms has {text!r}: use inputs x outputs with vLLM's padding, "
+                    "such as 1152x3456, multiples of 16 up to 65536"
+                )
+            sizes[int(inputs), int(outputs)] = None
+        # Those of FP8 attention say nothing of what a layer returns.
+        names = [name for name in self._dtypes() if name != "fp8"]
+        if self.only == "gemms" and not names:
+            raise TuneError("--only gemms needs bf16 or fp16 in --dtypes")
+        if self.only == "attention":
+            return []
+        return [
+            (DTYPES[name], GemmLayer(dtype_name(DTYPES[name]), *size, scales))
+            for name in names
+            for size in sizes
+            for scales in SCALES
+        ]
+
+    def _dtypes(self) -> list[str]:
+        names = list(dict.fromkeys(self.effort.dtypes))
+        for name in names:
+            if name not in DTYPES:
+                raise TuneError(f"--dtypes has {name!r}: use {' or '.join(DTYPES)}")
+        return names
 
     def command(self) -> str:
         """Return the command that measures the same again."""
-        return (
+        text = (
             f"vllm-flashinfer-vit tune{' --quick' if self.quick else ''}"
             f"{' --add' if self.add else ''} "
-            f"--dtypes {','.join(self.effort.dtypes)} "
-            f"--head-dims {self.head_dims.replace(' ', '')}"
+            f"--dtypes {','.join(self.effort.dtypes)}"
         )
+        if self.only is not None:
+            text += f" --only {self.only}"
+        if self.only != "gemms":
+            text += f" --head-dims {self.head_dims.replace(' ', '')}"
+        if self.only != "attention" and self.gemms != Options.gemms:
+            text += f" --gemms {self.gemms.replace(' ', '')}"
+        return text
+
+
+def _is_padded_size(text: str) -> bool:
+    """Whether a size is one that FP8 weights have in vLLM."""
+    is_number = text.isascii() and text.isdecimal() and len(text) <= 5
+    return is_number and int(text) % 16 == 0 and 16 <= int(text) <= 65536
 
 
 @dataclass(frozen=True)
@@ -177,6 +250,7 @@ def run(options: Options, console: Console) -> Report:
         FileError: The file cannot be written; that is said before anything is measured.
     """
     options.combinations()
+    options.layers()
     stack = probe()
     if not stack.gpus or not torch.cuda.is_available():
         raise TuneError(
@@ -263,6 +337,8 @@ def build_table(
     until = time.monotonic() + effort.time_limit_s
     measurements: list[Measurement] = []
     classes: dict[str, tuple[Class, ...]] = {}
+    gemm_rows: list[GemmMeasurement] = []
+    gemms: dict[str, tuple[GemmClass, ...]] = {}
     left_out: list[str] = []
     bar = Progress(
         TextColumn("{task.description}"),
@@ -271,39 +347,59 @@ def build_table(
         TimeElapsedColumn(),
         console=console,
     )
+    layers = options.layers()
+    launched = gemm_candidates(stack) if layers else ()
+    if options.only == "gemms" and not launched:
+        raise TuneError("no GEMM of layers in FP8 runs on this GPU")
     with bar, torch.inference_mode():
         batches = lengths or effort.lengths, counts or effort.counts
         plans = [(*c, grid(c[1], *batches)) for c in options.combinations()]
-        task = bar.add_task("", total=sum(len(cells) for *_, cells in plans))
+        total = sum(len(cells) for *_, cells in plans)
+        if launched:
+            total += len(layers) * len(effort.rows)
+        task = bar.add_task("", total=total)
+
+        def advance(name: str, cell: object) -> None:
+            if time.monotonic() > until:
+                raise TimeIsUpError(
+                    f"the time limit of {effort.time_limit_s:g} s passed before all of "
+                    "it was measured, so that nothing of it counts; raise --time-limit"
+                )
+            bar.update(task, advance=1, description=f"{name}, {cell}")
+
         for dtype, head_dim, cells in plans:
             name = tuned.key(dtype_name(dtype), head_dim)
-
-            def advance(cell: Cell, name: str = name) -> None:
-                if time.monotonic() > until:
-                    raise TimeIsUpError(
-                        f"the time limit of {effort.time_limit_s:g} s passed before "
-                        "all of it was measured, so that nothing of it counts; "
-                        "raise --time-limit"
-                    )
-                bar.update(task, advance=1, description=f"{name}, {cell}")
-
+            show = functools.partial(advance, name)
             try:
                 kernels, refused = candidates(stack, dtype, head_dim, attempt)
                 rows, failures = measure(
-                    dtype, head_dim, kernels, cells, clock, device, advance
+                    dtype, head_dim, kernels, cells, clock, device, show
                 )
                 left_out += [f"{name}: {reason}" for reason in refused + failures]
                 classes[name] = derive_classes(rows)
                 measurements += rows
             except (TimeIsUpError, TuneError) as error:
                 left_out.append(f"{name}: {error}")
-    if not classes:
+        for dtype, layer in layers if launched else ():
+            show_rows = functools.partial(advance, layer.key)
+            try:
+                found, failures = measure_gemms(
+                    layer, dtype, launched, effort.rows, clock, device, show_rows
+                )
+                left_out += [f"{layer.key}: {reason}" for reason in failures]
+                gemms[layer.key] = derive_gemm_classes(found)
+                gemm_rows += found
+            except (TimeIsUpError, TuneError) as error:
+                left_out.append(f"{layer.key}: {error}")
+    if not classes and not gemms:
         raise TuneError(f"no choice could be measured: {'; '.join(left_out)}")
     return Table(
         _made_by(stack, options.command()),
         classes,
         tuple(measurements),
         tuple(left_out),
+        gemms,
+        tuple(gemm_rows),
     )
 
 
@@ -317,40 +413,3 @@ def _made_by(stack: Stack, command: str) -> dict[str, Any]:
         "driver": stack.driver or "unknown",
         **stack.versions,
     }
-
-
-def to_json(report: Report) -> dict[str, Any]:
-    """Return the document that `tune --json` prints: the file's path and classes."""
-    return {
-        "path": str(report.path),
-        "schema": tuned.SCHEMA,
-        "made_by": dict(report.table.made_by),
-        "left_out": list(report.table.left_out),
-        "classes": {
-            name: [row._asdict() for row in rows]
-            for name, rows in report.table.classes.items()
-        },
-    }
-
-
-def render(report: Report, console: Console) -> None:
-    """Print the classes, what was left out, and where the table is."""
-    text = TextTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in ("dtype", "head dim", "longest sequence", "kernel"):
-        text.add_column(column, overflow="fold")
-    for name, rows in report.table.classes.items():
-        dtype, _, head_dim = name.partition("/")
-        for row in rows:
-            length = "any" if row.max_len is None else f"up to {row.max_len}"
-            served_by = Choice(row.kernel, row.max_len, "", row.many).served_by
-            text.add_row(dtype, head_dim, length, served_by)
-            dtype = head_dim = ""
-    console.print(text)
-    for line in report.table.left_out:
-        console.print(f"left out: {line}", markup=False, soft_wrap=True)
-    if report.table.left_out:
-        console.print("`vllm-flashinfer-vit doctor` says what serves instead.")
-    gpu = report.table.made_by["gpu"]
-    console.print(
-        f"The choices for {gpu} are in {report.path}", markup=False, soft_wrap=True
-    )

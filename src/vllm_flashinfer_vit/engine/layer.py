@@ -392,8 +392,7 @@ def _attach_program(module: torch.nn.Module, name: str, child: object) -> None:
     layers = (x for x in child.modules() if isinstance(x, FlashInferViTAttention))
     layer = next(layers, None)
     if layer is not None:
-        off = layer._settings.disabled_patches
-        layer.program = attach(spec, module, int(name), child, off)
+        layer.program = attach(spec, module, int(name), child, layer._settings)
 
 
 def _choose(

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of choices: the part on GEMMs of linear layers in FP8."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from vllm_flashinfer_vit.kernels.gemms import GEMMS, SCALES
+
+
+class GemmLayer(NamedTuple):
+    """What layers in FP8 have alike whose GEMMs take as long.
+
+    Attributes:
+        dtype: Name of the dtype of the output, `bfloat16`.
+        inputs: The weight's rows, K, with vLLM's padding.
+        outputs: The weight's columns, N, with vLLM's padding.
+        scales: Kind of scales, see `kernels.gemms.scales_of`.
+    """
+
+    dtype: str
+    inputs: int
+    outputs: int
+    scales: str
+
+    @property
+    def key(self) -> str:
+        """Its name in tables: `bfloat16/1152x3456/tensor`."""
+        return f"{self.dtype}/{self.inputs}x{self.outputs}/{self.scales}"
+
+
+class GemmClass(NamedTuple):
+    """A range of numbers of rows, and the GEMM that serves it.
+
+    Attributes:
+        max_rows: Most rows of the class; None for any number.
+        gemm: One of `kernels.gemms.GEMMS`.
+    """
+
+    max_rows: int | None
+    gemm: str
+
+
+class GemmMeasurement(NamedTuple):
+    """What a layer takes for some rows, by GEMM.
+
+    Attributes:
+        layer: `GemmLayer.key`.
+        rows: T.
+        us: Median time in microseconds, by GEMM.
+    """
+
+    layer: str
+    rows: int
+    us: Mapping[str, float]
+
+
+def _known(gemm: str) -> str:
+    if gemm not in GEMMS:
+        raise ValueError(f"known are {', '.join(GEMMS)}")
+    return gemm
+
+
+_Name = Annotated[str, AfterValidator(_known)]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    max_rows: int | None
+    gemm: _Name
+
+
+def _ascending_rows(rows: list[_Row]) -> list[_Row]:
+    *bounded, last = [row.max_rows for row in rows] or [0]
+    if last is not None:
+        raise ValueError("it lacks the last class, whose max_rows is null")
+    most = 0
+    for bound in bounded:
+        if bound is None:
+            raise ValueError("it has a class after the one for any number of rows")
+        if bound <= most:
+            raise ValueError(
+                f"it has a class up to {bound} rows after {most}; the numbers must "
+                "ascend"
+            )
+        most = bound
+    return rows
+
+
+_LAYER = re.compile(
+    rf"[a-z0-9_]+/[1-9][0-9]{{0,8}}x[1-9][0-9]{{0,8}}/({'|'.join(SCALES)})"
+)
+
+
+def _layer(name: str) -> str:
+    if not _LAYER.fullmatch(name):
+        raise ValueError(f"{name!r} is no layer such as bfloat16/1152x3456/tensor")
+    return name
+
+
+_Rows = Annotated[list[_Row], AfterValidator(_ascending_rows)]
+
+
+def _layers(gemms: dict[str, _Rows]) -> dict[str, _Rows]:
+    for name in gemms:
+        _layer(name)
+    return gemms
+
+
+GemmRows = Annotated[dict[str, _Rows], AfterValidator(_layers)]
+
+
+class GemmMeasurementRow(BaseModel):
+    """A `GemmMeasurement` as a file has it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    layer: Annotated[str, AfterValidator(_layer)]
+    rows: int
+    us: dict[_Name, float]

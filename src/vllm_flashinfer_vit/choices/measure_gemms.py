@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the GEMMs of linear layers in FP8, scales and bias included.
+
+Rows are quantised already, as they are in a block. A GEMM whose error is above that of
+vLLM's own is not timed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from vllm_flashinfer_vit.choices.clock import Clock, Run
+from vllm_flashinfer_vit.choices.gemm_table import GemmLayer, GemmMeasurement
+from vllm_flashinfer_vit.choices.measure import WrongResultError
+from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
+from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
+from vllm_flashinfer_vit.kernels.scaled_mm import cutlass_op, launch_of
+from vllm_flashinfer_vit.machine.stack import Stack
+
+ROWS = (16, 64, *(2**i for i in range(7, 16)))
+# Inputs and outputs of the QKV projection, attention's projection and the MLP's layers,
+# with vLLM's padding: of Qwen2-VL, of Qwen2.5-VL where they differ, and of Qwen3-VL.
+SIZES = (
+    (1280, 3840),
+    (1280, 1280),
+    (1280, 5120),
+    (5120, 1280),
+    (1280, 6848),
+    (3424, 1280),
+    (1152, 3456),
+    (1152, 1152),
+    (1152, 4304),
+    (4304, 1152),
+)
+# Rounding the output makes 0.002, a sum in the tensor cores' precision no more.
+_GATE = 2e-2
+# What errors of two GEMMs that are equally exact differ by.
+_NO_LESS_EXACT = 1.1
+# More rows take the same code paths, and fp32 takes long for them.
+_GATE_MAX_ROWS = 8192
+# The least compute capability that multiplies matrices in FP8.
+_CAPABILITY = (8, 9)
+
+
+class _Operands(NamedTuple):
+    """What a GEMM takes, in this order; see `scaled_mm.torch_scaled_mm`."""
+
+    out: torch.Tensor
+    rows: torch.Tensor
+    weight: torch.Tensor
+    scales: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor
+
+
+def gemm_candidates(stack: Stack) -> tuple[str, ...]:
+    """Return the GEMMs to compare, vLLM's own first.
+
+    None where that does not run: layers in FP8 are then left to vLLM, so that there is
+    nothing to choose.
+
+    Args:
+        stack: What the machine has.
+    """
+    if stack.capability is None or stack.capability < _CAPABILITY:
+        return ()
+    return tuple(GEMMS) if cutlass_op() is not None else ()
+
+
+def measure_gemms(
+    layer: GemmLayer,
+    dtype: torch.dtype,
+    gemms: Sequence[str],
+    ladder: Sequence[int],
+    clock: Clock,
+    device: torch.device,
+    advance: Callable[[str], None] = lambda rows: None,
+) -> tuple[list[GemmMeasurement], list[str]]:
+    """Check and time GEMMs of a layer with a bias, for several numbers of rows.
+
+    A GEMM that fails, or is too far from fp32, loses all of its times. A number of rows
+    that the memory does not hold is skipped.
+
+    Args:
+        layer: The layer.
+        dtype: Of its output.
+        gemms: The GEMMs to compare, vLLM's own first.
+        ladder: Numbers of rows, ascending.
+        clock: The clock.
+        device: Where to measure.
+        advance: Called before each number of rows, with its name.
+
+    Returns:
+        The measurements, and what was left out and why.
+    """
+    times: dict[int, dict[str, float]] = {}
+    left_out: list[str] = []
+    trusted = list(gemms)
+    for rows in ladder:
+        advance(f"{rows} rows")
+        try:
+            operands = _draw(layer, dtype, rows, device)
+            failures, times[rows] = _measure_rows(operands, trusted, clock)
+        except torch.OutOfMemoryError:
+            left_out.append(f"{rows} rows: out of memory")
+            continue
+        for gemm, reason in failures.items():
+            trusted.remove(gemm)
+            left_out.append(f"{gemm} from {rows} rows on: {reason}")
+    for taken in times.values():
+        for gemm in taken.keys() - set(trusted):
+            del taken[gemm]
+    measured = [
+        GemmMeasurement(
+            layer.key, rows, {gemm: round(us, 2) for gemm, us in taken.items()}
+        )
+        for rows, taken in times.items()
+        if taken
+    ]
+    return measured, left_out
+
+
+def _measure_rows(
+    operands: _Operands, gemms: Sequence[str], clock: Clock
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Check and time GEMMs; the graphs go when it returns."""
+    expected = None
+    if len(operands.rows) <= _GATE_MAX_ROWS:
+        expected = torch.empty_like(operands.out, dtype=torch.float32)
+        scaled_mm_ref(expected, *operands[1:])
+    runs: dict[str, Run] = {}
+    failures: dict[str, str] = {}
+    limit = _GATE
+    for gemm in gemms:
+        try:
+            ready = clock.prepare(_call(gemm, operands))
+            if expected is not None:
+                error = _error(ready(), expected, limit)
+                if gemm == CUTLASS:
+                    limit = error * _NO_LESS_EXACT
+            runs[gemm] = ready
+        except torch.OutOfMemoryError:
+            raise
+        # A GEMM may fail in any way; the others are measured without it.
+        except Exception as caught:
+            lines = str(caught).strip().splitlines() or ["no message"]
+            failures[gemm] = f"{type(caught).__name__}: {lines[0]}"
+            if operands.out.is_cuda:
+                # Raises if every further call of this process would fail.
+                torch.cuda.synchronize()
+    return failures, clock.median_us(runs) if runs else {}
+
+
+def _call(gemm: str, operands: _Operands) -> Run:
+    launch = launch_of(gemm, operands.out.device)
+    # Each has an output of its own, that none is found right by another's.
+    own = operands._replace(out=torch.full_like(operands.out, float("nan")))
+
+    def run() -> torch.Tensor:
+        launch(*own)
+        return own.out
+
+    return run
+
+
+def _draw(
+    layer: GemmLayer, dtype: torch.dtype, rows: int, device: torch.device
+) -> _Operands:
+    """Draw what GEMMs of a layer take, the same in every run; outputs are about 1."""
+    random = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=random)
+
+    def scale(*shape: int) -> torch.Tensor:
+        return 0.5 + torch.rand(shape, device=device, generator=random)
+
+    e4m3 = torch.float8_e4m3fn
+    inputs, outputs = layer.inputs, layer.outputs
+    is_one = layer.scales == "tensor"
+    return _Operands(
+        torch.empty(rows, outputs, dtype=dtype, device=device),
+        normal(rows, inputs).to(e4m3),
+        normal(outputs, inputs).to(e4m3).t(),
+        scale(1) if is_one else scale(rows, 1),
+        (scale(1) if is_one else scale(1, outputs)) * inputs**-0.5,
+        normal(outputs).to(dtype),
+    )
+
+
+def _error(out: torch.Tensor, expected: torch.Tensor, limit: float) -> float:
+    """Return the relative error.
+
+    Raises:
+        WrongResultError: It is above the limit.
+    """
+    error = float((out.float() - expected).norm() / expected.norm())
+    if not error <= limit:
+        raise WrongResultError(
+            f"wrong result, relative error {error:.2e} against fp32, allowed "
+            f"{limit:.2e}"
+        )
+    return error

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `tune` prints: the choices that it measured, for people and as JSON."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table as TextTable
+
+from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.gemm_table import GemmClass
+from vllm_flashinfer_vit.choices.gemms import STOCK, in_words
+from vllm_flashinfer_vit.choices.lookup import Choice
+from vllm_flashinfer_vit.commands.tune import Report
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """Return the document that `tune --json` prints: the file's path and classes."""
+    return {
+        "path": str(report.path),
+        "schema": tuned.SCHEMA,
+        "made_by": dict(report.table.made_by),
+        "left_out": list(report.table.left_out),
+        "classes": {
+            name: [row._asdict() for row in rows]
+            for name, rows in report.table.classes.items()
+        },
+        "gemms": {
+            name: [row._asdict() for row in rows]
+            for name, rows in report.table.gemms.items()
+        },
+    }
+
+
+def render(report: Report, console: Console) -> None:
+    """Print the classes, what was left out, and where the table is.
+
+    Args:
+        report: A written table.
+        console: Where to print.
+    """
+    text = TextTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in ("dtype", "head dim", "longest sequence", "kernel"):
+        text.add_column(column, overflow="fold")
+    for name, rows in report.table.classes.items():
+        dtype, _, head_dim = name.partition("/")
+        for row in rows:
+            length = "any" if row.max_len is None else f"up to {row.max_len}"
+            served_by = Choice(row.kernel, row.max_len, "", row.many).served_by
+            text.add_row(dtype, head_dim, length, served_by)
+            dtype = head_dim = ""
+    if text.row_count:
+        console.print(text)
+    if report.table.gemms:
+        console.print(_gemm_table(report.table.gemms))
+    for line in report.table.left_out:
+        console.print(f"left out: {line}", markup=False, soft_wrap=True)
+    if report.table.left_out:
+        console.print("`vllm-flashinfer-vit doctor` says what serves instead.")
+    gpu = report.table.made_by["gpu"]
+    console.print(
+        f"The choices for {gpu} are in {report.path}", markup=False, soft_wrap=True
+    )
+
+
+def _gemm_table(gemms: Mapping[str, tuple[GemmClass, ...]]) -> TextTable:
+    """Return a line for each layer whose GEMM is not vLLM's own throughout."""
+    table = TextTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in ("layer in FP8", "dtype", "scales", "GEMM"):
+        table.add_column(column, overflow="fold")
+    for name, classes in gemms.items():
+        dtype, sizes, scales = name.split("/")
+        if classes != STOCK:
+            table.add_row(sizes, dtype, scales, in_words(classes))
+    if STOCK in gemms.values():
+        table.add_row(
+            "all others" if table.row_count else "all", "", "", in_words(STOCK)
+        )
+    return table

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GEMMs of layers in FP8: the look-up, how classes follow from times, the measuring."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _stacks import ADA, AMPERE, HOPPER, STACK
+
+pytest.importorskip("vllm")
+
+import torch
+from _tuning import CPU, ToldClock
+
+from vllm_flashinfer_vit.choices import gemms, measure_gemms
+from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.derive import TuneError, derive_gemm_classes
+from vllm_flashinfer_vit.choices.gemm_table import (
+    GemmClass,
+    GemmLayer,
+    GemmMeasurement,
+)
+from vllm_flashinfer_vit.choices.lookup import is_measured
+from vllm_flashinfer_vit.kernels import scaled_mm
+from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS, TORCH
+from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
+
+LAYER = GemmLayer("bfloat16", 32, 48, "rows")
+GPU = HOPPER.name
+FEW = (GemmClass(512, TORCH), GemmClass(None, CUTLASS))
+ALWAYS = (GemmClass(None, TORCH),)
+
+
+def put(folder: Path, gpu: str = GPU, **entries: Any) -> None:
+    table = tuned.Table({"gpu": gpu, "vllm": "0.33.0"}, {}, gemms=entries)
+    tuned.write(table, folder / tuned.file_name(gpu))
+
+
+class TestLookUp:
+    @pytest.fixture
+    def bundled(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        folder = tmp_path / "data" / "0.33.0"
+        folder.mkdir(parents=True)
+        monkeypatch.setattr(tuned, "BUNDLED", folder.parent)
+        return folder
+
+    def test_a_file_without_gemms_has_none(self, bundled: Path, tmp_path: Path) -> None:
+        put(bundled)
+        assert gemms.measured_gemms(GPU, (9, 0), tmp_path, "0.33.0") == {}
+
+    def test_the_users_file_comes_first_entry_by_entry(
+        self, bundled: Path, tmp_path: Path
+    ) -> None:
+        other = LAYER._replace(scales="tensor").key
+        put(bundled, **{LAYER.key: ALWAYS, other: ALWAYS})
+        put(tmp_path, **{LAYER.key: FEW})
+        found = gemms.measured_gemms(GPU, (9, 0), tmp_path, "0.33.0")
+        assert {name: choice.classes for name, choice in found.items()} == {
+            LAYER.key: FEW,
+            other: ALWAYS,
+        }
+        assert found[LAYER.key].reason.startswith("fastest on this machine")
+        assert found[other].reason.startswith(f"fastest on {GPU}, measured by tune")
+        found = gemms.measured_gemms(GPU, (9, 0), None, "0.33.0")
+        assert found[LAYER.key].classes == ALWAYS
+
+    def test_another_hopper_has_the_h200s(self, bundled: Path) -> None:
+        put(bundled, **{LAYER.key: FEW})
+        found = gemms.measured_gemms("NVIDIA H100", (9, 0))
+        assert found[LAYER.key].reason.startswith("unmeasured by this project")
+        assert gemms.measured_gemms(ADA.name, ADA.capability) == {}
+        assert gemms.measured_gemms(None, None) == {}
+
+    def test_gemms_alone_do_not_measure_a_gpus_attention(self, tmp_path: Path) -> None:
+        put(tmp_path, ADA.name, **{LAYER.key: FEW})
+        assert not is_measured(ADA.name, tmp_path)
+
+    def test_in_words(self) -> None:
+        assert gemms.in_words(FEW) == "torch._scaled_mm up to 512 rows, CUTLASS"
+        assert gemms.in_words(gemms.STOCK) == "CUTLASS"
+
+    def test_a_layers_name(self) -> None:
+        assert LAYER.key == "bfloat16/32x48/rows"
+
+
+def derive(times: Mapping[int, tuple[float, float]]) -> list[tuple[int | None, str]]:
+    rows = [
+        GemmMeasurement(LAYER.key, n, {CUTLASS: cutlass, TORCH: torch_})
+        for n, (cutlass, torch_) in times.items()
+    ]
+    return [(c.max_rows, c.gemm) for c in derive_gemm_classes(rows)]
+
+
+class TestDerive:
+    def test_each_number_of_rows_gets_its_fastest(self) -> None:
+        times = {2048: (10.0, 9.0), 1024: (9.0, 5.0), 4096: (30.0, 40.0)}
+        assert derive(times) == [(2048, TORCH), (None, CUTLASS)]
+
+    def test_few_rows_which_wait_for_the_host_have_vllms_own(self) -> None:
+        times = {512: (9.0, 5.0), 1024: (9.0, 5.0)}
+        assert derive(times) == [(512, CUTLASS), (None, TORCH)]
+
+    def test_near_ties_make_no_classes(self) -> None:
+        times = {1024: (10.0, 9.9), 2048: (10.0, 11.0), 4096: (20.0, 19.7)}
+        assert derive(times) == [(None, CUTLASS)]
+
+    def test_beyond_a_tie_there_are_classes(self) -> None:
+        times = {1024: (10.3, 10.0), 2048: (10.0, 10.3), 4096: (20.6, 20.0)}
+        assert derive(times) == [(1024, TORCH), (2048, CUTLASS), (None, TORCH)]
+
+    def test_what_did_not_run_has_none(self) -> None:
+        alone = [GemmMeasurement(LAYER.key, 64, {CUTLASS: 9.0})]
+        assert derive_gemm_classes(alone) == gemms.STOCK
+        with pytest.raises(TuneError, match="no GEMM"):
+            derive_gemm_classes([])
+
+
+TIMES = {CUTLASS: lambda rows: 10.0, TORCH: lambda rows: rows / 4.0}
+
+
+@pytest.fixture
+def exact_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's GEMM for CPUs rounds more often than GPUs'."""
+    monkeypatch.setattr(scaled_mm, "torch_scaled_mm", scaled_mm_ref)
+
+
+def measure(
+    times: Any = TIMES, layer: GemmLayer = LAYER, dtype: torch.dtype = torch.bfloat16
+) -> tuple[list[GemmMeasurement], list[str]]:
+    return measure_gemms.measure_gemms(
+        layer, dtype, tuple(GEMMS), (8, 16, 64), ToldClock(times), CPU
+    )
+
+
+@pytest.mark.usefixtures("exact_torch")
+class TestMeasure:
+    @pytest.mark.parametrize("scales", ["rows", "tensor"])
+    def test_every_number_of_rows_is_timed(self, scales: str) -> None:
+        layer, clock, seen = LAYER._replace(scales=scales), ToldClock(TIMES), []
+        found, left_out = measure_gemms.measure_gemms(
+            layer,
+            torch.bfloat16,
+            tuple(GEMMS),
+            (8, 64),
+            clock,
+            CPU,
+            seen.append,  # type: ignore[attr-defined]
+        )
+        assert seen == ["8 rows", "64 rows"]
+        assert clock.cells == [(8, 48), (64, 48)]
+        assert found == [
+            GemmMeasurement(layer.key, 8, {CUTLASS: 10.0, TORCH: 2.0}),
+            GemmMeasurement(layer.key, 64, {CUTLASS: 10.0, TORCH: 16.0}),
+        ]
+        assert left_out == []
+
+    def test_a_gemm_gets_what_the_layer_has(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given: dict[str, tuple[torch.Tensor, ...]] = {}
+
+        def note(*operands: torch.Tensor) -> None:
+            given[scales] = operands
+            scaled_mm_ref(*operands)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(scaled_mm, "torch_scaled_mm", note)
+        for scales in ("rows", "tensor"):
+            measure(layer=LAYER._replace(scales=scales), dtype=torch.float16)
+        shapes = {name: [tuple(t.shape) for t in all_] for name, all_ in given.items()}
+        first = [(64, 48), (64, 32), (32, 48)]
+        assert shapes["rows"] == [*first, (64, 1), (1, 48), (48,)]
+        assert shapes["tensor"] == [*first, (1,), (1,), (48,)]
+        out, rows, weight, scale, weight_scale, bias = given["rows"]
+        assert {out.dtype, bias.dtype} == {torch.float16}
+        assert {rows.dtype, weight.dtype} == {torch.float8_e4m3fn}
+        assert {scale.dtype, weight_scale.dtype} == {torch.float32}
+        assert weight.stride(0) == 1 and rows.is_contiguous()
+        # Outputs as large as a bias, so that either shows in the error.
+        assert 0.5 < float(out.float().std()) < 4
+
+    def test_pytorchs_must_be_as_exact_as_vllms(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def off(out: torch.Tensor, *operands: Any) -> None:
+            exact = torch.empty_like(out, dtype=torch.float32)
+            scaled_mm_ref(exact, *operands)
+            out.copy_(exact * 1.01)
+
+        monkeypatch.setattr(scaled_mm, "torch_scaled_mm", off)
+        found, left_out = measure()
+        assert [set(m.us) for m in found] == [{CUTLASS}] * 3
+        (reason,) = left_out
+        assert reason.startswith("torch from 8 rows on: WrongResultError: wrong")
+
+    def test_a_wrong_one_loses_all_of_its_times(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def few_only(out: torch.Tensor, *operands: Any) -> None:
+            if len(out) < 64:
+                scaled_mm_ref(out, *operands)
+
+        monkeypatch.setattr(scaled_mm, "torch_scaled_mm", few_only)
+        found, left_out = measure()
+        assert [set(m.us) for m in found] == [{CUTLASS}] * 3
+        # What it did not write is NaN.
+        assert "torch from 64 rows on" in left_out[0] and "error nan" in left_out[0]
+
+    def test_one_that_fails_is_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*operands: Any) -> None:
+            raise RuntimeError("no algorithm\nand a long story")
+
+        monkeypatch.setattr(scaled_mm, "torch_scaled_mm", fail)
+        found, left_out = measure()
+        assert [set(m.us) for m in found] == [{CUTLASS}] * 3
+        assert left_out == ["torch from 8 rows on: RuntimeError: no algorithm"]
+
+    def test_rows_that_memory_does_not_hold_are_skipped(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def small_only(out: torch.Tensor, *operands: Any) -> None:
+            if len(out) == 16:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            scaled_mm_ref(out, *operands)
+
+        monkeypatch.setattr(scaled_mm, "torch_scaled_mm", small_only)
+        found, left_out = measure()
+        assert [m.rows for m in found] == [8, 64]
+        assert all(len(m.us) == 2 for m in found)
+        assert left_out == ["16 rows: out of memory"]
+
+
+def test_candidates_need_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure_gemms.gemm_candidates(STACK) == ()
+    monkeypatch.setattr(measure_gemms, "cutlass_op", lambda: print)
+    for gpu, expected in ((HOPPER, tuple(GEMMS)), (ADA, tuple(GEMMS)), (AMPERE, ())):
+        stack = replace(STACK, gpus=(gpu,))
+        assert measure_gemms.gemm_candidates(stack) == expected
+    assert measure_gemms.gemm_candidates(replace(STACK, gpus=())) == ()

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tune` measures GEMMs of layers in FP8, beside attention or alone."""
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _stacks import HOPPER
+from rich.console import Console
+from typer.testing import CliRunner
+
+pytest.importorskip("vllm")
+
+import torch
+from _tuning import ToldClock, on_this_gpu, replace_kernels, use_two_kernels
+
+from vllm_flashinfer_vit.choices import derive, gemms, measure_gemms
+from vllm_flashinfer_vit.choices import table as tuned
+from vllm_flashinfer_vit.choices.clock import GraphClock
+from vllm_flashinfer_vit.choices.derive import TuneError, derive_gemm_classes
+from vllm_flashinfer_vit.choices.gemm_table import GemmClass
+from vllm_flashinfer_vit.commands import tune as tuning
+from vllm_flashinfer_vit.commands.cli import main
+from vllm_flashinfer_vit.commands.tune import Options, build_table
+from vllm_flashinfer_vit.commands.tune_text import render, to_json
+from vllm_flashinfer_vit.kernels import scaled_mm
+from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS, TORCH
+from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
+
+GPU = HOPPER.name
+FEW = (GemmClass(512, TORCH), GemmClass(None, CUTLASS))
+TIMES = {CUTLASS: lambda rows: 10.0, TORCH: lambda rows: rows / 4.0}
+
+
+def test_layers_are_those_of_three_towers_by_default() -> None:
+    layers = Options().layers()
+    assert len(layers) == len(set(layers)) == 2 * 10 * 2
+    assert {dtype for dtype, _ in layers} == {torch.bfloat16, torch.float16}
+    keys = {layer.key for _, layer in layers}
+    assert {"bfloat16/1280x6848/rows", "float16/4304x1152/tensor"} <= keys
+    # As vLLM pads them.
+    assert not any(n % 16 for size in measure_gemms.SIZES for n in size)
+    assert {layer.dtype for _, layer in Options(quick=True).layers()} == {"bfloat16"}
+    assert Options(dtypes="fp8").layers() == []
+    assert Options(only="attention").layers() == []
+    assert Options(only="gemms").combinations() == []
+    assert Options(only="attention").combinations() == Options().combinations()
+
+
+def test_sizes_are_measured_once_each() -> None:
+    layers = Options(dtypes="fp16,fp16", gemms="32x48, 32x48,048x32").layers()
+    assert [layer.key for _, layer in layers] == [
+        "float16/32x48/tensor",
+        "float16/32x48/rows",
+        "float16/48x32/tensor",
+        "float16/48x32/rows",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (Options(gemms="1152"), "--gemms has '1152': use inputs x outputs"),
+        (Options(gemms="1152x3456,x"), "--gemms has 'x'"),
+        (Options(gemms=""), "--gemms has ''"),
+        (Options(gemms="3420x1280"), "multiples of 16"),
+        (Options(gemms="16x16x16"), "--gemms has '16x16x16'"),
+        (Options(gemms="0x16"), "--gemms has '0x16'"),
+        (Options(gemms="16x65552"), "--gemms has '16x65552'"),
+        (Options(gemms="16x²"), "--gemms has"),
+        (Options(only="both"), "--only has 'both': use attention or gemms"),
+        (Options(only="gemms", dtypes="fp8"), "--only gemms needs bf16 or fp16"),
+    ],
+)
+def test_bad_options_name_the_good_values(options: Options, what: str) -> None:
+    with pytest.raises(TuneError, match=what):
+        options.layers()
+
+
+@pytest.fixture
+def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return what runs the command on a CPU, with a clock that is told."""
+    # PyTorch's GEMM for CPUs rounds more often than GPUs'.
+    monkeypatch.setattr(scaled_mm, "torch_scaled_mm", scaled_mm_ref)
+    replace_kernels(monkeypatch)
+    use_two_kernels(monkeypatch)
+    on_this_gpu(monkeypatch)
+    effort = tuning.FULL._replace(lengths=(8, 64), counts=(1,), rows=(8, 64))
+    monkeypatch.setattr(tuning, "FULL", effort)
+    monkeypatch.setattr(tuning, "gemm_candidates", lambda stack: tuple(GEMMS))
+    # Few rows are a matter of `derive`'s own tests.
+    monkeypatch.setattr(derive, "_HOST_BOUND_ROWS", 0)
+    times = {"flash_attn": lambda n: 10.0, "cudnn": lambda n: n / 4.0, **TIMES}
+    monkeypatch.setattr(tuning, "GraphClock", lambda device: ToldClock(times))
+    path = tmp_path / "h200.json"
+
+    def tune(*args: str) -> Any:
+        command = ["tune", "--dtypes", "bf16", "--output", str(path), *args]
+        return CliRunner().invoke(main, command)
+
+    return tune
+
+
+def read(folder: Path) -> tuned.Table:
+    table = tuned.read(folder, GPU)
+    assert table is not None
+    return table
+
+
+class TestCommand:
+    def test_it_measures_both(self, tune: Callable[..., Any], tmp_path: Path) -> None:
+        result = tune("--head-dims", "80", "--gemms", "32x48")
+        assert result.exit_code == 0, result.output
+        table = read(tmp_path)
+        assert list(table.classes) == ["bfloat16/80"]
+        assert dict(table.gemms) == {
+            "bfloat16/32x48/tensor": (GemmClass(8, TORCH), GemmClass(None, CUTLASS)),
+            "bfloat16/32x48/rows": (GemmClass(8, TORCH), GemmClass(None, CUTLASS)),
+        }
+        assert [(m.layer, m.rows) for m in table.gemm_measurements] == [
+            (layer, rows) for layer in table.gemms for rows in (8, 64)
+        ]
+        assert table.made_by["command"] == (
+            "vllm-flashinfer-vit tune --dtypes bf16 --head-dims 80 --gemms 32x48"
+        )
+        assert "torch._scaled_mm up to 8 rows, CUTLASS" in result.stdout
+
+    def test_gemms_alone(self, tune: Callable[..., Any], tmp_path: Path) -> None:
+        result = tune("--only", "gemms", "--gemms", "32x48,48x32")
+        assert result.exit_code == 0, result.output
+        table = read(tmp_path)
+        assert not table.classes and not table.measurements
+        assert len(table.gemms) == 4
+        assert table.made_by["command"] == (
+            "vllm-flashinfer-vit tune --dtypes bf16 --only gemms --gemms 32x48,48x32"
+        )
+        assert "longest sequence" not in result.stdout
+
+    def test_attention_alone(self, tune: Callable[..., Any], tmp_path: Path) -> None:
+        result = tune("--only", "attention", "--head-dims", "80")
+        assert result.exit_code == 0, result.output
+        table = read(tmp_path)
+        assert table.classes and not table.gemms
+        assert "GEMM" not in result.stdout
+
+    def test_added_gemms_leave_the_rest(
+        self, tune: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tune("--head-dims", "80", "--gemms", "32x48,48x32")
+        before = read(tmp_path)
+        slow = {CUTLASS: lambda rows: 1.0, TORCH: lambda rows: 9.0}
+        monkeypatch.setattr(tuning, "GraphClock", lambda device: ToldClock(slow))
+        assert tune("--add", "--only", "gemms", "--gemms", "48x32").exit_code == 0
+        table = read(tmp_path)
+        assert table.classes == before.classes
+        assert table.measurements == before.measurements
+        for scales in ("tensor", "rows"):
+            kept = f"bfloat16/32x48/{scales}"
+            assert table.gemms[kept] == before.gemms[kept]
+            assert table.gemms[f"bfloat16/48x32/{scales}"] == gemms.STOCK
+        assert len(table.gemm_measurements) == len(before.gemm_measurements) == 8
+        for name, classes in table.gemms.items():
+            rows = [m for m in table.gemm_measurements if m.layer == name]
+            assert derive_gemm_classes(rows) == classes
+
+    def test_added_attention_leaves_gemms(
+        self, tune: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        tune("--only", "gemms", "--gemms", "32x48")
+        before = read(tmp_path)
+        assert tune("--add", "--only", "attention", "--head-dims", "80").exit_code == 0
+        table = read(tmp_path)
+        assert table.gemms == before.gemms
+        assert table.gemm_measurements == before.gemm_measurements
+        assert list(table.classes) == ["bfloat16/80"]
+
+    def test_the_time_limit_leaves_the_rest_out(
+        self, tune: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seconds = iter(range(100))
+        monkeypatch.setattr(tuning.time, "monotonic", lambda: next(seconds))
+        # The limit is set at 0; the first layer's two numbers of rows take 1 and 2.
+        sizes = ("--only", "gemms", "--gemms", "32x48")
+        result = tune(*sizes, "--time-limit", "3")
+        assert result.exit_code == 0, result.output
+        table = read(tmp_path)
+        assert list(table.gemms) == ["bfloat16/32x48/tensor"]
+        assert len(table.gemm_measurements) == 2
+        (reason,) = table.left_out
+        assert reason.startswith("bfloat16/32x48/rows: the time limit of 3 s passed")
+        # What is measured later is no longer said to be left out.
+        assert tune("--add", *sizes).exit_code == 0
+        assert read(tmp_path).left_out == ()
+
+    def test_without_vllms_own_there_is_nothing_to_choose(
+        self, tune: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tuning, "gemm_candidates", lambda stack: ())
+        result = tune("--only", "gemms")
+        assert result.exit_code == 2
+        assert "no GEMM of layers in FP8 runs on this GPU" in result.stderr
+        assert tune("--head-dims", "80").exit_code == 0
+        assert not read(tmp_path).gemms
+
+    def test_bad_sizes_are_said_before_anything_is_measured(
+        self, tune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tuning, "probe", lambda: pytest.fail("inspected"))
+        result = tune("--gemms", "32x50")
+        assert result.exit_code == 2
+        assert "--gemms has '32x50'" in result.stderr
+
+    def test_its_json_has_gemms(self, tune: Callable[..., Any]) -> None:
+        result = tune("--only", "gemms", "--gemms", "32x48", "--json")
+        assert json.loads(result.stdout)["gemms"]["bfloat16/32x48/rows"] == [
+            {"max_rows": 8, "gemm": "torch"},
+            {"max_rows": None, "gemm": "cutlass"},
+        ]
+
+
+def test_layers_with_vllms_own_are_one_line() -> None:
+    made_by = {"gpu": GPU, "vllm": "0.33.0"}
+    entries = {"bfloat16/32x48/rows": FEW, "bfloat16/48x32/rows": gemms.STOCK}
+
+    def text_of(entries: Mapping[str, tuple[GemmClass, ...]]) -> str:
+        console = Console(file=io.StringIO(), width=200)
+        report = tuning.Report(Path("x"), tuned.Table(made_by, {}, gemms=entries))
+        render(report, console)
+        assert to_json(report)["gemms"].keys() == entries.keys()
+        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+    text = text_of({"bfloat16/48x32/rows": gemms.STOCK})
+    assert "all " in text and "all others" not in text and "CUTLASS" in text
+    text = text_of(entries)
+    assert "torch._scaled_mm up to 512 rows, CUTLASS" in text
+    assert "all others" in text and "48x32" not in text
+
+
+@pytest.mark.gpu
+def test_this_gpus_gemms_are_measured(tmp_path: Path) -> None:
+    from vllm_flashinfer_vit.machine.probe import probe
+
+    device = torch.device("cuda:0")
+    stack = probe()
+    table = build_table(
+        Options(only="gemms", gemms="1152x3456,3424x1280"),
+        stack,
+        GraphClock(device),
+        device,
+        Console(file=io.StringIO()),
+    )
+    gpu = stack.gpus[0].name
+    tuned.write(table, tmp_path / tuned.file_name(gpu))
+    assert tuned.read(tmp_path, gpu) == table
+    assert table.left_out == ()
+    assert len(table.gemms) == 8
+    assert len(table.gemm_measurements) == 8 * len(measure_gemms.ROWS)
+    for row in table.gemm_measurements:
+        assert set(row.us) == set(GEMMS)
+        # A replay takes microseconds; a cold cache cannot make it milliseconds.
+        assert all(0.5 < us < 2000 for us in row.us.values())
