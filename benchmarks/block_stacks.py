@@ -55,7 +55,7 @@ class Stack:
     """What to build.
 
     Attributes:
-        module: vLLM's module of the model.
+        module: vLLM's module of the model, with its tower's part where it has several.
         block: Builds one of its blocks, from that module.
         depth: Blocks of the tower.
         width: Columns of the stream.
@@ -81,6 +81,7 @@ _PIXTRAL = WHOLE_MODELS["mistral-community/pixtral-12b"]
 _INTERN = WHOLE_MODELS["OpenGVLab/InternVL3-8B"]
 _ERNIE = WHOLE_MODELS["baidu/ERNIE-4.5-VL-28B-A3B-PT"]
 _PADDLE = WHOLE_MODELS["PaddlePaddle/PaddleOCR-VL"]
+_OMNI = WHOLE_MODELS["Qwen/Qwen3-Omni-30B-A3B-Instruct"]
 
 
 def _siglip() -> Any:
@@ -120,6 +121,16 @@ def _kimi(m: Any) -> nn.Module:
 def _ernie(m: Any) -> nn.Module:
     v = _ERNIE.vision
     return m.Ernie4_5_VisionBlock(v["embed_dim"], v["num_heads"], float(v["mlp_ratio"]))
+
+
+def _omni(m: Any) -> nn.Module:
+    v = _OMNI.vision
+    return m.Qwen3_VisionBlock(
+        v["hidden_size"],
+        v["num_heads"],
+        v["intermediate_size"],
+        m._ACTIVATION_REGISTRY[v["hidden_act"]],
+    )
 
 
 def _kimi_k3(m: Any) -> nn.Module:
@@ -183,6 +194,7 @@ STACKS: Mapping[str, Stack] = {
     ),
     "dots.ocr": _stack(_DOTS, _dots, "TC", _angles),
     "ERNIE-4.5-VL": _stack(_ERNIE, _ernie, "T1C", _angles),
+    "Qwen3-Omni": _stack(_OMNI, _omni, "T1C", _tables),
     "Kimi-K2.5": _stack(_KIMI, _kimi, "TC", _kimi_turns),
     "Kimi-K3": Stack("kimi_k25_vit", _kimi_k3, 27, 1024, 128, "TC", _kimi_turns),
     "Pixtral-12B": _stack(_PIXTRAL, _pixtral, "1TC", _pixtral_turns),
@@ -209,7 +221,8 @@ class BlockStack(nn.Module):
     def __init__(self, stack: Stack, depth: int, dtype: torch.dtype) -> None:
         """Build the blocks, in an engine's configuration."""
         super().__init__()
-        module = importlib.import_module(f"vllm.model_executor.models.{stack.module}")
+        name, *_ = stack.module.split()
+        module = importlib.import_module(f"vllm.model_executor.models.{name}")
         self.blocks = nn.ModuleList([stack.block(module) for _ in range(depth)])
         self._stack, self._dtype = stack, dtype
 

@@ -67,6 +67,28 @@ def classes() -> str:
     return "\n".join(lines)
 
 
+def gemms() -> str:
+    """Write which GEMM serves layers in FP8 on an H200, layers with the same on one."""
+    from vllm_flashinfer_vit.choices.gemms import in_words
+    from vllm_flashinfer_vit.choices.table import read_bundled
+
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for table in read_bundled("NVIDIA H200", None):
+        for name, classes in table.gemms.items():
+            dtype, sizes, scales = name.split("/")
+            key = table.made_by["vllm"], dtype, scales, in_words(classes)
+            rows.setdefault(key, []).append(sizes)
+    if not rows:
+        return "Not measured yet."
+    lines = [
+        "| vLLM | dtype | scales | inputs x outputs | GEMM |",
+        "|---|---|---|---|---|",
+    ]
+    for (vllm, dtype, scales, text), sizes in rows.items():
+        lines.append(f"| {vllm} | {dtype} | {scales} | {', '.join(sizes)} | {text} |")
+    return "\n".join(lines)
+
+
 def settings() -> str:
     """Write a line for each environment variable."""
     from vllm_flashinfer_vit.settings import VARIABLES
@@ -157,6 +179,7 @@ def compatibility() -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "kernels": kernels,
     "classes": classes,
+    "gemms": gemms,
     "settings": settings,
     "patches": patches,
     "optimisations": optimisations,

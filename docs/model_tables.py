@@ -188,16 +188,22 @@ def _when(tower: Tower) -> str:
 
 def _graphs(tower: Tower) -> str:
     """Say which classes vLLM captures, and whether this package does so exactly."""
-    from vllm_flashinfer_vit.graphs.manager import EXACT
     from vllm_flashinfer_vit.machine.versions import TESTED_VLLM
+    from vllm_flashinfer_vit.models.exact_graphs import CLASSES
 
     texts: dict[str, list[str]] = {"exact": [], "padded": []}
     for name, since in tower.get("graphs", {}).items():
         short = name.removesuffix("ForConditionalGeneration").removesuffix(
             "ForCausalLM"
         )
-        when = "" if since == TESTED_VLLM[0] else f" from {since}"
-        texts["exact" if name in EXACT else "padded"].append(f"{short}{when}")
+        exact_since = CLASSES.get(name)
+        if exact_since != "":
+            when = "" if since == TESTED_VLLM[0] else f" from {since}"
+            texts["padded"].append(f"{short}{when}")
+        if exact_since is not None:
+            first = exact_since or since
+            when = "" if first == TESTED_VLLM[0] else f" from {first}"
+            texts["exact"].append(f"{short}{when}")
     return "; ".join(f"{kind}: {', '.join(t)}" for kind, t in texts.items() if t)
 
 
