@@ -159,6 +159,8 @@ _MOONVIT = {
     "intermediate_size": 96,
     "merge_kernel_size": [2, 2],
 }
+# Towers whose rows are images of one size.
+_DENSE = {"num_attention_heads": 2, "intermediate_size": 96, "image_size": 56}
 
 CASES = {
     "zai-org/GLM-OCR": Case(
@@ -203,12 +205,7 @@ CASES = {
     ),
     "OpenGVLab/InternVL3-8B": Case(
         WHOLE_MODELS["OpenGVLab/InternVL3-8B"],
-        {
-            "hidden_size": 128,
-            "num_attention_heads": 2,
-            "intermediate_size": 96,
-            "image_size": 56,
-        },
+        {"hidden_size": 128, **_DENSE},
         ROWS,
         tiles,
         lambda rows: 4 * sum(rows),
@@ -217,12 +214,7 @@ CASES = {
     ),
     "google/gemma-3-4b-it": Case(
         WHOLE_MODELS["google/gemma-3-4b-it"],
-        {
-            "hidden_size": 144,
-            "num_attention_heads": 2,
-            "intermediate_size": 96,
-            "image_size": 56,
-        },
+        {"hidden_size": 144, **_DENSE},
         ROWS,
         crops,
         lambda rows: 4 * sum(rows),

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tune` on a machine without a GPU: kernels that compute, and a clock that is told."""
+"""`tune` on this GPU, and without one: kernels that compute, a clock that is told."""
 
 import functools
-from collections.abc import Callable, Mapping
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from _stacks import STACK
+from rich.console import Console
 
-from vllm_flashinfer_vit.choices.clock import Run
+from vllm_flashinfer_vit.choices.clock import GraphClock, Run
+from vllm_flashinfer_vit.choices.table import Table, file_name, read, write
 from vllm_flashinfer_vit.commands import tune as tuning
-from vllm_flashinfer_vit.commands.tune import build_table
+from vllm_flashinfer_vit.commands.tune import Options, build_table
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.ops import attention as ops
 
 CPU = torch.device("cpu")
@@ -67,3 +72,21 @@ def on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             options, stack, clock, CPU, console
         ),
     )
+
+
+def measured_here(options: Options, folder: Path, **sizes: Sequence[int]) -> Table:
+    """Measure on this machine's GPU, and check that a file keeps all of it.
+
+    Args:
+        options: What to measure, all of which must run.
+        folder: For the file.
+        sizes: As for `build_table`.
+    """
+    device, stack = torch.device("cuda:0"), probe()
+    console = Console(file=io.StringIO())
+    table = build_table(options, stack, GraphClock(device), device, console, **sizes)
+    gpu = stack.gpus[0].name
+    write(table, folder / file_name(gpu))
+    assert read(folder, gpu) == table
+    assert table.left_out == ()
+    return table

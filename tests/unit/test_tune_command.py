@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the command `tune` takes, and what it says before it measures."""
 
-import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +14,16 @@ from typer.testing import CliRunner
 pytest.importorskip("vllm")
 
 import torch
+from _tuning import measured_here
 
 from vllm_flashinfer_vit.choices import table as tuned
-from vllm_flashinfer_vit.choices.clock import GraphClock
 from vllm_flashinfer_vit.choices.derive import TuneError
 from vllm_flashinfer_vit.choices.measure import candidates
 from vllm_flashinfer_vit.commands import tune as tuning
 from vllm_flashinfer_vit.commands.cli import main
-from vllm_flashinfer_vit.commands.tune import Options, build_table
+from vllm_flashinfer_vit.commands.tune import Options
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS, fp8_names
+from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.settings import ENV_TUNED_DIR
 
@@ -190,23 +190,9 @@ def test_combinations_are_measured_once_each() -> None:
 
 @pytest.mark.gpu
 def test_this_gpu_is_measured(tmp_path: Path) -> None:
-    from vllm_flashinfer_vit.machine.probe import probe
-
-    device = torch.device("cuda:0")
-    stack = probe()
-    table = build_table(
-        Options(dtypes="bf16", head_dims="80"),
-        stack,
-        GraphClock(device),
-        device,
-        Console(file=io.StringIO()),
-        lengths=(64, 256),
-        counts=(1, 16),
-    )
-    tuned.write(table, tmp_path / tuned.file_name(stack.gpus[0].name))
-    assert tuned.read(tmp_path, stack.gpus[0].name) == table
-    kernels = runnable(stack, torch.bfloat16, 80)
-    assert table.left_out == ()
+    options = Options(dtypes="bf16", head_dims="80")
+    table = measured_here(options, tmp_path, lengths=(64, 256), counts=(1, 16))
+    kernels = runnable(probe(), torch.bfloat16, 80)
     for row in table.measurements:
         expected = {k for k in kernels if row.longest <= 128 or k != "triton_window"}
         assert set(row.us) == expected

@@ -15,16 +15,21 @@ from typer.testing import CliRunner
 pytest.importorskip("vllm")
 
 import torch
-from _tuning import ToldClock, on_this_gpu, replace_kernels, use_two_kernels
+from _tuning import (
+    ToldClock,
+    measured_here,
+    on_this_gpu,
+    replace_kernels,
+    use_two_kernels,
+)
 
 from vllm_flashinfer_vit.choices import derive, gemms, measure_gemms
 from vllm_flashinfer_vit.choices import table as tuned
-from vllm_flashinfer_vit.choices.clock import GraphClock
 from vllm_flashinfer_vit.choices.derive import TuneError, derive_gemm_classes
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.commands import tune as tuning
 from vllm_flashinfer_vit.commands.cli import main
-from vllm_flashinfer_vit.commands.tune import Options, build_table
+from vllm_flashinfer_vit.commands.tune import Options
 from vllm_flashinfer_vit.commands.tune_text import render, to_json
 from vllm_flashinfer_vit.kernels import scaled_mm
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS, TORCH
@@ -241,21 +246,8 @@ def test_layers_with_vllms_own_are_one_line() -> None:
 
 @pytest.mark.gpu
 def test_this_gpus_gemms_are_measured(tmp_path: Path) -> None:
-    from vllm_flashinfer_vit.machine.probe import probe
-
-    device = torch.device("cuda:0")
-    stack = probe()
-    table = build_table(
-        Options(only="gemms", gemms="1152x3456,3424x1280"),
-        stack,
-        GraphClock(device),
-        device,
-        Console(file=io.StringIO()),
-    )
-    gpu = stack.gpus[0].name
-    tuned.write(table, tmp_path / tuned.file_name(gpu))
-    assert tuned.read(tmp_path, gpu) == table
-    assert table.left_out == ()
+    options = Options(only="gemms", gemms="1152x3456,3424x1280")
+    table = measured_here(options, tmp_path)
     assert len(table.gemms) == 8
     assert len(table.gemm_measurements) == 8 * len(measure_gemms.ROWS)
     for row in table.gemm_measurements:

@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from vllm_flashinfer_vit.kernels.gemms import GEMMS, SCALES
+from vllm_flashinfer_vit.machine.documents import one_of
 
 
 class GemmLayer(NamedTuple):
@@ -57,13 +58,7 @@ class GemmMeasurement(NamedTuple):
     us: Mapping[str, float]
 
 
-def _known(gemm: str) -> str:
-    if gemm not in GEMMS:
-        raise ValueError(f"known are {', '.join(GEMMS)}")
-    return gemm
-
-
-_Name = Annotated[str, AfterValidator(_known)]
+_Name = Annotated[str, one_of(GEMMS)]
 
 
 class _Row(BaseModel):

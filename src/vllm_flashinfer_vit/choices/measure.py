@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_flashinfer_vit.choices.clock import Clock, Run
+from vllm_flashinfer_vit.choices.compare import compare, relative_error
 from vllm_flashinfer_vit.choices.derive import TuneError
 from vllm_flashinfer_vit.choices.table import Measurement
 from vllm_flashinfer_vit.choices.usable import kernel_verdict
@@ -37,10 +38,6 @@ _GATES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _FP8_GATE = 0.1
 # Larger batches take the same code paths, and fp32 takes seconds for them.
 _GATE_MAX_TOKENS = 8192
-
-
-class WrongResultError(RuntimeError):
-    """A kernel's output is too far from fp32."""
 
 
 class Cell(NamedTuple):
@@ -129,12 +126,9 @@ def measure(
     cells: Sequence[Cell],
     clock: Clock,
     device: torch.device,
-    advance: Callable[[Cell], None] = lambda cell: None,
+    advance: Callable[[str], None] = lambda name: None,
 ) -> tuple[list[Measurement], list[str]]:
-    """Check and time kernels on every batch.
-
-    A kernel that fails to run is not tried any more; one whose output is wrong loses
-    the times that it has, too. A batch that the memory does not hold is skipped.
+    """Check and time kernels on every batch; see `compare` for those that fail.
 
     Args:
         dtype: Activation dtype; e4m3 for FP8 layers, whose activations are bf16 here.
@@ -143,82 +137,44 @@ def measure(
         cells: Batches, shortest sequences first.
         clock: The clock.
         device: Where to measure.
-        advance: Called before each batch.
+        advance: Called before each batch, with its name.
 
     Returns:
         The measurements, and what was left out and why.
     """
-    times: dict[Cell, dict[str, float]] = {}
-    left_out: list[str] = []
-    trusted = list(kernels)
-    for cell in cells:
-        advance(cell)
-        try:
-            drawn = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
-            batch = draw(cell, drawn, head_dim, device)
-            failures, times[cell] = _measure_batch(batch, trusted, clock)
-        except torch.OutOfMemoryError:
-            left_out.append(f"{cell}: out of memory")
-            continue
-        finally:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        for failure in failures:
-            trusted.remove(failure.kernel)
-            left_out.append(f"{failure.kernel} from {cell} on: {failure.reason}")
-            if failure.is_wrong:
-                for taken in times.values():
-                    taken.pop(failure.kernel, None)
-    rows = [
-        Measurement(
-            dtype_name(dtype),
-            head_dim,
-            *cell,
-            {kernel: round(us, 2) for kernel, us in taken.items()},
-        )
-        for cell, taken in times.items()
-        if taken
-    ]
+    drawn = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+    times, left_out = compare(
+        kernels,
+        {str(cell): cell for cell in cells},
+        lambda cell: _Inputs(cell, draw(cell, drawn, head_dim, device)),
+        clock,
+        device,
+        advance,
+    )
+    name = dtype_name(dtype)
+    rows = [Measurement(name, head_dim, *cell, us) for cell, us in times.items()]
     return rows, left_out
 
 
-class _Failure(NamedTuple):
-    kernel: str
-    reason: str
-    is_wrong: bool
+class _Inputs:
+    """A batch, as `compare` takes it."""
 
+    def __init__(self, cell: Cell, batch: Batch) -> None:
+        self._longest, self._batch = cell.longest, batch
+        is_small = cell.longest * cell.num_seqs <= _GATE_MAX_TOKENS
+        self._expected = _in_fp32(batch) if is_small else None
 
-def _measure_batch(
-    batch: Batch, kernels: Sequence[str], clock: Clock
-) -> tuple[list[_Failure], dict[str, float]]:
-    """Check and time kernels; the graphs and their memory go when it returns."""
-    assert batch.max_seqlen is not None
-    longest = int(batch.max_seqlen)
-    expected = _in_fp32(batch) if batch.q.shape[0] <= _GATE_MAX_TOKENS else None
-    runs: dict[str, Run] = {}
-    failures = []
-    for kernel in kernels:
+    def call(self, kernel: str) -> Run | None:
         record = KERNELS[kernel]
-        if longest > (record.max_len or longest):
-            continue
-        try:
-            ready = clock.prepare(call(record, batch))
-            if expected is not None:
-                limit = _FP8_GATE if record.is_fp8 else _GATES[batch.q.dtype]
-                _check(ready(), expected, limit)
-            runs[kernel] = ready
-        except torch.OutOfMemoryError:
-            raise
-        # A kernel may fail in any way; the others are measured without it.
-        except Exception as error:
-            lines = str(error).strip().splitlines() or ["no message"]
-            reason = f"{type(error).__name__}: {lines[0]}"
-            is_wrong = isinstance(error, WrongResultError)
-            failures.append(_Failure(kernel, reason, is_wrong))
-            if batch.q.is_cuda:
-                # Raises if every further call of this process would fail.
-                torch.cuda.synchronize()
-    return failures, clock.median_us(runs) if runs else {}
+        if record.max_len is not None and self._longest > record.max_len:
+            return None
+        return call(record, self._batch)
+
+    def check(self, kernel: str, out: torch.Tensor) -> None:
+        if self._expected is not None:
+            is_fp8 = KERNELS[kernel].is_fp8
+            limit = _FP8_GATE if is_fp8 else _GATES[self._batch.q.dtype]
+            relative_error(out, self._expected, limit)
 
 
 def draw(cell: Cell, dtype: torch.dtype, head_dim: int, device: torch.device) -> Batch:
@@ -268,14 +224,6 @@ def _in_fp32(batch: Batch) -> torch.Tensor:
     q, k = rope_ref(batch.q.float(), batch.k.float(), batch.cos, batch.sin)
     longest, scale = int(batch.max_seqlen), q.shape[2] ** -0.5
     return attention_ref(q, k, batch.v.float(), batch.cu_seqlens, longest, scale)
-
-
-def _check(out: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
-    error = ((out.float() - expected).norm() / expected.norm()).item()
-    if not error <= limit:
-        raise WrongResultError(
-            f"wrong result, relative error {error:.1e} against fp32, allowed {limit}"
-        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

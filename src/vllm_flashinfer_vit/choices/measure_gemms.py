@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from vllm_flashinfer_vit.choices.clock import Clock, Run
+from vllm_flashinfer_vit.choices.compare import compare, relative_error
 from vllm_flashinfer_vit.choices.gemm_table import GemmLayer, GemmMeasurement
-from vllm_flashinfer_vit.choices.measure import WrongResultError
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 from vllm_flashinfer_vit.kernels.scaled_mm import cutlass_op, launch_of
@@ -75,12 +75,9 @@ def measure_gemms(
     ladder: Sequence[int],
     clock: Clock,
     device: torch.device,
-    advance: Callable[[str], None] = lambda rows: None,
+    advance: Callable[[str], None] = lambda name: None,
 ) -> tuple[list[GemmMeasurement], list[str]]:
-    """Check and time GEMMs of a layer with a bias, for several numbers of rows.
-
-    A GEMM that fails, or is too far from fp32, loses all of its times. A number of rows
-    that the memory does not hold is skipped.
+    """Check and time GEMMs of a layer with a bias; see `compare` for those that fail.
 
     Args:
         layer: The layer.
@@ -94,74 +91,45 @@ def measure_gemms(
     Returns:
         The measurements, and what was left out and why.
     """
-    times: dict[int, dict[str, float]] = {}
-    left_out: list[str] = []
-    trusted = list(gemms)
-    for rows in ladder:
-        advance(f"{rows} rows")
-        try:
-            operands = _draw(layer, dtype, rows, device)
-            failures, times[rows] = _measure_rows(operands, trusted, clock)
-        except torch.OutOfMemoryError:
-            left_out.append(f"{rows} rows: out of memory")
-            continue
-        for gemm, reason in failures.items():
-            trusted.remove(gemm)
-            left_out.append(f"{gemm} from {rows} rows on: {reason}")
-    for taken in times.values():
-        for gemm in taken.keys() - set(trusted):
-            del taken[gemm]
-    measured = [
-        GemmMeasurement(
-            layer.key, rows, {gemm: round(us, 2) for gemm, us in taken.items()}
-        )
-        for rows, taken in times.items()
-        if taken
-    ]
-    return measured, left_out
+    times, left_out = compare(
+        gemms,
+        {f"{rows} rows": rows for rows in ladder},
+        lambda rows: _Inputs(_draw(layer, dtype, rows, device)),
+        clock,
+        device,
+        advance,
+    )
+    found = [GemmMeasurement(layer.key, rows, us) for rows, us in times.items()]
+    return found, left_out
 
 
-def _measure_rows(
-    operands: _Operands, gemms: Sequence[str], clock: Clock
-) -> tuple[dict[str, str], dict[str, float]]:
-    """Check and time GEMMs; the graphs go when it returns."""
-    expected = None
-    if len(operands.rows) <= _GATE_MAX_ROWS:
-        expected = torch.empty_like(operands.out, dtype=torch.float32)
-        scaled_mm_ref(expected, *operands[1:])
-    runs: dict[str, Run] = {}
-    failures: dict[str, str] = {}
-    limit = _GATE
-    for gemm in gemms:
-        try:
-            ready = clock.prepare(_call(gemm, operands))
-            if expected is not None:
-                error = _error(ready(), expected, limit)
-                if gemm == CUTLASS:
-                    limit = error * _NO_LESS_EXACT
-            runs[gemm] = ready
-        except torch.OutOfMemoryError:
-            raise
-        # A GEMM may fail in any way; the others are measured without it.
-        except Exception as caught:
-            lines = str(caught).strip().splitlines() or ["no message"]
-            failures[gemm] = f"{type(caught).__name__}: {lines[0]}"
-            if operands.out.is_cuda:
-                # Raises if every further call of this process would fail.
-                torch.cuda.synchronize()
-    return failures, clock.median_us(runs) if runs else {}
+class _Inputs:
+    """Operands, as `compare` takes them."""
 
+    def __init__(self, operands: _Operands) -> None:
+        self._operands, self._limit = operands, _GATE
+        self._expected: torch.Tensor | None = None
+        if len(operands.rows) <= _GATE_MAX_ROWS:
+            self._expected = torch.empty_like(operands.out, dtype=torch.float32)
+            scaled_mm_ref(self._expected, *operands[1:])
 
-def _call(gemm: str, operands: _Operands) -> Run:
-    launch = launch_of(gemm, operands.out.device)
-    # Each has an output of its own, that none is found right by another's.
-    own = operands._replace(out=torch.full_like(operands.out, float("nan")))
+    def call(self, gemm: str) -> Run:
+        launch = launch_of(gemm, self._operands.out.device)
+        # Each has an output of its own, that none is found right by another's.
+        out = torch.full_like(self._operands.out, float("nan"))
 
-    def run() -> torch.Tensor:
-        launch(*own)
-        return own.out
+        def run() -> torch.Tensor:
+            launch(out, *self._operands[1:])
+            return out
 
-    return run
+        return run
+
+    def check(self, gemm: str, out: torch.Tensor) -> None:
+        if self._expected is None:
+            return
+        error = relative_error(out, self._expected, self._limit)
+        if gemm == CUTLASS:
+            self._limit = error * _NO_LESS_EXACT
 
 
 def _draw(
@@ -187,18 +155,3 @@ def _draw(
         (scale(1) if is_one else scale(1, outputs)) * inputs**-0.5,
         normal(outputs).to(dtype),
     )
-
-
-def _error(out: torch.Tensor, expected: torch.Tensor, limit: float) -> float:
-    """Return the relative error.
-
-    Raises:
-        WrongResultError: It is above the limit.
-    """
-    error = float((out.float() - expected).norm() / expected.norm())
-    if not error <= limit:
-        raise WrongResultError(
-            f"wrong result, relative error {error:.2e} against fp32, allowed "
-            f"{limit:.2e}"
-        )
-    return error

@@ -26,7 +26,7 @@ from vllm_flashinfer_vit.choices.gemm_table import (
 )
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine import files
-from vllm_flashinfer_vit.machine.documents import read_json, validated
+from vllm_flashinfer_vit.machine.documents import one_of, read_json, validated
 from vllm_flashinfer_vit.ops.plan import Class
 
 # 2: without the version of QuACK. 3: without GEMMs.
@@ -273,13 +273,7 @@ class _MadeBy(_Part):
     quack: str | None = None
 
 
-def _known(kernel: str) -> str:
-    if kernel not in KERNELS:
-        raise ValueError(f"known are {', '.join(KERNELS)}")
-    return kernel
-
-
-_KernelName = Annotated[str, AfterValidator(_known)]
+_KernelName = Annotated[str, one_of(KERNELS)]
 
 
 class _ClassRow(_Part):

@@ -3,10 +3,11 @@
 
 import json
 import reprlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -33,6 +34,17 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise ValueError("it is too deeply nested") from None
+
+
+def one_of(names: Collection[str]) -> AfterValidator:
+    """Return what makes a field of text one of these names."""
+
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"known are {', '.join(names)}")
+        return name
+
+    return AfterValidator(check)
 
 
 def validated(model: type[_Model], document: Any) -> _Model:
