@@ -5,11 +5,13 @@ For each model and configuration a process starts `vllm.LLM` with stock FLASH_AT
 another with this package. Both answer an image, a video and a multi-image prompt, and
 encode the same images with the same tower weights; the embeddings are compared. Models
 of other_checkpoints.py are compared by their image prompt, and most are asked no video:
-`answered_video` is empty then. This is a check, not a benchmark: processes may run side
-by side.
+`answered_video` is empty then. With `graphs`, what encoder CUDA graphs return is also
+compared with this package's eager mode; for Qwen's models graph_check.py does more.
+This is a check, not a benchmark: processes may run side by side.
 
     python benchmarks/engine_check.py --configs eager compile_mm_encoder --jobs 3
     python benchmarks/engine_check.py --models google/gemma-3-4b-it --jobs 2
+    python benchmarks/engine_check.py --models google/gemma-4-31B-it --configs graphs
     python benchmarks/engine_check.py --configs tp2 tp2_data          # two GPUs
 """
 
@@ -36,11 +38,21 @@ from engine_models import (
     draw_inputs,
     embed,
     embed_without_attention,
+    graphs_and_eager,
     prompts,
+    record_graph_inputs,
     record_inputs,
     write_checkpoint,
 )
-from engines import BACKENDS, ENTRY_POINT, Job, compiles_blocks, fill_tower, start
+from engines import (
+    BACKENDS,
+    ENTRY_POINT,
+    Job,
+    compiles_blocks,
+    fill_tower,
+    start,
+    use_runner_with_graphs,
+)
 from environment import ENVIRONMENT_COLUMNS, Environment
 from failures import Failures
 from other_checkpoints import OTHER_MODELS
@@ -51,6 +63,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "compile_mm_encoder": {
         "compilation_config": {"compile_mm_encoder": True, "cudagraph_mode": "NONE"}
+    },
+    "graphs": {
+        "compilation_config": {
+            "cudagraph_mm_encoder": True,
+            "cudagraph_capture_sizes": [1],
+        }
     },
     "tp2": {"enforce_eager": True, "tensor_parallel_size": 2},
     "tp2_data": {
@@ -73,7 +91,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 # The configuration whose stock tower has the same weights, runs without a compiler, and
 # exists: stock has no FP8 attention on Hopper.
-COMPARED_WITH = {"compile_mm_encoder": "eager", "fp8": "eager", "fp8_tp2": "tp2"}
+COMPARED_WITH = {
+    "compile_mm_encoder": "eager",
+    "graphs": "eager",
+    "fp8": "eager",
+    "fp8_tp2": "tp2",
+}
 # Two attention kernels in bf16 differ by 1 to 3 percent after a whole tower.
 GATE = 5e-2
 # The image of 4096 patches attends in FP8, at about 5 percent a layer.
@@ -91,6 +114,9 @@ COLUMNS = (
     "answered_video",
     "answered_multi",
     "rel_err",
+    "graph_hits",
+    "graph_rel_err",
+    "graph_bitwise",
     "attention_share",
     "layer_class",
     "kernels",
@@ -113,6 +139,9 @@ def take_peak_memory_mib(_: torch.nn.Module) -> int:
 
 def run_engine(job: Job, folder: Path) -> None:
     """Start one engine, ask it everything, and leave a JSON and a safetensors file."""
+    has_graphs = job.config == "graphs"
+    if has_graphs:
+        use_runner_with_graphs()
     from vllm import LLM, SamplingParams
 
     checkpoint = folder / f"{job.stem}.checkpoint"
@@ -139,8 +168,12 @@ def run_engine(job: Job, folder: Path) -> None:
     # Filling takes copies of weights that no engine takes.
     llm.apply_model(take_peak_memory_mib)
     facts |= llm.apply_model(describe_tower)[0]
-    other = job.model in OTHER_MODELS
-    llm.apply_model(record_inputs if other else draw_inputs)
+    if job.model not in OTHER_MODELS:
+        llm.apply_model(draw_inputs)
+    elif has_graphs:
+        llm.collective_rpc(record_graph_inputs)
+    else:
+        llm.apply_model(record_inputs)
     sampling = SamplingParams(
         temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True
     )
@@ -154,6 +187,8 @@ def run_engine(job: Job, folder: Path) -> None:
             traceback.print_exc()
         else:
             facts[f"answered_{kind}"] = int(len(answer.token_ids) == ANSWER_TOKENS)
+    if has_graphs:
+        facts |= llm.collective_rpc(graphs_and_eager)[0]
     embeddings = llm.apply_model(embed)[0]
     save_file({"output": embeddings}, str(folder / f"{job.stem}.safetensors"))
     facts["attention_share"] = ""
@@ -196,6 +231,11 @@ def judge(row: Mapping[str, Any]) -> list[str]:
         faults.append(
             f"embeddings differ from stock's by {row['rel_err'] or 'unknown'}"
         )
+    if row["config"] == "graphs":
+        if not row["graph_hits"]:
+            faults.append("no graph served the image prompt")
+        if not float(row["graph_rel_err"] or "nan") <= gate:
+            faults.append(f"graphs differ from eager mode by {row['graph_rel_err']}")
     share = row["attention_share"]
     if share != "" and not float(share) >= LEAST_ATTENTION_SHARE:
         faults.append(f"attention makes up only {share} of the embeddings")
@@ -213,7 +253,9 @@ def collect(job: Job, folder: Path, environment: Environment) -> dict[str, Any]:
         "config": job.config,
         "provider": job.provider,
         "model": job.model,
-        "rel_err": "",
+        **dict.fromkeys(
+            ("rel_err", "graph_hits", "graph_rel_err", "graph_bitwise"), ""
+        ),
         **json.loads((folder / f"{job.stem}.json").read_text()),
         **asdict(environment),
     }

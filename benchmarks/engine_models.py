@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engine_check.py asks a model, and what it reads from it.
 
-Functions that take a model run in the engine's processes, by `LLM.apply_model`.
+Functions that take a model run in the engine's processes, by `LLM.apply_model`, and
+those that take a worker by `LLM.collective_rpc`.
 """
 
 from contextlib import ExitStack
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 
-from engines import encoder_parts, random_pixels
+from correctness import relative_error
+from engines import encoder_parts, manager_of, random_pixels
 from make_checkpoint import (
     IMAGE_TOKEN,
     VIDEO_TOKEN,
@@ -141,6 +143,42 @@ def record_inputs(model: Any) -> None:
         return original(**inputs)
 
     model.embed_multimodal = embed_multimodal
+
+
+def record_graph_inputs(worker: Any) -> None:
+    """As `record_inputs`, in an engine whose encoder graphs come before the model."""
+    runner = worker.model_runner
+    model, manager = runner.get_model(), manager_of(runner)
+    original = manager.execute
+
+    def execute(mm_kwargs: dict[str, Any]) -> Any:
+        vars(model).setdefault(_INPUTS, mm_kwargs)
+        return original(mm_kwargs)
+
+    manager.execute = execute
+
+
+def graphs_and_eager(worker: Any) -> dict[str, Any]:
+    """Compare what graphs return with eager mode, on what was encoded first.
+
+    A graph holds one kernel for every batch that fits it, and its GEMMs have its rows:
+    bits may differ.
+
+    Returns:
+        Columns of engine_check.py.
+    """
+    runner = worker.model_runner
+    model, manager = runner.get_model(), manager_of(runner)
+    inputs = vars(model)[_INPUTS]
+    hits = manager.graph_hits
+    with torch.inference_mode():
+        ours = torch.cat(list(manager.execute(dict(inputs)))).float()
+        eager = torch.cat(list(model.embed_multimodal(**inputs))).float()
+    return {
+        "graph_hits": manager.graph_hits - hits,
+        "graph_rel_err": f"{relative_error(ours, eager):.2e}",
+        "graph_bitwise": int(torch.equal(ours, eager)),
+    }
 
 
 def embed(model: Any) -> torch.Tensor:

@@ -9,11 +9,14 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from packaging.version import Version
+
+from vllm_flashinfer_vit.machine.versions import ENV_V2_RUNNER, runner_note
 
 BACKENDS = {"stock-flash_attn": "FLASH_ATTN", "plugin": "FLASHINFER"}
 ENTRY_POINT = "flashinfer_vit"
@@ -173,3 +176,25 @@ def random_pixels(
         return torch.randint(256, shape, dtype=torch.uint8, **where)
     # Drawn in fp32, so that every dtype sees the same values.
     return torch.randn(shape, **where).to(weight.dtype)
+
+
+def use_runner_with_graphs() -> None:
+    """Have this process's engines run on vLLM's default runner, if that has graphs."""
+    if runner_note(version("vllm"), os.environ):
+        os.environ[ENV_V2_RUNNER] = "0"
+
+
+def manager_of(runner: Any) -> Any:
+    """Return the manager of encoder graphs of vLLM's V1 or V2 model runner.
+
+    Raises:
+        RuntimeError: The runner has none.
+    """
+    state = getattr(runner, "model_state", None)
+    if state is None:
+        manager = runner.encoder_cudagraph_manager
+    else:
+        manager = state.encoder_runner.cudagraph_manager
+    if manager is None:
+        raise RuntimeError(f"{type(runner).__name__} has no encoder CUDA graphs here")
+    return manager

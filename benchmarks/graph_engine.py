@@ -3,7 +3,6 @@
 
 import fcntl
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,10 +15,9 @@ import torch
 from packaging.version import Version
 
 from csv_log import percentiles
-from engines import BACKENDS, Job, fill_tower
+from engines import BACKENDS, Job, fill_tower, manager_of, use_runner_with_graphs
 from graph_encoder import Encoder, Found, compare
 from graph_requests import CASES, MAX_TOKENS, Request, mixtures, patches, prefixes
-from vllm_flashinfer_vit.machine.versions import ENV_V2_RUNNER, runner_note
 
 # Engine arguments by name; `limits` are what vLLM's documentation shows.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -191,8 +189,7 @@ def _reserved(device: torch.device) -> int:
 
 def run_engine(job: Job, options: Mapping[str, Any], folder: Path) -> None:
     """Start one engine, measure it, and leave a JSON file."""
-    if runner_note(version("vllm"), os.environ):
-        os.environ[ENV_V2_RUNNER] = "0"
+    use_runner_with_graphs()
     from vllm import LLM
 
     from make_checkpoint import make_checkpoint
@@ -236,22 +233,6 @@ def run_engine(job: Job, options: Mapping[str, Any], folder: Path) -> None:
     for row in rows:
         row["start_s"] = f"{start_s:.1f}"
     (folder / f"{job.stem}.json").write_text(json.dumps(rows))
-
-
-def manager_of(runner: Any) -> Any:
-    """Return the manager of encoder graphs of vLLM's V1 or V2 model runner.
-
-    Raises:
-        RuntimeError: The runner has none.
-    """
-    state = getattr(runner, "model_state", None)
-    if state is None:
-        manager = runner.encoder_cudagraph_manager
-    else:
-        manager = state.encoder_runner.cudagraph_manager
-    if manager is None:
-        raise RuntimeError(f"{type(runner).__name__} has no encoder CUDA graphs here")
-    return manager
 
 
 def run_smoke(job: Job, options: Mapping[str, Any], folder: Path) -> None:

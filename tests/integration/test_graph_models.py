@@ -4,6 +4,7 @@
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from _graphs import metas, patched  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from engine_models import graphs_and_eager, record_graph_inputs  # noqa: E402
 from simulated_graphs import (  # noqa: E402
     SimulatedGraph,
     build_manager,
@@ -63,6 +65,27 @@ class TestExact:
                 expected = eager(tower, name, batch)
                 torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
         assert (manager.graph_hits > 0, manager.graph_misses) == (True, 0)
+
+    def test_engine_check_compares_the_two(self, name: str) -> None:
+        tower, case = built(name), CASES[name]
+        with simulated_graphs():
+            manager = build_manager(tower, **limits(name))
+            capture(manager, tower)
+            runner = SimpleNamespace(
+                encoder_cudagraph_manager=manager, get_model=lambda: tower.visual
+            )
+            worker = SimpleNamespace(model_runner=runner)
+            record_graph_inputs(worker)
+            run(manager, tower, name, case.batches[0])
+            with tower.running():
+                found = graphs_and_eager(worker)
+                output = manager.model.output(manager.token_budgets[-1])
+                for meta in metas(manager):
+                    meta.graph.run = output.zero_
+                wrong = graphs_and_eager(worker)
+        assert found["graph_hits"] > 0
+        assert float(found["graph_rel_err"]) < 1e-5
+        assert float(wrong["graph_rel_err"]) > 0.1 and not wrong["graph_bitwise"]
 
     def test_budgets_are_fine(self, name: str) -> None:
         manager = build_manager(built(name), **limits(name))

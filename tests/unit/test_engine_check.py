@@ -66,8 +66,14 @@ def engine_row(**changes):
     }
 
 
+def graphs(**changes):
+    good = {"graph_hits": 1, "graph_rel_err": "2.00e-02", "graph_bitwise": 0}
+    return {"config": "graphs", **good, **changes}
+
+
 def test_a_good_engine_is_not_faulted():
     assert engine_check.judge(engine_row()) == []
+    assert engine_check.judge(engine_row(**graphs())) == []
     compiled = engine_row(
         config="compile_mm_encoder", compiled_modules=34, attention_share=""
     )
@@ -113,6 +119,9 @@ def test_projections_to_q_k_and_v_are_wider():
         ({"rel_err": "nan"}, "differ"),
         ({"rel_err": ""}, "unknown"),
         ({"attention_share": "1.00e-06"}, "makes up only"),
+        (graphs(graph_hits=0), "no graph served"),
+        (graphs(graph_rel_err="nan"), "graphs differ"),
+        (graphs(graph_rel_err="6.00e-02"), "graphs differ"),
         ({"config": "compile_mm_encoder"}, "compiled"),
         (
             {
@@ -129,11 +138,13 @@ def test_engine_faults_are_named(changes, fault):
 
 
 def test_compiled_engine_is_compared_with_eager_stock_once():
-    jobs = engine_check.jobs_for(["m"], ["eager", "compile_mm_encoder", "tp2"])
+    configs = ["eager", "compile_mm_encoder", "graphs", "tp2"]
+    jobs = engine_check.jobs_for(["m"], configs)
     assert [(job.config, job.provider) for job in jobs] == [
         ("eager", "stock-flash_attn"),
         ("eager", "plugin"),
         ("compile_mm_encoder", "plugin"),
+        ("graphs", "plugin"),
         ("tp2", "stock-flash_attn"),
         ("tp2", "plugin"),
     ]

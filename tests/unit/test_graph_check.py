@@ -161,14 +161,14 @@ def test_gpus_are_named_as_the_environment_does(
 def test_graphs_of_either_runner_are_found() -> None:
     manager = object()
     old = SimpleNamespace(encoder_cudagraph_manager=manager)
-    assert graph_engine.manager_of(old) is manager
+    assert engines.manager_of(old) is manager
     encoder_runner = SimpleNamespace(cudagraph_manager=manager)
     state = SimpleNamespace(encoder_runner=encoder_runner)
     new = SimpleNamespace(model_state=state)
-    assert graph_engine.manager_of(new) is manager
+    assert engines.manager_of(new) is manager
     encoder_runner.cudagraph_manager = None
     with pytest.raises(RuntimeError, match="SimpleNamespace has no encoder CUDA graph"):
-        graph_engine.manager_of(new)
+        engines.manager_of(new)
 
 
 def test_the_encoder_alone_is_checked_where_vllm_has_a_runner_for_it() -> None:
