@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 
 from vllm_flashinfer_vit.engine import warmup
 from vllm_flashinfer_vit.engine.metrics import Key, of_process
+from vllm_flashinfer_vit.machine.per_engine import PerEngine
 from vllm_flashinfer_vit.ops.batch import longest_of
 from vllm_flashinfer_vit.ops.plan import Plan
 
@@ -28,41 +29,22 @@ Kind = tuple[str, str]
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-class Counting:
-    """What one engine counts; each of its layers holds it.
+class Counting(PerEngine):
+    """What one engine counts; an engine without a FLASHINFER layer has none.
 
     Attributes:
         is_on: Whether a pass counts now.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """Begin with nothing; use `of`, which gives all layers of an engine one."""
+        """Begin with nothing; use `of`."""
+        super().__init__(vllm_config)
         self.is_on = False
-        # Held, so that its id, by which `of` finds this, is not another one's.
-        self._compilation_config = vllm_config.compilation_config
         self._counts: Counter[Key] = Counter()
         self._noted: dict[Key, int] | None = None
         self._first: Kind | None = None
         # By tower: dead once its layers are.
         self._last: WeakValueDictionary[str, LayerCounts] = WeakValueDictionary()
-
-    @classmethod
-    def of(cls, vllm_config: Any) -> "Counting":
-        """Return the one of an engine, made if there is none.
-
-        Args:
-            vllm_config: The engine's, or one that vLLM derived from it for a part of
-                the model.
-        """
-        found = cls.find(vllm_config)
-        if found is None:
-            found = _ENGINES[id(vllm_config.compilation_config)] = cls(vllm_config)
-        return found
-
-    @classmethod
-    def find(cls, vllm_config: Any) -> "Counting | None":
-        """Return an engine's, or None if it has no FLASHINFER layer."""
-        return _ENGINES.get(id(vllm_config.compilation_config))
 
     def enroll(self, layer_name: str, plan: Plan) -> "LayerCounts":
         """Return what counts for a layer: its tower's last one so far.
@@ -200,11 +182,6 @@ class LayerCounts:
     def fell_back(self, reason: str) -> None:
         """Count what vLLM serves in its own way."""
         self._engine.add(1, "fallbacks", reason)
-
-
-# An index: each record is held by its layers. vLLM hands an engine's compilation config
-# on to the configs that it derives for parts of a model.
-_ENGINES: "WeakValueDictionary[int, Counting]" = WeakValueDictionary()
 
 
 def count_stock_layer() -> None:

@@ -11,12 +11,12 @@ import json
 import logging
 import time
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakValueDictionary
 
 import torch
 
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
+from vllm_flashinfer_vit.machine.per_engine import PerEngine
 from vllm_flashinfer_vit.ops.batch import Batch
 
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
@@ -150,8 +150,8 @@ def plan_shapes(longest: int, shortest: int = 1) -> list[tuple[int, int]]:
         below, max_len = max_len, bucket_max_len(max_len + 1)
 
 
-class WarmUp:
-    """What one engine has warmed up; each of its layers holds it.
+class WarmUp(PerEngine):
+    """What one engine has warmed up.
 
     Attributes:
         is_wanted: Whether there is anything to warm up for: a tower outside an engine
@@ -159,24 +159,10 @@ class WarmUp:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """Begin with nothing; use `of`, which gives all layers of an engine one."""
+        """Begin with nothing; use `of`."""
+        super().__init__(vllm_config)
         self.is_wanted = True
-        # Held, so that its id, by which `of` finds this, is not another one's.
-        self._compilation_config = vllm_config.compilation_config
         self._done: set[tuple[object, ...]] = set()
-
-    @classmethod
-    def of(cls, vllm_config: Any) -> "WarmUp":
-        """Return the one of an engine, made if there is none.
-
-        Args:
-            vllm_config: The engine's, or one that vLLM derived from it for a part of
-                the model.
-        """
-        key = id(vllm_config.compilation_config)
-        if (found := _ENGINES.get(key)) is None:
-            found = _ENGINES[key] = cls(vllm_config)
-        return found
 
     def run(self, layer: Layer) -> None:
         """Run a layer's op once in each class of calls, unless an equal layer has.
@@ -205,11 +191,6 @@ class WarmUp:
         )
         logger.debug("before warm-up: %s", before.to_json())
         logger.debug("after warm-up: %s", after.to_json())
-
-
-# An index: each record is held by its layers. vLLM hands an engine's compilation config
-# on to the configs that it derives for parts of a model.
-_ENGINES: "WeakValueDictionary[int, WarmUp]" = WeakValueDictionary()
 
 
 def shapes_of(layer: Layer, longest: int) -> list[tuple[int, int]]:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from vllm_flashinfer_vit.fp8.policy import Policy, names
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.kernels.formats import HISTORY, DynamicScales
 from vllm_flashinfer_vit.machine.files import FileError
+from vllm_flashinfer_vit.machine.per_engine import PerEngine
 from vllm_flashinfer_vit.machine.versions import vllm_version
 from vllm_flashinfer_vit.settings import ENV_FP8_SKIP_LAYERS, Settings
 
@@ -93,40 +93,18 @@ class _Saving:
     done: bool = False
 
 
-class EngineScales:
-    """One engine's layers that are asked for FP8: names, scale file, states, saving.
-
-    Each layer holds it, so that it goes with the last one.
-    """
+class EngineScales(PerEngine):
+    """One engine's layers that are asked for FP8: names, scale file, states, saving."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Begin without layers; use `of`, which gives all layers of an engine one."""
-        # Held, so that its id, by which `of` finds this, is not another one's.
-        self._compilation_config = vllm_config.compilation_config
+        """Begin without layers; use `of`."""
+        super().__init__(vllm_config)
         self._model: str = vllm_config.model_config.model
         self._layer_names: set[str] = set()
         # The file of static scales, read by the first layer that asks for it.
         self._file: tuple[Path, ScaleFile] | None = None
         self._states: list[ScaleState] = []
         self._saving: _Saving | None = None
-
-    @classmethod
-    def of(cls, vllm_config: Any) -> "EngineScales":
-        """Return the record of the engine that is being built, made if it is the first.
-
-        Args:
-            vllm_config: The engine's, or one that vLLM derived from it for a part of
-                the model.
-        """
-        found = cls.find(vllm_config)
-        if found is None:
-            found = _ENGINES[id(vllm_config.compilation_config)] = cls(vllm_config)
-        return found
-
-    @classmethod
-    def find(cls, vllm_config: Any) -> "EngineScales | None":
-        """Return an engine's record, or None if no layer of it is asked for FP8."""
-        return _ENGINES.get(id(vllm_config.compilation_config))
 
     def enroll(
         self, layer_name: str, head_dim: int, policy: Policy | None
@@ -231,11 +209,6 @@ class EngineScales:
             logger.error("the FP8 scales were not saved to %s: %s", path, error)
             return
         logger.info("Saved FP8 scales of %d layers to %s", len(file.layers), path)
-
-
-# An index: each record is held by its layers. vLLM hands an engine's compilation config
-# on to the configs that it derives for parts of a model.
-_ENGINES: "WeakValueDictionary[int, EngineScales]" = WeakValueDictionary()
 
 
 def _warn_of_origin(path: Path, file: ScaleFile, model: str) -> None:
