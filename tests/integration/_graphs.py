@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from vllm_flashinfer_vit.settings import (
     ENV_FIX_GRAPH_PADDING,
     ENV_STRICT,
 )
+from vllm_flashinfer_vit.towers.built import Built
 from vllm_flashinfer_vit.towers.tower import Tower
 
 # Modality and grids in patches: one image, ragged ones, a video of several frames, one
@@ -55,3 +57,28 @@ def run(manager: Any, tower: Tower, modality: str, grids: Any) -> torch.Tensor:
 def metas(manager: Any) -> list[Any]:
     sets = manager.budget_graphs.values()
     return [meta for graphs in sets for meta in graphs.values()]
+
+
+def as_two_ranks(manager: Any, tower: Built, inputs: dict[str, Any]) -> torch.Tensor:
+    """Return what the first of two data-parallel ranks does, the other one's first."""
+    from vllm.v1.worker import encoder_cudagraph as module
+
+    padded: dict[int, torch.Tensor] = {}
+    manager.use_dp = True
+    for rank in (1, 0):
+
+        def gather(x: torch.Tensor, dim: int, rank: int = rank) -> torch.Tensor:
+            padded[rank] = x.clone()
+            return torch.cat([padded.get(r, torch.zeros_like(x)) for r in (0, 1)])
+
+        with (
+            tower.running(),
+            mock.patch.multiple(
+                module,
+                get_tensor_model_parallel_world_size=lambda: 2,
+                get_tensor_model_parallel_rank=lambda rank=rank: rank,
+                tensor_model_parallel_all_gather=gather,
+            ),
+        ):
+            output = torch.cat(manager.execute(dict(inputs)))
+    return output

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from _graphs import BATCHES, LIMITS, metas, patched, request, run  # noqa: F401
+from _graphs import BATCHES, LIMITS, as_two_ranks, metas, patched, request, run  # noqa: F401
 from _towers import DEVICE, FAMILIES, pixels, small_tower
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -255,37 +255,15 @@ class TestReplay:
         assert type(manager) is PaddedManager
 
     def test_data_parallel_with_an_empty_rank(self, family: str) -> None:
-        from vllm.v1.worker import encoder_cudagraph as module
-
         tower = small_tower(family)
         modality, grids = BATCHES[0]
         values = pixels(tower.spec, grids).to(DEVICE)
-        padded: dict[int, torch.Tensor] = {}
         with simulated_graphs():
             manager = build_manager(tower, max_tokens=160, **LIMITS)
             capture(manager, tower)
-            manager.use_dp = True
-            results = []
-            for rank in (1, 0):
-
-                def gather(x: torch.Tensor, dim: int, rank: int = rank) -> torch.Tensor:
-                    padded[rank] = x.clone()
-                    return torch.cat(
-                        [padded.get(r, torch.zeros_like(x)) for r in (0, 1)]
-                    )
-
-                with (
-                    tower.running(),
-                    mock.patch.multiple(
-                        module,
-                        get_tensor_model_parallel_world_size=lambda: 2,
-                        get_tensor_model_parallel_rank=lambda rank=rank: rank,
-                        tensor_model_parallel_all_gather=gather,
-                    ),
-                ):
-                    results.append(manager.execute(request(modality, values, grids)))
+            got = as_two_ranks(manager, tower, request(modality, values, grids))
         expected = tower.encode(values, grids)
-        torch.testing.assert_close(results[1][0], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

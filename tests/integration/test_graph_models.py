@@ -12,7 +12,7 @@ import pytest
 import torch
 from _encode import cpu_only
 from _graph_models import CASES, DENSE, GRIDS, PACKED, built
-from _graphs import metas, patched  # noqa: F401
+from _graphs import as_two_ranks, metas, patched  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -23,7 +23,7 @@ from simulated_graphs import (  # noqa: E402
     capture,
     simulated_graphs,
 )
-from vllm_flashinfer_vit.graphs import padded  # noqa: E402
+from vllm_flashinfer_vit.graphs import exact, padded  # noqa: E402
 from vllm_flashinfer_vit.graphs.exact import ExactManager  # noqa: E402
 from vllm_flashinfer_vit.ops.plan import Plan  # noqa: E402
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES  # noqa: E402
@@ -122,6 +122,16 @@ class TestExact:
             got = run(manager, tower, name, batch)
         assert (manager.graph_hits, manager.graph_misses > 0) == (0, True)
         expected = eager(tower, name, batch)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("batch", [0, 1], ids=["empty-rank", "both"])
+    def test_data_parallel(self, name: str, batch: int) -> None:
+        tower, items = built(name), CASES[name].batches[batch]
+        with simulated_graphs():
+            manager = build_manager(tower, **limits(name))
+            capture(manager, tower)
+            got = as_two_ranks(manager, tower, CASES[name].inputs(items))
+        expected = eager(tower, name, items)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
     def test_grids_are_read_before_the_replay(self, name: str) -> None:
@@ -278,7 +288,9 @@ def test_dense_graphs_hold_whole_rows(name: str) -> None:
 def test_budgets_below_a_row_hold_nothing(name: str) -> None:
     tower = built(name)
     with simulated_graphs():
-        manager = build_manager(tower, **limits(name), budgets=(2, 3))
+        with mock.patch.object(exact.logger, "warning") as warned:
+            manager = build_manager(tower, **limits(name), budgets=(2, 3))
+        assert warned.call_args.args[-1] == [2, 3]
         capture(manager, tower)
         batch = CASES[name].batches[0]
         got = run(manager, tower, name, batch)
@@ -290,8 +302,10 @@ def test_widths_share_graphs_where_they_hold_as_many_rows() -> None:
     name = "google/gemma-4-31B-it"
     tower = built(name)
     with simulated_graphs():
-        manager = build_manager(tower, **limits(name))
+        with mock.patch.object(exact.logger, "info") as said:
+            manager = build_manager(tower, **limits(name))
         capture(manager, tower)
+    assert "number of images of [70, 140] tokens" in said.call_args.args[-1]
     graphs = manager.budget_graphs["default"]
     of_width = {
         width: {key: meta for key, meta in graphs.items() if key[1] == (width,)}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from vllm_flashinfer_vit.graphs.layouts import Layout
 from vllm_flashinfer_vit.graphs.model import SHORT, ExactModel
@@ -54,22 +55,38 @@ class ExactManager(PaddedManager):
         )
         # Of dense towers: the budget of a graph, by the tokens that it really holds.
         self._of_tokens: dict[tuple[Any, ...], int] = {}
-        logger.info(
-            "vllm-flashinfer-vit captures %d encoder CUDA graphs: one for each budget "
-            "of %s tokens%s",
-            self.get_num_graphs_to_capture(),
-            self.token_budgets,
-            self._short_graphs_text(),
-        )
+        self._say_what_is_captured()
 
-    def _short_graphs_text(self) -> str:
-        budgets = self._short_budgets
-        if not budgets:
-            return ""
-        return (
-            f", and another one for {budgets}, for batches without a sequence of more "
-            f"than {self.model.short_bound} patches"
+    def _say_what_is_captured(self) -> None:
+        text = f"one for each budget of {self.token_budgets} tokens"
+        if axes := getattr(self, "_capture_axes", ()):
+            (widths,) = axes
+            text = (
+                f"one for each number of images of {list(widths)} tokens that budgets "
+                f"of {self.token_budgets} tokens hold"
+            )
+        if budgets := self._short_budgets:
+            text += (
+                f", and another one for {budgets}, for batches without a sequence of "
+                f"more than {self.model.short_bound} patches"
+            )
+        logger.info(
+            "vllm-flashinfer-vit captures %d encoder CUDA graphs: %s",
+            self.get_num_graphs_to_capture(),
+            text,
         )
+        unused = [b for b in self.token_budgets if not self._holds_a_row(b)]
+        if unused:
+            logger.warning(
+                "%s: encoder_cudagraph_token_budgets of %s hold not one image, and are "
+                "not captured",
+                self._model_name(),
+                unused,
+            )
+
+    def _holds_a_row(self, token_budget: int) -> bool:
+        keys = itertools.product(*getattr(self, "_capture_axes", ()))
+        return any(self.model.tokens(token_budget, key) for key in keys)
 
     def _frames(self, token_budget: int) -> int:
         return self.model.frames(token_budget, self.max_frames_per_batch)
@@ -182,9 +199,10 @@ class ExactManager(PaddedManager):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor | None:
-        if token_budget in self._short_budgets and self.model.is_short(mm_kwargs):
-            path = SHORT
-        # Grids may lie on the device, where reading them would wait for the replay.
+        # Grids may lie on the device: reading them there waits, after a replay for it.
+        with gpu_sync_allowed():
+            if token_budget in self._short_budgets and self.model.is_short(mm_kwargs):
+                path = SHORT
         real = sum(spec.output_tokens for spec in self._get_item_specs(mm_kwargs))
         output = super()._replay(mm_kwargs, token_budget, path, *args, **kwargs)
         if output is None:

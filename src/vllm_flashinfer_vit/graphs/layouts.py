@@ -5,6 +5,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+# Attribute of a model's `EncoderCudaGraphConfig`: its `Layout`, for those that are
+# captured at their exact size.
+LAYOUT = "vllm_flashinfer_vit_layout"
 # What models call the grids of a batch: rows of `[t, h, w]`, or of `[h, w]`.
 _GRIDS = ("image_grid_thw", "video_grid_thw", "grid_thws", "image_grid_hws")
 
@@ -66,7 +69,13 @@ class Layout:
 
 
 def longest(mm_kwargs: dict[str, Any]) -> int:
-    """Return the patches of the largest image or frame of a packed tower's batch."""
-    grids = next(mm_kwargs[name] for name in _GRIDS if name in mm_kwargs)
-    rows = grids if isinstance(grids, list) else grids.tolist()
+    """Return the patches of the largest image or frame of a packed tower's batch.
+
+    Raises:
+        KeyError: It has no grids.
+    """
+    grids = [mm_kwargs[name] for name in _GRIDS if name in mm_kwargs]
+    if not grids:
+        raise KeyError(f"a batch has {', '.join(mm_kwargs)}, none of {_GRIDS}")
+    rows = grids[0] if isinstance(grids[0], list) else grids[0].tolist()
     return max(int(row[-2]) * int(row[-1]) for row in rows)

@@ -4,12 +4,8 @@
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 from vllm_flashinfer_vit.graphs.exact import ExactManager
-from vllm_flashinfer_vit.graphs.layouts import Layout
+from vllm_flashinfer_vit.graphs.layouts import LAYOUT, Layout
 from vllm_flashinfer_vit.graphs.padded import PaddedManager
-
-# Attribute of a model's `EncoderCudaGraphConfig`: its `Layout`, for those that are
-# captured at their exact size.
-LAYOUT = "vllm_flashinfer_vit_layout"
 
 
 def adopt(manager: EncoderCudaGraphManager, flashinfer: bool) -> None:

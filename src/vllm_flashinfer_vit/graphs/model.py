@@ -123,11 +123,10 @@ class ExactModel:
                 for key, value in one.values.items()
             }
             return type(one)(values=values)
-        # An item may have any number of rows; none has more than the budget.
-        items = token_budget
         if not self._sizes:
-            self._measure(items, frames, dtype, path, *args)
-        own = prepare(token_budget, items, frames, device, dtype, path, *args)
+            self._measure(frames, dtype, path, *args)
+        # An item may have any number of rows; none has more than the budget.
+        own = prepare(token_budget, token_budget, frames, device, dtype, path, *args)
         for key, value in own.values.items():
             own.values[key] = self._share(key, value, value.shape).copy_(value)
         return own
@@ -160,14 +159,7 @@ class ExactModel:
         visual = self.wrapped.visual
         return visual.window_size // visual.spatial_merge_size // visual.patch_size
 
-    def _measure(
-        self,
-        items: int,
-        frames: int,
-        dtype: torch.dtype,
-        path: str,
-        *args: Any,
-    ) -> None:
+    def _measure(self, frames: int, dtype: torch.dtype, path: str, *args: Any) -> None:
         """Note how large a dense tower's buffers are in the largest budget's graphs."""
         config = self.wrapped.get_encoder_cudagraph_config()
         meta = torch.device("meta")
@@ -175,7 +167,13 @@ class ExactModel:
             # vLLM before 0.29 has no such argument.
             axis_keys = (keys,) if args else ()
             largest = self.wrapped.prepare_encoder_cudagraph_capture_inputs(
-                self._max_budget, items, frames, meta, dtype, path, *axis_keys
+                self._max_budget,
+                self._max_budget,
+                frames,
+                meta,
+                dtype,
+                path,
+                *axis_keys,
             )
             for key, value in largest.values.items():
                 self._sizes[key] = max(self._sizes.get(key, 0), value.numel())
@@ -249,7 +247,8 @@ class ExactModel:
         # vLLM 0.25.1 has one tensor here.
         is_dict = isinstance(outputs, dict)
         if is_dict and eager is not None and outputs.get("default") is eager:
-            scatter_output_slices(eager, indices, per_item_out_tokens, dest)
+            clone = kwargs.get("clone", False)
+            scatter_output_slices(eager, indices, per_item_out_tokens, dest, clone)
             return
         self.wrapped.postprocess_encoder_output(
             outputs, indices, per_item_out_tokens, dest, **kwargs

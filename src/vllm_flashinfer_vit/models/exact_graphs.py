@@ -9,34 +9,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vllm_flashinfer_vit.graphs.layouts import Layout
+from vllm_flashinfer_vit.graphs.layouts import LAYOUT, Layout
 from vllm_flashinfer_vit.models._shared import MODELS, Function, Grids
 from vllm_flashinfer_vit.patches.patch import Patch
-
-_MOONVIT = Layout("vision_tower", "merge_kernel_size")
-# By module and class of vLLM; what derives from one is captured as that.
-_LAYOUTS = {
-    f"{MODELS}.qwen2_vl:Qwen2VLForConditionalGeneration": Layout("visual"),
-    f"{MODELS}.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration": Layout("visual"),
-    f"{MODELS}.qwen3_vl:Qwen3VLForConditionalGeneration": Layout("visual"),
-    f"{MODELS}.glm4_1v:Glm4vForConditionalGeneration": Layout("visual"),
-    f"{MODELS}.ernie45_vl:Ernie4_5_VLMoeForConditionalGeneration": Layout(
-        "vision_model"
-    ),
-    f"{MODELS}.kimi_vl:KimiVLForConditionalGeneration": _MOONVIT,
-    f"{MODELS}.kimi_k25:KimiK25ForConditionalGeneration": _MOONVIT,
-    "vllm.models.kimi_k3.nvidia.model:KimiK3ForConditionalGeneration": _MOONVIT,
-    f"{MODELS}.internvl:InternVLChatModel": Layout(),
-    f"{MODELS}.gemma3_mm:Gemma3ForConditionalGeneration": Layout(),
-    f"{MODELS}.gemma4_mm:Gemma4ForConditionalGeneration": Layout(by_width=True),
-}
-# GLM-OCR's tower prepares nothing beforehand, see `_run_prepared`.
-_GLM_OCR = "GlmOcrForConditionalGeneration"
-# Each with the first vLLM whose graphs are exact, if it is not the first that has any.
-CLASSES = {
-    **dict.fromkeys((*(name.partition(":")[2] for name in _LAYOUTS), _GLM_OCR), ""),
-    "Gemma4ForConditionalGeneration": "0.33.0",
-}
 
 # What the wrapped models of `graphs.model` do, or count on.
 _METHODS = (
@@ -51,11 +26,16 @@ _METHODS = (
 )
 
 
-def _exact(cls: str, layout: Layout) -> Patch:
-    module = cls.partition(":")[0]
-    family = next(
-        part for part in reversed(module.split(".")) if part not in ("model", "nvidia")
-    )
+def _exact(family: str, cls: str, layout: Layout, *prepare: str) -> Patch:
+    """Return the patch that captures a model at its exact size.
+
+    Args:
+        family: vLLM's name of its module.
+        cls: `module:Class` of the model; what derives from it is captured as that.
+        layout: What its buffers are.
+        prepare: Of a packed tower: the methods that make them, each
+            `module:Class.method`.
+    """
     return Patch(
         name=f"{family}-exact-graphs",
         target=f"{cls}.get_encoder_cudagraph_config",
@@ -67,7 +47,7 @@ def _exact(cls: str, layout: Layout) -> Patch:
         remove_when="vLLM captures exactly the budget, at finer budgets, and shares "
         "buffers between graphs",
         parameters=("self",),
-        stands_for=tuple(f"{cls}.{method}" for method in _METHODS),
+        stands_for=(*(f"{cls}.{method}" for method in _METHODS), *prepare),
         replace=functools.partial(_tell, layout=layout),
         compiled=False,
     )
@@ -76,8 +56,6 @@ def _exact(cls: str, layout: Layout) -> Patch:
 def _tell(original: Function, layout: Layout) -> Function:
     @functools.wraps(original)
     def get_encoder_cudagraph_config(self: Any) -> Any:
-        from vllm_flashinfer_vit.graphs.manager import LAYOUT
-
         config = original(self)
         setattr(config, LAYOUT, layout)
         return config
@@ -113,17 +91,93 @@ def _run_prepared(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-_TOWER = f"{MODELS}.glm_ocr:GlmOcrVisionTransformer"
+_VISUAL, _MOONVIT = Layout("visual"), Layout("vision_tower", "merge_kernel_size")
+_QWEN2 = f"{MODELS}.qwen2_vl:Qwen2"
+_QWEN2_5 = f"{MODELS}.qwen2_5_vl:Qwen2_5_"
+_QWEN3 = f"{MODELS}.qwen3_vl:Qwen3"
+_ERNIE = f"{MODELS}.ernie45_vl:Ernie4_5_"
+_K25 = (
+    f"{MODELS}.kimi_k25_vit:MoonViT3dPretrainedModel.prepare_encoder_cudagraph_metadata",
+    f"{MODELS}.kimi_k25_vit:MoonViT3dEncoder.prepare_encoder_metadata",
+)
+_GLM_OCR = f"{MODELS}.glm_ocr:GlmOcrVisionTransformer"
+_EXACT = (
+    _exact(
+        "qwen2_vl",
+        f"{_QWEN2}VLForConditionalGeneration",
+        _VISUAL,
+        f"{_QWEN2}VisionTransformer.prepare_encoder_metadata",
+    ),
+    _exact(
+        "qwen2_5_vl",
+        f"{_QWEN2_5}VLForConditionalGeneration",
+        _VISUAL,
+        f"{_QWEN2_5}VisionTransformer.prepare_encoder_metadata",
+    ),
+    _exact(
+        "qwen3_vl",
+        f"{_QWEN3}VLForConditionalGeneration",
+        _VISUAL,
+        f"{_QWEN3}_VisionTransformer.prepare_encoder_metadata",
+    ),
+    _exact(
+        "glm4_1v",
+        f"{MODELS}.glm4_1v:Glm4vForConditionalGeneration",
+        _VISUAL,
+        f"{MODELS}.glm4_1v:Glm4vVisionTransformer.prepare_encoder_metadata",
+    ),
+    _exact(
+        "ernie45_vl",
+        f"{_ERNIE}VLMoeForConditionalGeneration",
+        Layout("vision_model"),
+        f"{_ERNIE}VisionTransformer.prepare_encoder_metadata",
+        # Passed by for batches without a graph.
+        f"{_ERNIE}VLMoeForConditionalGeneration.postprocess_encoder_output",
+    ),
+    _exact(
+        "kimi_vl",
+        f"{MODELS}.kimi_vl:KimiVLForConditionalGeneration",
+        _MOONVIT,
+        f"{MODELS}.moonvit:MoonVitPretrainedModel.prepare_encoder_metadata",
+    ),
+    _exact(
+        "kimi_k25",
+        f"{MODELS}.kimi_k25:KimiK25ForConditionalGeneration",
+        _MOONVIT,
+        *_K25,
+    ),
+    _exact(
+        "kimi_k3",
+        "vllm.models.kimi_k3.nvidia.model:KimiK3ForConditionalGeneration",
+        _MOONVIT,
+        *_K25,
+    ),
+    _exact("internvl", f"{MODELS}.internvl:InternVLChatModel", Layout()),
+    _exact("gemma3_mm", f"{MODELS}.gemma3_mm:Gemma3ForConditionalGeneration", Layout()),
+    _exact(
+        "gemma4_mm",
+        f"{MODELS}.gemma4_mm:Gemma4ForConditionalGeneration",
+        Layout(by_width=True),
+    ),
+)
+# Models that are captured exactly, each with the first vLLM whose graphs are, if it is
+# not the first that has any.
+CLASSES = {
+    **{patch.target.partition(":")[2].partition(".")[0]: "" for patch in _EXACT},
+    "GlmOcrForConditionalGeneration": "",
+    "Gemma4ForConditionalGeneration": "0.33.0",
+}
 PATCHES = (
-    *(_exact(cls, layout) for cls, layout in _LAYOUTS.items()),
+    *_EXACT,
     Patch(
         name="glm_ocr-prepared",
-        target=f"{_TOWER}.forward",
+        target=f"{_GLM_OCR}.forward",
         why="the tower takes no prepared metadata: vLLM cannot capture it, and stops "
-        "with cudagraph_mm_encoder",
+        "with cudagraph_mm_encoder (so it does without glm4_1v-summed-positions, which "
+        "also keeps vLLM from looking for positions that GLM-OCR has not)",
         remove_when="vLLM's tower takes encoder_metadata",
         parameters=("self", "x", "grid_thw", "encoder_metadata"),
-        stands_for=(f"{_TOWER}.__init__", f"{_TOWER}.forward"),
+        stands_for=(f"{_GLM_OCR}.__init__", f"{_GLM_OCR}.forward"),
         replace=_run_prepared,
     ),
 )

@@ -145,8 +145,8 @@ def apply_fitting(
 ) -> tuple[PatchError, ...]:
     """Apply the patches that fit, of those whose modules are loaded.
 
-    No patch needs another one: each leaves the rest as it finds it. Those that are
-    known not to be for this vLLM are passed over.
+    No patch needs another one, unless its `why` says so: each leaves the rest as it
+    finds it. Those that are known not to be for this vLLM are passed over.
 
     Args:
         patches: No two of one target.
