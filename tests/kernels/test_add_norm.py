@@ -142,7 +142,8 @@ def test_settled_calls_take_other_layer_scales(num_terms, has_bias):
         for seed in (1, 2):
             scaled = draw_layer_scales(num_terms, 64, seed=seed)
             last = [scales] if given else []
-            call(x, weight, weight if bias is None else bias, total, *last, *scaled)
+            read = branches[0], branches[-1], weight, weight if bias is None else bias
+            call(x, *read, total, *last, *scaled)
             expected = sum_norm(
                 terms, weight, bias, EPS, num_terms == 3, scales, scaled
             )
@@ -170,7 +171,8 @@ def test_settled_calls_take_other_scales(num_terms, has_bias):
         for at in (1, 2):
             scales = row_scales(7, given and given * at)
             total = torch.empty_like(x)
-            call(x, weight, weight if bias is None else bias, total, scales)
+            ends = branches[0], branches[-1]
+            call(x, *ends, weight, weight if bias is None else bias, total, scales)
             expected_scales = row_scales(7, given and given * at)
             expected = sum_norm(
                 terms, weight, bias, EPS, num_terms == 3, expected_scales
@@ -258,11 +260,16 @@ def test_what_it_cannot_read():
 
 
 def settle(terms, weight, bias, normed):
-    """Return a settled call as one of a stream, and what it writes the sum to."""
+    """Return a settled call as one of its terms, and what it writes the sum to."""
     x, *branches = terms
-    call = prepare(x, tuple(branches), weight, bias, EPS, normed)
+    settled = prepare(x, tuple(branches), weight, bias, EPS, normed)
     total = torch.full_like(x, float("nan"))
-    return lambda x: call(x, weight, weight if bias is None else bias, total), total
+
+    def call(x, *branches):
+        both = branches[0], branches[-1]
+        settled(x, *both, weight, weight if bias is None else bias, total)
+
+    return call, total
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -272,12 +279,13 @@ def test_a_settled_call(num_terms, has_bias, in_place):
     normed = terms[-1] if in_place else torch.empty_like(terms[-1])
     call, total = settle(terms, weight, bias, normed)
     for seed in (1, 2):
-        (x, *branches), *_ = make_inputs(7, 1152, **kinds, seed=seed)
-        for held, new in zip(terms[1:], branches, strict=True):
-            held.copy_(new)
-        # A stream elsewhere.
-        call(x)
-        expected = sum_norm((x, *branches), weight, bias, EPS, num_terms == 3)
+        # A stream and branches elsewhere.
+        new, *_ = make_inputs(7, 1152, **kinds, seed=seed)
+        expected = sum_norm(new, weight, bias, EPS, num_terms == 3)
+        if in_place:
+            normed.copy_(new[-1])
+            new = (*new[:-1], normed)
+        call(*new)
         assert torch.equal(normed, expected[1])
         if num_terms == 3:
             assert torch.equal(total, expected[0])
@@ -290,7 +298,8 @@ def test_settled_calls_take_other_weights_and_a_stream_of_other_dimensions():
     normed = torch.empty_like(x)
     call = prepare(x[:, None], (branch[:, None],), weight, bias, EPS, normed)
     other_weight, other_bias = 2 * weight, bias + 1
-    call(2 * x[:, None], other_weight, other_bias, normed)
+    other = branch.clone()
+    call(2 * x[:, None], other, other, other_weight, other_bias, normed)
     expected = sum_norm((2 * x, branch), other_weight, other_bias, EPS, False)
     assert torch.equal(normed, expected[1])
 
@@ -302,13 +311,13 @@ def test_settled_calls_in_place_in_a_graph(width, dtype, num_terms, has_bias):
     kinds = {"num_terms": num_terms, "has_bias": has_bias, "dtype": dtype}
     terms, weight, bias = make_inputs(300, width, **kinds)
     branch = terms[-1].clone()
-    settle(terms, weight, bias, terms[-1])[0](terms[0])  # compiles
+    settle(terms, weight, bias, terms[-1])[0](*terms)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         terms[-1].copy_(branch)
         call, total = settle(terms, weight, bias, terms[-1])
-        call(terms[0])
+        call(*terms)
     for seed in (1, 2):
         new, *_ = make_inputs(300, width, **kinds, seed=seed)
         for held, values in zip((*terms[:-1], branch), new, strict=True):

@@ -112,9 +112,10 @@ class OwnLinear:
         self._block, self._path = block, path
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output for `[T, inputs]`."""
+        """Return the layer's output for `[T, inputs]`, contiguous."""
         result = self._block.get_submodule(self._path)(x)
-        return result[0] if isinstance(result, tuple) else result
+        output = result[0] if isinstance(result, tuple) else result
+        return output.contiguous()
 
 
 class Gemm:

@@ -14,6 +14,7 @@ class SumNorm(Protocol):
     def __call__(
         self,
         x: torch.Tensor,
+        branches: "Branches",
         norm: "Norm",
         total: torch.Tensor | None,
         scales: torch.Tensor | None,
@@ -23,6 +24,7 @@ class SumNorm(Protocol):
 
         Args:
             x: The stream.
+            branches: What is added to it, contiguous.
             norm: The norm.
             total: What to write the sum to, or None.
             scales: What the norm's rows are quantised by, or None.
@@ -30,6 +32,8 @@ class SumNorm(Protocol):
         """
 
 
+# One or two, of T rows of C values each.
+Branches = tuple[torch.Tensor, ...]
 # `[C]` each: what branches are multiplied by before they are added.
 LayerScales = tuple[torch.Tensor, ...]
 
@@ -93,7 +97,7 @@ def _is_layer_norm(module: Any) -> bool:
 
 def prepare(
     x: torch.Tensor,
-    branches: tuple[torch.Tensor, ...],
+    branches: Branches,
     norm: Norm,
     normed: torch.Tensor,
     scales: torch.Tensor | None = None,
@@ -103,10 +107,9 @@ def prepare(
 
     Args:
         x: `[T, 1, C]`, a stream like those to come.
-        branches: What is added to it, one or two tensors of T rows of C values, which
-            calls read. The sum with one is not kept.
+        branches: Those like which the calls' are. The sum with one is not kept.
         norm: One of the norms that will be applied; all have its `eps`.
-        normed: `[T, C]`, what calls write the norm to. It may be the last branch.
+        normed: `[T, C]`, what calls write the norm to. It may be a call's last branch.
         scales: For a norm in e4m3: scales like those to come, see
             `kernels.add_norm.prepare`.
         layer_scales: Those like which the calls' are.
@@ -115,7 +118,7 @@ def prepare(
         A call.
     """
     if not x.is_cuda:
-        return _reference(branches, normed)
+        return _reference(normed)
     from vllm_flashinfer_vit.kernels import add_norm
 
     launch = add_norm.prepare(
@@ -124,6 +127,7 @@ def prepare(
 
     def call(
         x: torch.Tensor,
+        branches: Branches,
         norm: Norm,
         total: torch.Tensor | None,
         scales: torch.Tensor | None,
@@ -133,6 +137,8 @@ def prepare(
         # Of what is not there, nothing is read or written.
         given = (
             x,
+            branches[0],
+            branches[-1],
             weight,
             weight if bias is None else bias,
             normed if total is None else total,
@@ -145,11 +151,12 @@ def prepare(
     return call
 
 
-def _reference(branches: tuple[torch.Tensor, ...], normed: torch.Tensor) -> SumNorm:
+def _reference(normed: torch.Tensor) -> SumNorm:
     from vllm_flashinfer_vit.kernels.add_norm_ref import sum_norm_ref
 
     def call(
         x: torch.Tensor,
+        branches: Branches,
         norm: Norm,
         total: torch.Tensor | None,
         scales: torch.Tensor | None,
@@ -169,7 +176,7 @@ def _reference(branches: tuple[torch.Tensor, ...], normed: torch.Tensor) -> SumN
 
 def separate(
     x: torch.Tensor,
-    branches: tuple[torch.Tensor, ...],
+    branches: Branches,
     norm: Norm,
     normed: torch.Tensor,
     scales: torch.Tensor | None = None,
@@ -179,6 +186,7 @@ def separate(
 
     def call(
         x: torch.Tensor,
+        branches: Branches,
         norm: Norm,
         total: torch.Tensor | None,
         scales: torch.Tensor | None,
@@ -192,9 +200,7 @@ def separate(
     return call
 
 
-def add(
-    x: torch.Tensor, branches: tuple[torch.Tensor, ...], layer_scales: LayerScales
-) -> torch.Tensor:
+def add(x: torch.Tensor, branches: Branches, layer_scales: LayerScales) -> torch.Tensor:
     """Return a stream with branches added, rounded after each.
 
     Args:

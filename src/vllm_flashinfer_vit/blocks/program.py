@@ -227,10 +227,10 @@ class BlockProgram:
         Returns:
             Like x, a new tensor.
         """
-        self._weights.refresh()
         tower = self._tower
         now = tower.take(self._index, x)
         if now is None:
+            self._weights.refresh()
             now = tower.begin(x)
             normed, scales = _read_by(now, self._qkv)
             norms.write_norm(self._norm1, x.view(now.normed.shape), normed, scales)
@@ -249,6 +249,8 @@ class BlockProgram:
                 self._count(now, x, given)
             return norms.add(x, (attended, out), scaled)
         norm = following._norm1
+        # Its scale of rows, given in FP8, is read here already.
+        following._weights.refresh()
         total = torch.empty_like(x)
         self._sum(now, x, (attended, out), norm, total, following._qkv, scaled)
         tower.hand_on(now, self._index + 1, total)
@@ -294,12 +296,12 @@ class BlockProgram:
         """
         normed, scales = _read_by(now, reader)
         key = len(branches), norm.eps, None if scales is None else scales.dim()
-        found = now.settled.get(key)
-        # vLLM's own layers return a tensor of their own each time.
-        if found is None or found[0] is not branches[0] or found[1] is not branches[-1]:
-            call = self._prepare_sum(x, branches, norm, normed, scales, layer_scales)
-            found = now.settled[key] = branches[0], branches[-1], call
-        found[2](x, norm, total, scales, layer_scales)
+        call = now.settled.get(key)
+        if call is None:
+            call = now.settled[key] = self._prepare_sum(
+                x, branches, norm, normed, scales, layer_scales
+            )
+        call(x, branches, norm, total, scales, layer_scales)
 
     def _project(self, now: Pass) -> torch.Tensor:
         if isinstance(self._qkv, Fp8Linear):

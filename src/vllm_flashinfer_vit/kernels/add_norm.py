@@ -160,8 +160,8 @@ def prepare(
 
     Args:
         x: A stream, `[T, ..., C]`, T above 0.
-        branches: What is added to it, one tensor or two, each of T rows of C values.
-            Calls read what they hold by then. The sum with two is kept.
+        branches: What is added to it, one tensor or two like those to come, each of T
+            rows of C values. The sum with two is kept.
         weight: As for `sum_norm`, like the other arguments.
         bias: See `weight`.
         eps: See `weight`.
@@ -171,9 +171,10 @@ def prepare(
         layer_scales: As for `sum_norm`, like those to come.
 
     Returns:
-        A call, for the current stream, of the stream, weight, bias, what to write the
-        sum to, and scales and layer scales, if they were given here. Without a bias or
-        a sum any tensor may stand for it. All start at a multiple of 16 bytes.
+        A call, for the current stream, of the stream, both branches (one twice),
+        weight, bias, what to write the sum to, and scales and layer scales, if they
+        were given here. Without a bias or a sum any tensor may stand for it. All are
+        contiguous, and start at a multiple of 16 bytes.
 
     Raises:
         ValueError: As `sum_norm`.
@@ -184,10 +185,10 @@ def prepare(
     launch = _launch(
         *like, count, weight, bias, eps, count == 3, normed, scales, *layer_scales
     )
-    given = weight, weight if bias is None else bias, x
+    given = *terms, weight, weight if bias is None else bias, x
     last = normed if scales is None else Slot(scales)
     scaled = _both([Slot(scale) for scale in layer_scales], normed)
-    return launch.settle(Slot(x), *terms[1:], *map(Slot, given), normed, last, *scaled)
+    return launch.settle(*map(Slot, given), normed, last, *scaled)
 
 
 def _both(layer_scales: Sequence[Any], unused: torch.Tensor) -> tuple[Any, Any]:
