@@ -2,6 +2,7 @@
 """Blocks of towers that run as programs: results, settings, what is left to vLLM."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from _blocks import (
     blocks,
     build,
     call,
+    kinds,
     log_of,
     mlp,
     noted,
     outputs,
+    programs,
     stream,
     tables,
     without,
@@ -335,3 +338,16 @@ class TestOwnForward:
         assert spec_of(Inherits) is spec
         assert spec_of(Replaces) is None
         assert spec_of(nn.Linear) is None
+
+
+def test_sums_are_settled_once_for_tensors_of_layers_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settled = mock.Mock(wraps=norms.prepare)
+    monkeypatch.setattr(norms, "prepare", settled)
+    tower = build("qwen3_vl")
+    assert set(kinds(tower)) == {("OwnLinear",) * 4} and len(programs(tower)) == 3
+    # vLLM's own layers return new tensors, as does a sum over ranks.
+    outputs(tower)
+    # One for a branch, one for two.
+    assert settled.call_count == 2
