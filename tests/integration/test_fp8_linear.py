@@ -209,11 +209,18 @@ def returned_bias(layer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [other_method, other_kernel, bounded, row_major, block_scales, returned_bias],
+    ("change", "reason"),
+    [
+        (other_method, "SomeLinearMethod: its method is not one that is known"),
+        (other_kernel, "its method is not one that is known"),
+        (bounded, "the scales of its rows are bounded"),
+        (row_major, "its weight is not in columns"),
+        (block_scales, "neither one scale nor one for each output"),
+        (returned_bias, "returns its bias"),
+    ],
 )
 def test_what_is_not_known_is_left_alone(
-    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Any], None], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tower = served("qwen2_vl", "tensor")
     lines = log_of(layers, monkeypatch)
@@ -221,7 +228,7 @@ def test_what_is_not_known_is_left_alone(
         change(block.attn.qkv)
         block.attn.attn.program.build()
     assert kinds(tower) == {("OwnLinear", *("Fp8Linear",) * 3)}
-    assert any("attn.qkv" in line for line in lines)
+    assert any("attn.qkv" in line and reason in line for line in lines)
     assert "vLLM's own" in programs(tower)[0].steps["attn.qkv"]
 
 

@@ -139,7 +139,7 @@ class TestGemms:
             "bfloat16/1152x1152/tensor": few,
             "float16/1152x3456/rows": (GemmClass(None, "cutlass"),),
         }
-        made_by = {"gpu": HOPPER.name, "vllm": "0.25.1"}
+        made_by = {"gpu": HOPPER.name, "vllm": "0.25.1", "torch": STACK.torch}
         table = tuned.Table(made_by, {}, gemms=entries)
         tuned.write(table, tmp_path / tuned.file_name(HOPPER.name))
         return {ENV_TUNED_DIR: str(tmp_path)}
@@ -173,10 +173,16 @@ class TestGemms:
         assert report.gemms == judge(NO_GPU).gemms == ()
         assert "GEMMs of linear layers" not in text_of(report)
 
+    @pytest.mark.parametrize("name", ["fp8_gemm", "fp8_linear"])
     def test_nothing_is_shown_where_they_are_left_out(
+        self, env: dict[str, str], name: str
+    ) -> None:
+        assert judge(env=env).gemms
+        assert judge(env={**env, ENV_DISABLE_PATCHES: name}).gemms == ()
+
+    def test_nothing_is_shown_of_a_damaged_file(
         self, env: dict[str, str], tmp_path: Path
     ) -> None:
-        assert judge(env={**env, ENV_DISABLE_PATCHES: "fp8_gemm"}).gemms == ()
         (tmp_path / tuned.file_name(HOPPER.name)).write_text("{")
         report = judge(env=env)
         assert report.gemms == () and len(report.problems) == 1

@@ -33,9 +33,10 @@ FEW = (GemmClass(512, TORCH), GemmClass(None, CUTLASS))
 ALWAYS = (GemmClass(None, TORCH),)
 
 
-def put(folder: Path, gpu: str = GPU, **entries: Any) -> None:
-    table = tuned.Table({"gpu": gpu, "vllm": "0.33.0"}, {}, gemms=entries)
-    tuned.write(table, folder / tuned.file_name(gpu))
+def put(folder: Path, torch: str = "2.11.0+cu130", **entries: Any) -> None:
+    made_by = {"gpu": GPU, "vllm": "0.33.0", "torch": torch}
+    table = tuned.Table(made_by, {}, gemms=entries)
+    tuned.write(table, folder / tuned.file_name(GPU))
 
 
 class TestLookUp:
@@ -48,7 +49,7 @@ class TestLookUp:
 
     def test_a_file_without_gemms_has_none(self, bundled: Path, tmp_path: Path) -> None:
         put(bundled)
-        assert gemms.measured_gemms(GPU, (9, 0), tmp_path, "0.33.0") == {}
+        assert gemms.measured_gemms(STACK, tmp_path) == {}
 
     def test_the_users_file_comes_first_entry_by_entry(
         self, bundled: Path, tmp_path: Path
@@ -56,25 +57,35 @@ class TestLookUp:
         other = LAYER._replace(scales="tensor").key
         put(bundled, **{LAYER.key: ALWAYS, other: ALWAYS})
         put(tmp_path, **{LAYER.key: FEW})
-        found = gemms.measured_gemms(GPU, (9, 0), tmp_path, "0.33.0")
+        found = gemms.measured_gemms(STACK, tmp_path)
         assert {name: choice.classes for name, choice in found.items()} == {
             LAYER.key: FEW,
             other: ALWAYS,
         }
         assert found[LAYER.key].reason.startswith("fastest on this machine")
         assert found[other].reason.startswith(f"fastest on {GPU}, measured by tune")
-        found = gemms.measured_gemms(GPU, (9, 0), None, "0.33.0")
-        assert found[LAYER.key].classes == ALWAYS
+        assert gemms.measured_gemms(STACK)[LAYER.key].classes == ALWAYS
 
-    def test_another_hopper_has_the_h200s(self, bundled: Path) -> None:
-        put(bundled, **{LAYER.key: FEW})
-        found = gemms.measured_gemms("NVIDIA H100", (9, 0))
-        assert found[LAYER.key].reason.startswith("unmeasured by this project")
-        assert gemms.measured_gemms(ADA.name, ADA.capability) == {}
-        assert gemms.measured_gemms(None, None) == {}
+    def test_another_gpu_or_pytorch_has_none(
+        self, bundled: Path, tmp_path: Path
+    ) -> None:
+        put(bundled, **{LAYER.key: ALWAYS})
+        # A newer build of the same PyTorch.
+        assert gemms.measured_gemms(replace(STACK, torch="2.11.0+cu131"))
+        h100 = replace(STACK, gpus=(HOPPER._replace(name="NVIDIA H100"),))
+        for stack in (h100, replace(STACK, torch="2.14.0"), replace(STACK, torch=None)):
+            assert gemms.measured_gemms(stack) == {}
+        assert gemms.measured_gemms(replace(STACK, gpus=())) == {}
+        # The user's file of another PyTorch hides none that fits.
+        put(tmp_path, torch="2.14.0", **{LAYER.key: FEW})
+        assert gemms.measured_gemms(STACK, tmp_path)[LAYER.key].classes == ALWAYS
 
     def test_gemms_alone_do_not_measure_a_gpus_attention(self, tmp_path: Path) -> None:
-        put(tmp_path, ADA.name, **{LAYER.key: FEW})
+        put(tmp_path, **{LAYER.key: FEW})
+        # The package's are of another GPU.
+        path = tmp_path / tuned.file_name(GPU)
+        text = path.read_text().replace(GPU, ADA.name)
+        (tmp_path / tuned.file_name(ADA.name)).write_text(text)
         assert not is_measured(ADA.name, tmp_path)
 
     def test_in_words(self) -> None:
@@ -95,20 +106,20 @@ def derive(times: Mapping[int, tuple[float, float]]) -> list[tuple[int | None, s
 
 class TestDerive:
     def test_each_number_of_rows_gets_its_fastest(self) -> None:
-        times = {2048: (10.0, 9.0), 1024: (9.0, 5.0), 4096: (30.0, 40.0)}
-        assert derive(times) == [(2048, TORCH), (None, CUTLASS)]
+        times = {16384: (10.0, 9.0), 8192: (9.0, 5.0), 32768: (30.0, 40.0)}
+        assert derive(times) == [(16384, TORCH), (None, CUTLASS)]
 
     def test_few_rows_which_wait_for_the_host_have_vllms_own(self) -> None:
-        times = {512: (9.0, 5.0), 1024: (9.0, 5.0)}
-        assert derive(times) == [(512, CUTLASS), (None, TORCH)]
+        times = {4096: (9.0, 5.0), 8192: (9.0, 5.0)}
+        assert derive(times) == [(4096, CUTLASS), (None, TORCH)]
 
     def test_near_ties_make_no_classes(self) -> None:
-        times = {1024: (10.0, 9.9), 2048: (10.0, 11.0), 4096: (20.0, 19.7)}
+        times = {8192: (10.0, 9.9), 16384: (10.0, 11.0), 32768: (20.0, 19.7)}
         assert derive(times) == [(None, CUTLASS)]
 
     def test_beyond_a_tie_there_are_classes(self) -> None:
-        times = {1024: (10.3, 10.0), 2048: (10.0, 10.3), 4096: (20.6, 20.0)}
-        assert derive(times) == [(1024, TORCH), (2048, CUTLASS), (None, TORCH)]
+        times = {8192: (10.3, 10.0), 16384: (10.0, 10.3), 32768: (20.6, 20.0)}
+        assert derive(times) == [(8192, TORCH), (16384, CUTLASS), (None, TORCH)]
 
     def test_what_did_not_run_has_none(self) -> None:
         alone = [GemmMeasurement(LAYER.key, 64, {CUTLASS: 9.0})]

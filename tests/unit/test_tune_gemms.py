@@ -97,7 +97,7 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(tuning, "FULL", effort)
     monkeypatch.setattr(tuning, "gemm_candidates", lambda stack: tuple(GEMMS))
     # Few rows are a matter of `derive`'s own tests.
-    monkeypatch.setattr(derive, "_HOST_BOUND_ROWS", 0)
+    monkeypatch.setattr(derive, "HOST_BOUND_ROWS", 0)
     times = {"flash_attn": lambda n: 10.0, "cudnn": lambda n: n / 4.0, **TIMES}
     monkeypatch.setattr(tuning, "GraphClock", lambda device: ToldClock(times))
     path = tmp_path / "h200.json"

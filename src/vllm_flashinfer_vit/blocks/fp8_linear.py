@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.kernels.linear.scaled_mm import CutlassFP8ScaledMMLinearKernel
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
-from vllm_flashinfer_vit.choices.gemms import STOCK
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
 from vllm_flashinfer_vit.kernels.formats import Activation
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS, scales_of
@@ -55,7 +55,7 @@ class Fp8Weights:
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        """Take a layer that `runs_here`."""
+        """Take a layer that runs here, see `problem`."""
         self._parameters = layer._parameters
         self.renew()
 
@@ -95,18 +95,12 @@ class Gemms:
 
     def launch_for(self, rows: int) -> Launch:
         """Return the GEMM for so many rows; see `kernels.scaled_mm`."""
-        if rows == 0:
-            return _nothing
         served_by = (
             gemm
             for max_rows, gemm in self.classes
             if max_rows is None or rows <= max_rows
         )
         return launch_of(next(served_by), self._device)
-
-
-def _nothing(*operands: object) -> None:
-    """Multiply no rows."""
 
 
 class Fp8Linear:
@@ -118,18 +112,15 @@ class Fp8Linear:
         is_static: Whether its rows are quantised by the layer's `input_scale`.
     """
 
-    def __init__(
-        self, layer: Any, weights: Fp8Weights, gemms: Gemms | None = None
-    ) -> None:
-        """Take a layer that `runs_here`.
+    def __init__(self, layer: Any, weights: Fp8Weights, gemms: Gemms) -> None:
+        """Take a layer that runs here, see `problem`.
 
         Args:
             layer: The layer.
             weights: Its parameters.
-            gemms: GEMMs that can run it; None for vLLM's own.
+            gemms: GEMMs that can run it.
         """
-        self.weights = weights
-        self.gemms = gemms or Gemms(STOCK, weights.weight.device)
+        self.weights, self.gemms = weights, gemms
         self.is_static = weights.input_scale is not None
         is_row_parallel = isinstance(layer, RowParallelLinear)
         self._is_summed = is_row_parallel and layer.tp_size > 1
@@ -179,25 +170,10 @@ class Fp8Linear:
         launch = now.settled.get(self.gemms)
         if launch is None:
             launch = now.settled[self.gemms] = self.gemms.launch_for(len(rows))
-        self.multiply(launch, rows, scales, out, with_bias and self._adds_bias)
-        if not self._is_summed:
-            return out
-        from vllm.distributed import tensor_model_parallel_all_reduce
-
-        return tensor_model_parallel_all_reduce(out)
-
-    def multiply(
-        self,
-        launch: Launch,
-        rows: torch.Tensor,
-        scales: torch.Tensor,
-        out: torch.Tensor,
-        with_bias: bool,
-    ) -> None:
-        """Write this rank's part to `out` by a GEMM of `gemms`; see `__call__`."""
         weights = self.weights
-        bias = weights.bias if with_bias else None
+        bias = weights.bias if with_bias and self._adds_bias else None
         launch(out, rows, weights.weight, scales, weights.weight_scale, bias)
+        return tensor_model_parallel_all_reduce(out) if self._is_summed else out
 
 
 def quantize(x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> None:
@@ -248,10 +224,14 @@ def prepare_rows(
     return call
 
 
-def runs_here(layer: Any) -> bool:
-    """Whether a loaded layer is an `Fp8Linear` of the program's."""
+def problem(layer: Any) -> str | None:
+    """Return why a loaded layer is no `Fp8Linear` of the program's, None if it is."""
     kernel = kernel_of(layer)
-    return kernel is not None and can_launch(layer, kernel) and _fits(layer, kernel)
+    if kernel is None:
+        return "its method is not one that is known here"
+    if not can_launch(layer, kernel):
+        return f"its GEMM is {type(kernel).__name__}"
+    return _misfit(layer, kernel)
 
 
 def kernel_of(layer: Any) -> Any:
@@ -272,7 +252,7 @@ def can_launch(layer: Any, kernel: Any) -> bool:
 
 
 def measured_as(layer: Any) -> GemmLayer | None:
-    """Return what to look a layer's GEMMs up by that `runs_here`; None for no other."""
+    """Return what tables know a layer by, None if none has its kind of scales."""
     (inputs, outputs), num_scales = layer.weight.shape, layer.weight_scale.numel()
     scales = scales_of(_is_static(layer), num_scales)
     dtype = str(layer.params_dtype).removeprefix("torch.")
@@ -280,7 +260,7 @@ def measured_as(layer: Any) -> GemmLayer | None:
 
 
 def alike(layer: Any) -> tuple[object, ...]:
-    """Return what layers that `runs_here` have alike if one `trial` is for all."""
+    """Return what layers that run here have alike if one `trial` is for all."""
     bias = _tried_bias(layer)
     return (
         *layer.weight.shape,
@@ -301,7 +281,7 @@ def _tried_bias(layer: Any) -> torch.Tensor | None:
 
 
 def trial(layer: Any, gemm: str = CUTLASS) -> str | None:
-    """Run a layer that `runs_here` on a few rows.
+    """Run a layer that has no `problem` on a few rows.
 
     Args:
         layer: The layer, its weights loaded.
@@ -324,8 +304,7 @@ def trial(layer: Any, gemm: str = CUTLASS) -> str | None:
     try:
         quantize(x, rows, scales)
         launch = launch_of(gemm, weight.device)
-        linear = Fp8Linear(layer, weights)
-        linear.multiply(launch, rows, scales, out, with_bias=bias is not None)
+        launch(out, rows, weight, scales, weights.weight_scale, bias)
         right = torch.empty_like(out, dtype=torch.float32)
         scaled_mm_ref(right, rows, weight, scales, weights.weight_scale, bias)
         atol = _TOLERANCE * right.abs().max().item()
@@ -352,28 +331,31 @@ def has_plain_sizes(layer: Any) -> bool:
     return has_plain_inputs(layer) and has_plain_outputs(layer)
 
 
-def _fits(layer: Any, kernel: Any) -> bool:
+def _misfit(layer: Any, kernel: Any) -> str | None:
+    """Say what of a layer is not as its GEMM is launched here, None if all is."""
     weight, scale = layer.weight, getattr(layer, "weight_scale", None)
     given = getattr(layer, "input_scale", None)
     if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or scale is None:
-        return False
-    is_static = kernel.config.activation_quant_key.scale.static
+        return "its weight is no matrix in e4m3 with scales"
     is_split = getattr(layer, "tp_size", 1) > 1
     if isinstance(layer, RowParallelLinear):
         is_plain = layer.input_is_parallel and (layer.reduce_results or not is_split)
     else:
         is_plain = not (getattr(layer, "gather_output", False) and is_split)
-    return (
-        is_plain
-        and not layer.skip_bias_add
-        and weight.stride(0) == 1
-        and weight.shape[0] % _UNIT == 0
-        and weight.shape[1] % _UNIT == 0
-        and scale.dtype == torch.float32
-        and scale.is_contiguous()
-        and scale.numel() in (1, weight.shape[1])
-        and (given is not None) == is_static
-        and (given is None or given.numel() == 1)
-        # A bound on the scales of tokens.
-        and getattr(layer, "input_scale_ub", None) is None
-    )
+    is_static = kernel.config.activation_quant_key.scale.static
+    problems = {
+        "it splits or gathers rows, or returns its bias": not is_plain
+        or layer.skip_bias_add,
+        f"its weight is not in columns of multiples of {_UNIT}": weight.stride(0) != 1
+        or any(size % _UNIT for size in weight.shape),
+        "its weight has neither one scale nor one for each output": scale.dtype
+        != torch.float32
+        or not scale.is_contiguous()
+        or scale.numel() not in (1, weight.shape[1]),
+        "its rows have neither one given scale nor each its own": (given is not None)
+        != is_static
+        or (given is not None and given.numel() != 1),
+        "the scales of its rows are bounded": getattr(layer, "input_scale_ub", None)
+        is not None,
+    }
+    return next((what for what, is_so in problems.items() if is_so), None)

@@ -65,19 +65,25 @@ class Layers(NamedTuple):
 
     def is_fp8(self, path: str) -> bool:
         """Whether a layer runs past its own method, in FP8."""
+        return self._fp8_problem(path) is None
+
+    def _fp8_problem(self, path: str) -> str | None:
+        """Return why a layer does not run past its own method in FP8, None if so."""
+        if "fp8_linear" in self.off:
+            return "a setting leaves fp8_linear out"
+        if self.gets_adapters:
+            return "it may get LoRA adapters"
         layer = self.part(path)
-        is_wanted = "fp8_linear" not in self.off and not self.gets_adapters
-        if not (is_wanted and fp8_linear.runs_here(layer)):
-            return False
-        reason = self._trial(layer, CUTLASS)
-        if reason is not None:
+        if problem := fp8_linear.problem(layer):
+            return problem
+        if failure := self._trial(layer, CUTLASS):
             logger.warning_once(
                 "FP8 linear layer %s of the vision tower's blocks runs as vLLM's own: "
                 "%s",
                 path,
-                reason,
+                failure,
             )
-        return reason is None
+        return failure
 
     def _trial(self, layer: Any, gemm: str) -> str | None:
         """Try a GEMM once for all layers that are like this one."""
@@ -94,7 +100,11 @@ class Layers(NamedTuple):
             method = type(layer.quant_method).__name__
             self.steps[path] += f" with {method}"
             logger.info_once(
-                "%s of the vision tower's blocks runs as vLLM's own: %s.", path, method
+                "%s of the vision tower's blocks runs as vLLM's own %s: %s.",
+                path,
+                method,
+                self._fp8_problem(path)
+                or "it is padded, or the other layer of its MLP does not run here",
             )
         return OwnLinear(self.block, path)
 

@@ -2,15 +2,16 @@
 """Which GEMM serves how many rows of a linear layer in FP8: the look-up.
 
 Choices come from the same files as attention's, see `lookup`. They are for layers of
-exactly the measured sizes; all others have vLLM's own.
+exactly the measured sizes, on the measured GPU and PyTorch; all others have vLLM's own.
 """
 
 from pathlib import Path
 from typing import NamedTuple
 
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
-from vllm_flashinfer_vit.choices.lookup import tables_for
+from vllm_flashinfer_vit.choices.lookup import public, tables_for
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
+from vllm_flashinfer_vit.machine.stack import Stack
 
 # What vLLM itself runs, for any number of rows.
 STOCK = (GemmClass(None, CUTLASS),)
@@ -29,26 +30,28 @@ class GemmChoice(NamedTuple):
 
 
 def measured_gemms(
-    gpu_name: str | None,
-    capability: tuple[int, int] | None,
-    tuned_dir: Path | None = None,
-    vllm: str | None = None,
+    stack: Stack, tuned_dir: Path | None = None
 ) -> dict[str, GemmChoice]:
-    """Return what is known of a GPU's GEMMs, by `GemmLayer.key`; the best file counts.
+    """Return what is known of a machine's GEMMs, by `GemmLayer.key`.
+
+    The best file counts for each, of those of exactly its GPU and its PyTorch, which
+    brings cuBLASLt: others do not tell whether PyTorch's GEMM is faster than vLLM's.
 
     Args:
-        gpu_name: As for `lookup.choices_for`, like the other arguments.
-        capability: See `gpu_name`.
-        tuned_dir: See `gpu_name`.
-        vllm: See `gpu_name`.
+        stack: What the machine has.
+        tuned_dir: Folder of the user's measurements, or None to ignore them.
 
     Raises:
         TableError: A file of measurements cannot be used.
     """
     found: dict[str, GemmChoice] = {}
-    if gpu_name is None or capability is None:
+    if not stack.gpus or stack.torch is None:
         return found
-    for table, origin in tables_for(gpu_name, capability, tuned_dir, vllm):
+    gpu = stack.gpus[0]
+    for table, origin in tables_for(gpu.name, gpu.capability, tuned_dir, stack.vllm):
+        torch = str(table.made_by.get("torch"))
+        if table.made_by["gpu"] != gpu.name or public(torch) != public(stack.torch):
+            continue
         for name, classes in table.gemms.items():
             found.setdefault(name, GemmChoice(classes, origin))
     return found

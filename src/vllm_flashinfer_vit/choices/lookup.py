@@ -261,7 +261,7 @@ def other_versions(
         f"{name} {measured} (here {here})"
         for name, here in stack.versions.items()
         if (measured := entry.table.made_by.get(name))
-        and _public(measured) != _public(here)
+        and public(measured) != public(here)
     ]
     if not versions:
         return None
@@ -271,7 +271,7 @@ def other_versions(
     )
 
 
-def _public(version: str) -> str:
+def public(version: str) -> str:
     """Leave out what a build adds to a version: 2.11.0 of 2.11.0+cu130."""
     return version.partition("+")[0]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the GEMMs of linear layers in FP8, scales and bias included.
 
-Rows are quantised already, as they are in a block. A GEMM whose error is above that of
+Rows are quantised already, as they are in a block. A GEMM that is less exact than
 vLLM's own is not timed.
 """
 
@@ -12,14 +12,15 @@ import torch
 
 from vllm_flashinfer_vit.choices.clock import Clock, Run
 from vllm_flashinfer_vit.choices.compare import compare, relative_error
+from vllm_flashinfer_vit.choices.derive import HOST_BOUND_ROWS
 from vllm_flashinfer_vit.choices.gemm_table import GemmLayer, GemmMeasurement
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 from vllm_flashinfer_vit.kernels.scaled_mm import cutlass_op, launch_of
 from vllm_flashinfer_vit.machine.stack import Stack
 
-# Fewer rows have vLLM's own whatever they take, see `derive.derive_gemm_classes`.
-ROWS = tuple(2**i for i in range(9, 16))
+# Fewer have vLLM's own whatever they take.
+ROWS = tuple(HOST_BOUND_ROWS * 2**i for i in range(4))
 # Inputs and outputs of the QKV projection, attention's projection and the MLP's layers,
 # with vLLM's padding: of Qwen2-VL, of Qwen2.5-VL where they differ, and of Qwen3-VL.
 SIZES = (
@@ -58,7 +59,7 @@ class _Operands(NamedTuple):
 def gemm_candidates(stack: Stack) -> tuple[str, ...]:
     """Return the GEMMs to compare, vLLM's own first.
 
-    None where that does not run: layers in FP8 are then left to vLLM, so that there is
+    Empty where that does not run: layers in FP8 are then left to vLLM, so that there is
     nothing to choose.
 
     Args:
@@ -73,7 +74,7 @@ def measure_gemms(
     layer: GemmLayer,
     dtype: torch.dtype,
     gemms: Sequence[str],
-    ladder: Sequence[int],
+    row_counts: Sequence[int],
     clock: Clock,
     device: torch.device,
     advance: Callable[[str], None] = lambda name: None,
@@ -84,7 +85,7 @@ def measure_gemms(
         layer: The layer.
         dtype: Of its output.
         gemms: The GEMMs to compare, vLLM's own first.
-        ladder: Numbers of rows, ascending.
+        row_counts: Numbers of rows, ascending.
         clock: The clock.
         device: Where to measure.
         advance: Called before each number of rows, with its name.
@@ -94,7 +95,7 @@ def measure_gemms(
     """
     times, left_out = compare(
         gemms,
-        {f"{rows} rows": rows for rows in ladder},
+        {f"{rows} rows": rows for rows in row_counts},
         lambda rows: _Inputs(_draw(layer, dtype, rows, device)),
         clock,
         device,

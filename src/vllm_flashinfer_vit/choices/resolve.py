@@ -80,6 +80,4 @@ def gemms_here(tuned_dir: Path | None) -> dict[str, GemmChoice]:
     Raises:
         TableError: A file of measured choices cannot be used.
     """
-    stack = probe(libraries=False)
-    gpu_name = stack.gpus[0].name if stack.gpus else None
-    return measured_gemms(gpu_name, stack.capability, tuned_dir, stack.vllm)
+    return measured_gemms(probe(libraries=False), tuned_dir)

@@ -49,12 +49,11 @@ def gemm_rows(stack: Stack, settings: Settings | None) -> list[dict[str, Any]]:
         stack: What the machine has.
         settings: The settings in force, or None if they are invalid.
     """
-    gpu_name = stack.gpus[0].name if stack.gpus else None
-    tuned_dir = settings.tuned_dir if settings else None
-    if settings is not None and "fp8_gemm" in settings.disabled_patches:
+    disabled = settings.disabled_patches if settings else frozenset()
+    if not disabled.isdisjoint(("fp8_linear", "fp8_gemm")):
         return []
     try:
-        found = measured_gemms(gpu_name, stack.capability, tuned_dir, stack.vllm)
+        found = measured_gemms(stack, settings.tuned_dir if settings else None)
     except TableError:
         # A problem of the choices already.
         return []

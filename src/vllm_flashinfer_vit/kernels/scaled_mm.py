@@ -2,10 +2,10 @@
 """GEMMs of rows in FP8, scales and bias included: vLLM's CUTLASS op, and PyTorch's.
 
 All take what `row_scales_ref.scaled_mm_ref` takes, write to memory that is there, and
-wait for nothing. Sums, scales and the bias are fp32, rounded once. On Hopper the tensor
-cores keep fewer bits of a running sum of FP8 products than fp32 has. vLLM's op leaves
-sums there to their end ("fast accumulation"), so PyTorch's is asked for the same.
-`tune` drops it where its error is above that of vLLM's op.
+wait for nothing. Scales and the bias are applied in fp32, and the output rounded once.
+On Hopper the tensor cores keep fewer bits of a running sum of FP8 products than fp32
+has. vLLM's op leaves sums there to their end ("fast accumulation"), so PyTorch's is
+asked for the same. `tune` drops it where it is less exact than vLLM's op.
 """
 
 from collections.abc import Callable
