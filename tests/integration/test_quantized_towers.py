@@ -17,6 +17,7 @@ from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.choices.gemms import GemmChoice
 from vllm_flashinfer_vit.kernels.gemms import TORCH
 from vllm_flashinfer_vit.towers.config import current_config, tower_config
+from vllm_flashinfer_vit.towers.linear_layers import how_layers_run
 from vllm_flashinfer_vit.towers.spec import TowerError, resolve_spec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower, check_backend
 
@@ -104,6 +105,8 @@ class TestOnAGpu:
         # GLM's layers have no bias that a call with an epilogue would add.
         plain = "Gemm" if family == "glm4v" else "LtGemm"
         assert kinds(served) == {(plain, plain, "Fp8Linear", "Fp8Linear")}
+        text = how_layers_run(served)
+        assert "4 run in this package's block program" in text and "16 bits" in text
         assert encode(served).isfinite().all()
 
 

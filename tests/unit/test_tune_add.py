@@ -15,6 +15,7 @@ from _tuning import ToldClock, on_this_gpu, replace_kernels, use_two_kernels
 
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.commands import tune as tuning
+from vllm_flashinfer_vit.commands import tune_options
 from vllm_flashinfer_vit.commands.cli import main
 from vllm_flashinfer_vit.ops.plan import Class
 
@@ -29,8 +30,8 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     replace_kernels(monkeypatch)
     use_two_kernels(monkeypatch)
     on_this_gpu(monkeypatch)
-    effort = tuning.FULL._replace(lengths=(8, 16, 64, 256), counts=(1,))
-    monkeypatch.setattr(tuning, "FULL", effort)
+    effort = tune_options.FULL._replace(lengths=(8, 16, 64, 256), counts=(1,))
+    monkeypatch.setattr(tune_options, "FULL", effort)
     path = tmp_path / "h200.json"
     tune(path, "--head-dims", "80,64")
     return path
@@ -62,6 +63,49 @@ def test_what_is_measured_again_is_replaced(
     assert table.classes["bfloat16/80"] == (Class(None, "flash_attn"),)
     assert table.classes["bfloat16/64"][0] == Class(16, "cudnn")
     assert sorted(m.head_dim for m in table.measurements) == [64] * 4 + [80] * 4
+
+
+def test_what_a_later_run_does_not_finish_stays_and_is_said_to(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tuned.read_file(path, "NVIDIA H200")
+    assert before is not None
+
+    def left_out(limit: int) -> list[str]:
+        # The limit is set at 0, each head dim takes 4.
+        seconds = iter(range(100))
+        monkeypatch.setattr(tuning.time, "monotonic", lambda: next(seconds))
+        short = ("--only", "attention", "--time-limit", str(limit))
+        assert tune(path, "--add", *short, "--head-dims", "96,80").exit_code == 0
+        table = tuned.read_file(path, "NVIDIA H200")
+        assert table is not None
+        assert table.classes.items() >= before.classes.items()
+        return [line for line in table.left_out if "time limit" in line]
+
+    # However often: the last run's reason counts.
+    for limit in (5, 6):
+        (line,) = left_out(limit)
+        assert line.startswith(f"bfloat16/80: the time limit of {limit} s passed")
+        assert line.endswith("; what was measured before stays")
+    assert left_out(50) == []
+
+
+def test_what_choices_were_measured_without_stays_with_them() -> None:
+    made_by = {"command": "tune", "gpu": "NVIDIA H200"}
+    rows = {"bfloat16/80": (Class(None, "flash_attn"),)}
+    old = tuned.Table(
+        made_by,
+        rows,
+        left_out=("bfloat16/80: cudnn: wrong", "bfloat16/64: the time limit of 3 s"),
+    )
+    late = "bfloat16/80: the time limit of 4 s", "bfloat16/64: the time limit of 4 s"
+    table = tuned.added(old, tuned.Table(made_by, {}, left_out=late))
+    assert table.classes == rows
+    assert table.left_out == (
+        "bfloat16/80: cudnn: wrong",
+        "bfloat16/80: the time limit of 4 s; what was measured before stays",
+        "bfloat16/64: the time limit of 4 s",
+    )
 
 
 def test_without_it_the_file_is_replaced(path: Path) -> None:

@@ -175,6 +175,7 @@ def test_what_layers_would_refuse_is_no_candidate() -> None:
         (Options(dtypes=""), "--dtypes has ''"),
         (Options(head_dims="80,x"), "--head-dims has 'x'"),
         (Options(head_dims="84"), "multiples of 8"),
+        (Options(head_dims=""), "--head-dims has ''"),
         (Options(head_dims="264"), "multiples of 8 from 8 to 256"),
     ],
 )

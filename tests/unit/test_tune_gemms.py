@@ -4,6 +4,7 @@
 import io
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.derive import TuneError, derive_gemm_classes
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.commands import tune as tuning
+from vllm_flashinfer_vit.commands import tune_options
 from vllm_flashinfer_vit.commands.cli import main
 from vllm_flashinfer_vit.commands.tune import Options
 from vllm_flashinfer_vit.commands.tune_text import render, to_json
@@ -76,13 +78,40 @@ def test_sizes_are_measured_once_each() -> None:
         (Options(gemms="0x16"), "--gemms has '0x16'"),
         (Options(gemms="16x65552"), "--gemms has '16x65552'"),
         (Options(gemms="16x²"), "--gemms has"),
-        (Options(only="both"), "--only has 'both': use attention or gemms"),
-        (Options(only="gemms", dtypes="fp8"), "--only gemms needs bf16 or fp16"),
     ],
 )
 def test_bad_options_name_the_good_values(options: Options, what: str) -> None:
     with pytest.raises(TuneError, match=what):
         options.layers()
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (Options(only="both"), "--only has 'both': use attention or gemms"),
+        (Options(only="gemms", dtypes="fp8"), "--only gemms needs bf16 or fp16"),
+        (Options(only="gemms", dtypes="bf16,fp8"), "fp8 is attention's"),
+        (Options(only="gemms", head_dims="80"), "leave out --head-dims, or --only"),
+        (Options(only="attention", gemms="32x48"), "leave out --gemms, or --only"),
+        (Options(dtypes="fp8", gemms="32x48"), "--gemms needs bf16 or fp16"),
+    ],
+)
+def test_what_could_not_act_is_refused(options: Options, what: str) -> None:
+    for listed in (options.combinations, options.layers):
+        with pytest.raises(TuneError, match=what):
+            listed()
+
+
+@pytest.mark.parametrize(
+    "options", [Options(), Options(quick=True), Options(only="gemms")]
+)
+def test_the_noted_command_can_be_given(options: Options) -> None:
+    words = options.command().split()
+    dtypes = words[words.index("--dtypes") + 1]
+    again = replace(options, dtypes=dtypes)
+    assert again.combinations() == options.combinations()
+    assert again.layers() == options.layers()
+    assert again.command() == options.command()
 
 
 @pytest.fixture
@@ -93,8 +122,8 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     replace_kernels(monkeypatch)
     use_two_kernels(monkeypatch)
     on_this_gpu(monkeypatch)
-    effort = tuning.FULL._replace(lengths=(8, 64), counts=(1,), rows=(8, 64))
-    monkeypatch.setattr(tuning, "FULL", effort)
+    effort = tune_options.FULL._replace(lengths=(8, 64), counts=(1,), rows=(8, 64))
+    monkeypatch.setattr(tune_options, "FULL", effort)
     monkeypatch.setattr(tuning, "gemm_candidates", lambda stack: tuple(GEMMS))
     # Few rows are a matter of `derive`'s own tests.
     monkeypatch.setattr(derive, "HOST_BOUND_ROWS", 0)
@@ -151,6 +180,38 @@ class TestCommand:
         assert table.classes and not table.gemms
         assert "GEMM" not in result.stdout
 
+    @pytest.mark.parametrize(
+        ("first", "second", "lost"),
+        [("attention", "gemms", "attention"), ("gemms", "attention", "GEMMs")],
+    )
+    def test_one_part_does_not_replace_the_other(
+        self,
+        tune: Callable[..., Any],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        first: str,
+        second: str,
+        lost: str,
+    ) -> None:
+        sizes = {"attention": ("--head-dims", "80"), "gemms": ("--gemms", "32x48")}
+        for _ in range(2):
+            # Its own part is replaced, as before.
+            assert tune("--only", first, *sizes[first]).exit_code == 0
+        before = (tmp_path / "h200.json").read_bytes()
+        monkeypatch.setattr(tuning, "build_table", lambda *_: pytest.fail("measured"))
+        result = tune("--only", second, *sizes[second])
+        assert result.exit_code == 2
+        assert f"has choices of {lost}" in result.stderr
+        assert "give --add" in result.stderr
+        assert (tmp_path / "h200.json").read_bytes() == before
+
+    def test_a_file_that_no_engine_can_use_is_replaced(
+        self, tune: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        (tmp_path / "h200.json").write_text("{")
+        assert tune("--only", "gemms", "--gemms", "32x48").exit_code == 0
+        assert read(tmp_path).gemms
+
     def test_added_gemms_leave_the_rest(
         self, tune: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -204,11 +265,23 @@ class TestCommand:
         self, tune: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tuning, "gemm_candidates", lambda stack: ())
-        result = tune("--only", "gemms")
-        assert result.exit_code == 2
-        assert "no GEMM of layers in FP8 runs on this GPU" in result.stderr
-        assert tune("--head-dims", "80").exit_code == 0
+        nothing = "no GEMM of layers in FP8 runs on this GPU"
+        for asked in (("--only", "gemms"), ("--gemms", "32x48")):
+            result = tune(*asked)
+            assert result.exit_code == 2
+            assert nothing in result.stderr and "; leave out " in result.stderr
+        result = tune("--head-dims", "80")
+        assert result.exit_code == 0
+        assert f"left out: {nothing}" in result.stdout
         assert not read(tmp_path).gemms
+        (reason,) = read(tmp_path).left_out
+        assert reason.startswith(nothing)
+        # Another run says it again, and the file has it once.
+        assert tune("--add", "--head-dims", "64").exit_code == 0
+        assert read(tmp_path).left_out == (reason,)
+        # Where no GEMM is a part of the run, there is nothing to say.
+        assert tune("--only", "attention", "--head-dims", "80").exit_code == 0
+        assert read(tmp_path).left_out == ()
 
     def test_bad_sizes_are_said_before_anything_is_measured(
         self, tune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -224,6 +297,32 @@ class TestCommand:
             {"max_rows": 8, "gemm": "torch"},
             {"max_rows": None, "gemm": "cutlass"},
         ]
+
+
+def test_what_many_lack_for_one_reason_is_one_line() -> None:
+    reason = "the time limit of 5 s passed: raise it"
+    left_out = (
+        f"bfloat16/96: {reason}",
+        "bfloat16/80: cudnn: out of memory",
+        *(f"bfloat16/{n}x16/rows: {reason}" for n in (16, 32, 48)),
+        "bfloat16/64x16/rows: TORCH: out of memory",
+        "no colon",
+    )
+    made_by = {"gpu": GPU, "vllm": "0.33.0"}
+    report = tuning.Report(
+        Path("x"), tuned.Table(made_by, {"bfloat16/80": ()}, left_out=left_out)
+    )
+    console = Console(file=io.StringIO(), width=200)
+    render(report, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line for line in text.splitlines() if line.startswith("left out")] == [
+        f"left out: bfloat16/96, 3 layers in FP8: {reason}",
+        "left out: bfloat16/80: cudnn: out of memory",
+        "left out: bfloat16/64x16/rows: TORCH: out of memory",
+        "left out: no colon",
+    ]
+    # Programs and the file get each.
+    assert to_json(report)["left_out"] == list(left_out)
 
 
 def test_layers_with_vllms_own_are_one_line() -> None:

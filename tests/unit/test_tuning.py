@@ -36,17 +36,19 @@ from vllm_flashinfer_vit.choices.measure import (
     measure,
 )
 from vllm_flashinfer_vit.commands import tune as tuning
+from vllm_flashinfer_vit.commands import tune_options
 from vllm_flashinfer_vit.commands.cli import main
 from vllm_flashinfer_vit.commands.tune import Options, build_table
 from vllm_flashinfer_vit.commands.tune_text import render, to_json
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS
 from vllm_flashinfer_vit.kernels.flash_fp8_ref import attention_fp8_ref
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.ops.plan import Class
 
 
 def test_the_grid_covers_what_the_table_is_for() -> None:
-    for head_dim in tuning.HEAD_DIMS:
+    for head_dim in HEAD_DIMS:
         cells = grid(head_dim)
         assert {cell.longest for cell in cells} == set(LENGTHS)
         assert {cell.num_seqs for cell in cells} == set(COUNTS)
@@ -219,7 +221,10 @@ def test_the_time_limit_leaves_the_rest_out(monkeypatch: pytest.MonkeyPatch) -> 
     seconds = iter(range(100))
     monkeypatch.setattr(tuning.time, "monotonic", lambda: next(seconds))
     # The limit is set at 0, the first head dim takes 1 to 4.
-    table = build(Options(dtypes="bf16", head_dims="80,64", time_limit_s=5))
+    options = Options(
+        dtypes="bf16", head_dims="80,64", time_limit_s=5, only="attention"
+    )
+    table = build(options)
     assert list(table.classes) == ["bfloat16/80"]
     assert {m.head_dim for m in table.measurements} == {80}
     (reason,) = table.left_out
@@ -234,8 +239,8 @@ def test_the_command_stops_at_the_time_limit_with_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_this_gpu(monkeypatch)
-    effort = tuning.QUICK._replace(lengths=(8, 16, 64, 256), counts=(1,))
-    monkeypatch.setattr(tuning, "QUICK", effort)
+    effort = tune_options.QUICK._replace(lengths=(8, 16, 64, 256), counts=(1,))
+    monkeypatch.setattr(tune_options, "QUICK", effort)
     path = tmp_path / "h200.json"
     command = ["tune", "--quick", "--head-dims", "80,64", "--output", str(path)]
 
@@ -265,7 +270,7 @@ class TestQuick:
     def test_it_measures_bf16_at_fewer_lengths(self) -> None:
         quick, full = Options(quick=True).effort, Options().effort
         assert Options(quick=True).combinations() == [
-            (torch.bfloat16, head_dim) for head_dim in tuning.HEAD_DIMS
+            (torch.bfloat16, head_dim) for head_dim in HEAD_DIMS
         ]
         assert set(quick.lengths) < set(full.lengths)
         assert set(quick.counts) < set(full.counts)
@@ -273,11 +278,11 @@ class TestQuick:
         assert 3 * cells[0] < cells[1]
         # Both classes of windows, and lengths after which FP8 may pay.
         assert {64, 128, 4096} <= set(quick.lengths)
-        assert (quick.time_limit_s, full.time_limit_s) == (120, 600)
+        assert (quick.time_limit_s, full.time_limit_s) == (150, 660)
 
     def test_other_options_go_before_it(self) -> None:
         options = Options("fp8, bf16", "80", time_limit_s=30, quick=True)
-        assert options.effort == tuning.QUICK._replace(
+        assert options.effort == tune_options.QUICK._replace(
             dtypes=("fp8", "bf16"), time_limit_s=30
         )
         assert options.command() == (
@@ -288,8 +293,8 @@ class TestQuick:
     def test_its_batches_are_what_is_measured(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        effort = tuning.QUICK._replace(lengths=(8, 16), counts=(1, 2))
-        monkeypatch.setattr(tuning, "QUICK", effort)
+        effort = tune_options.QUICK._replace(lengths=(8, 16), counts=(1, 2))
+        monkeypatch.setattr(tune_options, "QUICK", effort)
         table = build_table(
             Options(head_dims="80", quick=True),
             STACK,

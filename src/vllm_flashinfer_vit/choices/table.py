@@ -37,6 +37,8 @@ _Schema = Literal[
 ]
 SCHEMA: _Schema = "vllm-flashinfer-vit/choices/4"
 BUNDLED = Path(__file__).parent / "data"
+# After the reason why a run measured nothing of an entry that a table has.
+_STAYS = "; what was measured before stays"
 
 
 class TableError(ValueError):
@@ -159,10 +161,17 @@ def added(old: Table, new: Table) -> Table:
     """
     kept = {name: rows for name, rows in old.classes.items() if name not in new.classes}
     gemms = {name: rows for name, rows in old.gemms.items() if name not in new.gemms}
+    stay = kept.keys() | gemms.keys()
+    new_out = [line + _STAYS if _entry(line) in stay else line for line in new.left_out]
     measured = new.classes.keys() | new.gemms.keys()
-    still_out = (
-        line for line in old.left_out if line.partition(":")[0] not in measured
-    )
+    tried = {_entry(line) for line in new.left_out}
+    # Of what was tried again, only what its choices were measured without still holds.
+    still_out = [
+        line
+        for line in old.left_out
+        if (name := _entry(line)) not in measured
+        and (name not in tried or (name in stay and not line.endswith(_STAYS)))
+    ]
     return Table(
         {
             **new.made_by,
@@ -173,13 +182,18 @@ def added(old: Table, new: Table) -> Table:
             *(row for row in old.measurements if key(row.dtype, row.head_dim) in kept),
             *new.measurements,
         ),
-        (*still_out, *new.left_out),
+        (*still_out, *new_out),
         gemms | dict(new.gemms),
         (
             *(row for row in old.gemm_measurements if row.layer in gemms),
             *new.gemm_measurements,
         ),
     )
+
+
+def _entry(line: str) -> str:
+    """Return the entry that a line of `Table.left_out` is about."""
+    return line.partition(":")[0]
 
 
 def write(table: Table, path: Path) -> None:

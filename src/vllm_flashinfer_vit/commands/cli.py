@@ -255,8 +255,12 @@ def tune(
         ),
     ] = None,
     head_dims: Annotated[
-        str, typer.Option(help="Head dims to measure, comma-separated.")
-    ] = ",".join(map(str, HEAD_DIMS)),
+        str | None,
+        typer.Option(
+            help="Head dims to measure, comma-separated.",
+            show_default=",".join(map(str, HEAD_DIMS)),
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(help="File to write instead of this GPU's in the user's folder."),
@@ -266,15 +270,15 @@ def tune(
         typer.Option(
             min=1,
             help="Seconds; what is not finished by then is left out.",
-            show_default="600; with --quick 120",
+            show_default="660; with --quick 150",
         ),
     ] = None,
     quick: Annotated[
         bool,
         typer.Option(
             "--quick",
-            help="Fewer lengths and numbers of sequences: a first table in about two "
-            "minutes.",
+            help="Fewer lengths and numbers of sequences: a first table in two to "
+            "three minutes.",
         ),
     ] = False,
     add: Annotated[
@@ -309,9 +313,8 @@ def tune(
         from vllm_flashinfer_vit.commands.tune import Options, run
         from vllm_flashinfer_vit.commands.tune_text import render, to_json
 
-        sizes = Options.gemms if gemms is None else gemms
         options = Options(
-            dtypes, head_dims, output, time_limit, quick, add, sizes, only
+            dtypes, head_dims, output, time_limit, quick, add, gemms, only
         )
         report = run(options, console)
     if as_json:

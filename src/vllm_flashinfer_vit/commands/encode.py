@@ -40,7 +40,12 @@ from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.towers.built import Built
 from vllm_flashinfer_vit.towers.config import check_quantization
-from vllm_flashinfer_vit.towers.model_tower import build, processor_kwargs
+from vllm_flashinfer_vit.towers.linear_layers import check_unquantized, how_layers_run
+from vllm_flashinfer_vit.towers.model_tower import (
+    build,
+    check_quantizable,
+    processor_kwargs,
+)
 from vllm_flashinfer_vit.towers.tower import check_backend
 
 REFERENCE_BACKEND = "TORCH_SDPA"
@@ -121,6 +126,7 @@ class Report(JobReport):
         backends: What was compared.
         attn_dtype: As `--mm-encoder-attn-dtype`, for FLASHINFER.
         quantization: As `--quantization`, for all backends.
+        unquantized: Layers that it left out.
         images: What came out, without images that were left out.
         output: The file of embeddings, or None.
     """
@@ -128,6 +134,7 @@ class Report(JobReport):
     backends: Sequence[str]
     attn_dtype: str | None
     quantization: str | None
+    unquantized: Sequence[str]
     images: Sequence[ImageReport]
     output: str | None
 
@@ -147,10 +154,12 @@ def run(options: Options, console: Console | None = None) -> Report:
     backends = _backends(options.backends)
     _check_fp8(options, backends)
     job = prepare(options)
+    check_quantizable(job.spec, options.quantization, options.unquantized)
     if options.output is not None:
         scales = [] if options.fp8_scale_path is None else [options.fp8_scale_path]
         files.check(options.output, keep=[*job.reads, *scales])
     failures: list[str] = []
+    notes: list[str] = []
     with progress_bar(console) as progress:
         count = len(job.files)
         total = count + (1 + len(backends)) * (count + _BUILD_STEPS)
@@ -193,6 +202,10 @@ def run(options: Options, console: Console | None = None) -> Report:
                     image_processor=processor,
                     **quantized,
                 )
+                if options.quantization is not None and quantized:
+                    notes.append(f"{backend}: {how_layers_run(tower)}")
+                # The first tower has the same layers, in fp32.
+                check_unquantized(tower.visual, tower.spec, options.unquantized)
                 return _encode_all(tower, patches, step)
 
             references = encode_all(REFERENCE_BACKEND, torch.float32)
@@ -215,12 +228,14 @@ def run(options: Options, console: Console | None = None) -> Report:
     ]
     for name, results in ((REFERENCE_BACKEND, references), *encoded.items()):
         failures += _not_finite(name, images, results)
-    notes = [] if options.attn_dtype is None else [_fp8_note(images)]
+    if options.attn_dtype is not None:
+        notes.append(_fp8_note(images))
     report = Report(
         **report_header(job, options, notes, failures),
         backends=backends,
         attn_dtype=options.attn_dtype,
         quantization=options.quantization,
+        unquantized=options.unquantized,
         images=images,
         output=None if options.output is None else str(options.output),
     )
@@ -262,7 +277,8 @@ def _not_finite(
 
 def render(report: Report, console: Console) -> None:
     """Print a report as a table; several backends stand side by side."""
-    table = report.table()
+    method = report.quantization
+    table = report.table(*([] if method is None else [f"quantised by {method}"]))
     table.add_column("image", overflow="fold")
     for column in ("pixels", "patches", "tokens"):
         table.add_column(column, justify="right", no_wrap=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `tune` prints: the choices that it measured, for people and as JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -54,7 +54,7 @@ def render(report: Report, console: Console) -> None:
         console.print(text)
     if report.table.gemms:
         console.print(_gemm_table(report.table.gemms))
-    for line in report.table.left_out:
+    for line in _folded(report.table.left_out):
         console.print(f"left out: {line}", markup=False, soft_wrap=True)
     if report.table.left_out:
         console.print("`vllm-flashinfer-vit doctor` says what serves instead.")
@@ -62,6 +62,24 @@ def render(report: Report, console: Console) -> None:
     console.print(
         f"The choices for {gpu} are in {report.path}", markup=False, soft_wrap=True
     )
+
+
+def _folded(left_out: Sequence[str]) -> list[str]:
+    """Return what was left out, what many have for the same reason in one line."""
+    names_by_reason: dict[str, list[str]] = {}
+    for line in left_out:
+        name, colon, reason = line.partition(": ")
+        name, reason = (name, reason) if colon else ("", line)
+        names_by_reason.setdefault(reason, []).append(name)
+    lines = []
+    for reason, names in names_by_reason.items():
+        # Those of attention are few: a dtype and a head dim.
+        layers = [name for name in names if name.count("/") == 2]
+        if len(layers) > 1:
+            names = [name for name in names if name not in layers]
+            names.append(f"{len(layers)} layers in FP8")
+        lines.append(": ".join(filter(None, (", ".join(names), reason))))
+    return lines
 
 
 def _gemm_table(gemms: Mapping[str, tuple[GemmClass, ...]]) -> TextTable:

@@ -126,6 +126,27 @@ def build(spec: Spec, *, image_processor: Any | None = None, **how: Any) -> Buil
     return build_model(spec, **how)
 
 
+def check_quantizable(
+    spec: Spec, quantization: str | None, unquantized: Sequence[str]
+) -> None:
+    """Check that what a spec builds is quantised at all, if that is asked for.
+
+    Args:
+        spec: From `resolve`.
+        quantization: As for `build_tower`.
+        unquantized: As for `build_tower`.
+
+    Raises:
+        TowerError: It is not.
+    """
+    if isinstance(spec, TowerSpec) or (quantization is None and not unquantized):
+        return
+    raise TowerError(
+        f"the layers of {spec.model} are not quantised outside an engine; leave "
+        "quantization out"
+    )
+
+
 def processor_kwargs(
     spec: Spec, backend: str, device: torch.device, image_processor: Any
 ) -> Mapping[str, Any]:
@@ -178,11 +199,7 @@ def build_model(
             installed vLLM or Transformers cannot build the model.
     """
     device = torch.device(device)
-    if quantization is not None or unquantized:
-        raise TowerError(
-            f"the layers of {spec.model} are not quantised outside an engine; leave "
-            "quantization out"
-        )
+    check_quantizable(spec, quantization, unquantized)
     check_backend(backend, device, dtype)
     cls = spec.model_class()
     attention = attention_arguments(backend, attn_dtype, fp8_scale_path)

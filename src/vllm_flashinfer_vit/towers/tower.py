@@ -22,6 +22,7 @@ from vllm_flashinfer_vit.towers.config import (
     tower_config,
 )
 from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
+from vllm_flashinfer_vit.towers.linear_layers import check_unquantized
 from vllm_flashinfer_vit.towers.spec import (
     FAMILIES,
     TowerError,
@@ -193,7 +194,8 @@ def build_tower(
 
     Raises:
         TowerError: The backend is unknown or not available on this device; the image
-            processor's mean and std cannot be used; or the quantisation cannot be had.
+            processor's mean and std cannot be used; the quantisation cannot be had; or
+            one of `unquantized` fits no layer.
         CheckpointError: The weights cannot be read or do not fit.
     """
     device = torch.device(device)
@@ -220,6 +222,7 @@ def build_tower(
     with current_config(config):
         init_distributed()
         visual = _build_module(spec, config, dtype, device, norm)
+        check_unquantized(visual, spec, unquantized)
         make_room(visual)
         if spec.checkpoint is None:
             fill_with_random_weights(visual, seed)
