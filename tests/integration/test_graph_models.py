@@ -25,8 +25,9 @@ from simulated_graphs import (  # noqa: E402
 )
 from vllm_flashinfer_vit.graphs import exact, padded  # noqa: E402
 from vllm_flashinfer_vit.graphs.exact import ExactManager  # noqa: E402
+from vllm_flashinfer_vit.graphs.sizes import ReplayMissingError  # noqa: E402
 from vllm_flashinfer_vit.ops.plan import Plan  # noqa: E402
-from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES  # noqa: E402
+from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES, ENV_STRICT  # noqa: E402
 from vllm_flashinfer_vit.towers.model_tower import ModelTower  # noqa: E402
 
 pytestmark = [cpu_only, pytest.mark.usefixtures("plain_kernel")]
@@ -296,6 +297,33 @@ def test_budgets_below_a_row_hold_nothing(name: str) -> None:
         got = run(manager, tower, name, batch)
     assert not metas(manager) and manager.graph_hits == 0
     torch.testing.assert_close(got, eager(tower, name, batch), rtol=1e-5, atol=1e-5)
+
+
+def test_a_width_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As of a request whose `max_soft_tokens` is above the engine's.
+    name = "google/gemma-4-31B-it"
+    tower = built(name)
+    counts: Counter[tuple[str, ...]] = Counter()
+    with simulated_graphs():
+        manager = build_manager(tower, **limits(name))
+        capture(manager, tower)
+        with (
+            mock.patch.object(padded.logger, "warning_once") as warned,
+            mock.patch.object(
+                manager.counting, "add", lambda n, *key: counts.update({key: n})
+            ),
+        ):
+            got = run(manager, tower, name, [280, 280])
+        assert (manager.graph_hits, manager.graph_misses) == (0, 2)
+        assert counts["fallbacks", "graph_missing"] == 1
+        assert counts["graph_misses",] == 2
+        assert warned.call_args.args[2] == "graph_missing"
+        assert "mm_processor_kwargs" in warned.call_args.args[3]
+        monkeypatch.setenv(ENV_STRICT, "1")
+        with pytest.raises(ReplayMissingError, match="mm_processor_kwargs"):
+            run(manager, tower, name, [280])
+    expected = eager(tower, name, [280, 280])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_widths_share_graphs_where_they_hold_as_many_rows() -> None:

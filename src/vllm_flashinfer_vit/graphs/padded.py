@@ -14,7 +14,13 @@ from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 from vllm_flashinfer_vit.engine.counting import Counting
 from vllm_flashinfer_vit.engine.metrics import Key
-from vllm_flashinfer_vit.graphs.sizes import ReplayError, ReplaySizeError, fill, fill_by
+from vllm_flashinfer_vit.graphs.sizes import (
+    ReplayError,
+    ReplayMissingError,
+    ReplaySizeError,
+    fill,
+    fill_by,
+)
 from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -24,6 +30,8 @@ _REMEDIES = {
     "graph_size": "raise encoder_cudagraph_max_frames_per_batch or "
     "encoder_cudagraph_max_vision_items_per_batch in the compilation config",
     "graph_pixels": "give images of 8 bits",
+    "graph_missing": "start the engine with the mm_processor_kwargs that requests "
+    "bring: graphs are captured for the images of those",
 }
 
 
@@ -72,9 +80,17 @@ class PaddedManager(EncoderCudaGraphManager):
         **kwargs: Any,
     ) -> torch.Tensor | None:
         try:
-            return self._replay(mm_kwargs, token_budget, path, *args, **kwargs)
+            output = self._replay(mm_kwargs, token_budget, path, *args, **kwargs)
         except ReplayError as error:
+            self.graph_misses += len(self._get_item_specs(mm_kwargs))
             return self._run_eager(mm_kwargs, path, error)
+        if output is not None:
+            return output
+        # vLLM has counted the miss, and would stop the engine.
+        name = graph_name(token_budget, path, *args, **kwargs)
+        text = f"{self._model_name()}: there is no graph {name}; "
+        missing = ReplayMissingError(text + _REMEDIES["graph_missing"])
+        return self._run_eager(mm_kwargs, path, missing)
 
     def _replay(
         self,
@@ -106,8 +122,7 @@ class PaddedManager(EncoderCudaGraphManager):
         """Serve a batch that no graph holds, such as a long video of small frames."""
         if Settings.from_env().strict:
             raise type(error)(f"{error}, or unset {ENV_STRICT}") from None
-        is_size = isinstance(error, ReplaySizeError)
-        kind = "graph_size" if is_size else "graph_pixels"
+        kind = error.kind
         # No sizes, which would make it another line for each of them.
         logger.warning_once(
             "%s: a batch did not fit its encoder CUDA graph (%s) and ran without one; "
@@ -117,7 +132,6 @@ class PaddedManager(EncoderCudaGraphManager):
             _REMEDIES[kind],
         )
         logger.debug("%s. The batch runs without a CUDA graph.", error)
-        self.graph_misses += len(self._get_item_specs(mm_kwargs))
         self.counting.add(1, "fallbacks", kind)
         # Most models have one path, and some of them know none.
         of_path = {} if path == "default" else {"path": path}
