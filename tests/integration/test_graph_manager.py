@@ -259,7 +259,8 @@ class TestReplay:
         modality, grids = BATCHES[0]
         values = pixels(tower.spec, grids).to(DEVICE)
         with simulated_graphs():
-            manager = build_manager(tower, max_tokens=160, **LIMITS)
+            sizes = {**LIMITS, "data_parallel": True}
+            manager = build_manager(tower, max_tokens=160, **sizes)
             capture(manager, tower)
             got = as_two_ranks(manager, tower, request(modality, values, grids))
         expected = tower.encode(values, grids)

@@ -16,6 +16,8 @@ from _graphs import as_two_ranks, metas, patched  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from vllm.model_executor.models import vision  # noqa: E402
+
 from engine_models import graphs_and_eager, record_graph_inputs  # noqa: E402
 from simulated_graphs import (  # noqa: E402
     SimulatedGraph,
@@ -29,6 +31,9 @@ from vllm_flashinfer_vit.graphs.sizes import ReplayMissingError  # noqa: E402
 from vllm_flashinfer_vit.ops.plan import Plan  # noqa: E402
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES, ENV_STRICT  # noqa: E402
 from vllm_flashinfer_vit.towers.model_tower import ModelTower  # noqa: E402
+
+# Says that a module gives each rank a part of a batch.
+FLAG = "use_data_parallel"
 
 pytestmark = [cpu_only, pytest.mark.usefixtures("plain_kernel")]
 
@@ -125,15 +130,32 @@ class TestExact:
         expected = eager(tower, name, batch)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.parametrize("batch", [0, 1], ids=["empty-rank", "both"])
-    def test_data_parallel(self, name: str, batch: int) -> None:
-        tower, items = built(name), CASES[name].batches[batch]
-        with simulated_graphs():
-            manager = build_manager(tower, **limits(name))
-            capture(manager, tower)
-            got = as_two_ranks(manager, tower, CASES[name].inputs(items))
+    @pytest.mark.parametrize(
+        ("batch", "is_small"),
+        [(0, False), (1, False), (1, True)],
+        ids=["empty-rank", "both", "no-graph"],
+    )
+    def test_data_parallel(self, name: str, batch: int, is_small: bool) -> None:
+        tower, case = built(name), CASES[name]
+        items = case.batches[batch]
         expected = eager(tower, name, items)
+        sharding = [m for m in tower.visual.modules() if hasattr(m, FLAG)]
+        for module in sharding:
+            setattr(module, FLAG, True)
+        smallest = 2 if case.row == 1 else case.row
+        sizes = {"budgets": (smallest,)} if is_small else {}
+        waiting = mock.Mock(side_effect=AssertionError("ranks wait for one another"))
+        with (
+            simulated_graphs(),
+            mock.patch.object(vision, "tensor_model_parallel_all_gather", waiting),
+        ):
+            manager = build_manager(tower, **limits(name), **sizes, data_parallel=True)
+            capture(manager, tower)
+            got = as_two_ranks(manager, tower, case.inputs(items))
+        assert (manager.graph_misses > 0) == is_small
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        # Profiling passes the manager by, with the same batch on each rank.
+        assert all(getattr(module, FLAG) for module in sharding)
 
     def test_grids_are_read_before_the_replay(self, name: str) -> None:
         tower, case = built(name), CASES[name]

@@ -5,7 +5,9 @@ vLLM fills the unused end of a buffer with zeros. Prefix sums that end in zeros 
 negative length, which kernels for plain batches cannot take.
 """
 
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -64,10 +66,36 @@ class PaddedManager(EncoderCudaGraphManager):
         self.counting.add(self.graph_misses - misses, "graph_misses")
         return outputs
 
+    @cached_property
+    def _sharding(self) -> list[Any]:
+        """Return the modules that give each rank a part of a batch, and gather."""
+        model: Any = self.model
+        return [m for m in model.modules() if getattr(m, "use_data_parallel", False)]
+
+    @contextmanager
+    def _one_rank(self) -> Iterator[None]:
+        """Have the model encode all that it is given.
+
+        Ranks have a share each already. Collectives within wait for ranks that have
+        none, or another number of batches.
+        """
+        sharding = self._sharding if self.use_dp else []
+        for module in sharding:
+            module.use_data_parallel = False
+        try:
+            yield
+        finally:
+            for module in sharding:
+                module.use_data_parallel = True
+
+    def _execute_local(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        with self._one_rank():
+            return super()._execute_local(mm_kwargs)
+
     def _capture_budget_graph(
         self, token_budget: int, path: str = "default", *args: Any, **kwargs: Any
     ) -> None:
-        with self.counting.noting() as noted:
+        with self._one_rank(), self.counting.noting() as noted:
             super()._capture_budget_graph(token_budget, path, *args, **kwargs)
         self._captured[graph_name(token_budget, path, *args, **kwargs)] = noted
 
