@@ -290,21 +290,47 @@ class TestPacked:
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_dense_graphs_hold_whole_rows(name: str) -> None:
+def test_dense_graphs_hold_the_rows_of_a_batch(name: str) -> None:
     tower, row = built(name), CASES[name].row
     with simulated_graphs():
         manager = build_manager(
             tower, **limits(name), budgets=(2 * row + 1, 5 * row), max_items=1
         )
         capture(manager, tower)
-        assert len(metas(manager)) >= 2
+        # A limit of items says nothing of how many tiles or crops an item has.
+        is_bounded = name == "google/gemma-4-31B-it"
+        assert len({id(meta) for meta in metas(manager)}) == 2
+        assert manager.get_num_graphs_to_capture() == 2
         for meta in metas(manager):
             rows = next(iter(meta.input_buffers.values())).shape[0]
             width = meta.axis_keys[0] if getattr(meta, "axis_keys", ()) else row
-            assert rows == meta.token_budget // width
+            assert rows == (1 if is_bounded else meta.token_budget // width)
             assert rows * width == manager.model.tokens(
                 meta.token_budget, getattr(meta, "axis_keys", ())
             )
+        batch = [CASES[name].batches[0][0]]
+        got = run(manager, tower, name, batch)
+    assert (manager.graph_hits, manager.graph_misses) == (1, 0)
+    torch.testing.assert_close(got, eager(tower, name, batch), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("frames", "is_held"), [(2, True), (4, False)])
+def test_frames_above_the_limit_run_without_a_graph(frames: int, is_held: bool) -> None:
+    name = "google/gemma-4-31B-it"
+    tower = built(name)
+    images = CASES[name].inputs([70] * frames)
+    video = {f"{key}_videos": value for key, value in images.items()}
+    inputs = {**video, "video_frame_counts": torch.tensor([frames])}
+    with simulated_graphs():
+        sizes = {"max_tokens": 980, "max_items": 1, "max_frames": 3}
+        manager = build_manager(tower, **sizes)
+        capture(manager, tower)
+        with tower.running():
+            (got,) = manager.execute(dict(inputs))
+    assert (manager.graph_hits, manager.graph_misses) == (is_held, not is_held)
+    with torch.inference_mode():
+        expected = tower.encode(**inputs)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", DENSE)
