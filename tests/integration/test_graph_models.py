@@ -206,7 +206,7 @@ class TestWithoutIt:
     def stock(self, name: str, monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> Any:
         monkeypatch.setenv(
             ENV_DISABLE_PATCHES,
-            "encoder-graphs,glm_ocr-prepared,glm4_1v-summed-positions",
+            "encoder-graphs,glm_ocr-prepared,glm_ocr-no-positions",
         )
         tower = built(name)
         manager = build_manager(tower, **{**limits(name), **sizes})
@@ -218,6 +218,22 @@ class TestWithoutIt:
             tower, manager = self.stock("zai-org/GLM-OCR", monkeypatch)
             with pytest.raises(AttributeError, match="embeddings"):
                 capture(manager, tower)
+
+    def test_glm_ocr_is_without_glm_4xvs_patches(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = "zai-org/GLM-OCR"
+        monkeypatch.setenv(
+            ENV_DISABLE_PATCHES, "glm4_1v-summed-positions,glm4_1v-kept-metadata"
+        )
+        tower = built(name)
+        with simulated_graphs():
+            manager = build_manager(tower, **limits(name))
+            capture(manager, tower)
+            got = run(manager, tower, name, GRIDS[1])
+        assert manager.graph_hits == len(GRIDS[1])
+        expected = eager(tower, name, GRIDS[1])
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
     def test_ernies_large_images_stop_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         name = "baidu/ERNIE-4.5-VL-28B-A3B-PT"
