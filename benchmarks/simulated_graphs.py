@@ -106,6 +106,7 @@ def build_manager(
     max_frames: int | None = None,
     frames_per_video: int = 2,
     allow_video: bool = True,
+    data_parallel: bool = False,
 ) -> Any:
     """Return vLLM's manager for a tower, nothing captured yet.
 
@@ -117,6 +118,7 @@ def build_manager(
         max_frames: `encoder_cudagraph_max_frames_per_batch`, None for automatic.
         frames_per_video: As for `model_around`.
         allow_video: Whether a prompt may hold a video.
+        data_parallel: Whether each of two ranks encodes a part of a batch.
     """
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
@@ -124,7 +126,7 @@ def build_manager(
         mm_encoder_attn_backend=(
             tower.vllm_config.model_config.multimodal_config.mm_encoder_attn_backend
         ),
-        mm_encoder_tp_mode="weights",
+        mm_encoder_tp_mode="data" if data_parallel else "weights",
         get_limit_per_prompt=lambda modality: int(allow_video or modality != "video"),
     )
     config = SimpleNamespace(
@@ -137,7 +139,7 @@ def build_manager(
         model_config=SimpleNamespace(
             multimodal_config=multimodal, max_model_len=max_tokens
         ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1 + data_parallel),
     )
     model: Any = tower.visual
     if isinstance(tower, Tower):

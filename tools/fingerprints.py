@@ -77,7 +77,7 @@ def libraries(folder: Path) -> dict[str, str]:
 def fits(patch: Patch, folder: Path) -> bool:
     """Whether a release has what a patch wraps and stands for."""
     try:
-        found = parameters(patch.target, folder)
+        found = parameters(patch.target, folder, patch.inherited_from)
         for method in patch.stands_for:
             fingerprint(method, folder)
     except LookupError:

@@ -63,8 +63,8 @@ def as_two_ranks(manager: Any, tower: Built, inputs: dict[str, Any]) -> torch.Te
     """Return what the first of two data-parallel ranks does, the other one's first."""
     from vllm.v1.worker import encoder_cudagraph as module
 
+    assert manager.use_dp
     padded: dict[int, torch.Tensor] = {}
-    manager.use_dp = True
     for rank in (1, 0):
 
         def gather(x: torch.Tensor, dim: int, rank: int = rank) -> torch.Tensor:

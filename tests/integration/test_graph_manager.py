@@ -4,7 +4,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from simulated_graphs import build_manager, capture, simulated_graphs  # noqa: E402
 from vllm_flashinfer_vit.graphs import exact, padded  # noqa: E402
+from vllm_flashinfer_vit.graphs import manager as adopting  # noqa: E402
 from vllm_flashinfer_vit.graphs.padded import PaddedManager  # noqa: E402
 from vllm_flashinfer_vit.graphs.sizes import ReplaySizeError, usual_frames  # noqa: E402
 from vllm_flashinfer_vit.kernels import attention_ref as reference  # noqa: E402
@@ -259,7 +260,8 @@ class TestReplay:
         modality, grids = BATCHES[0]
         values = pixels(tower.spec, grids).to(DEVICE)
         with simulated_graphs():
-            manager = build_manager(tower, max_tokens=160, **LIMITS)
+            sizes = {**LIMITS, "data_parallel": True}
+            manager = build_manager(tower, max_tokens=160, **sizes)
             capture(manager, tower)
             got = as_two_ranks(manager, tower, request(modality, values, grids))
         expected = tower.encode(values, grids)
@@ -335,6 +337,33 @@ class TestStockBackend:
         assert self.shortest(family) < 0
         monkeypatch.setenv(ENV_FIX_GRAPH_PADDING, "1")
         assert self.shortest(family) == 0
+
+    @pytest.mark.parametrize("is_strict", [False, True])
+    def test_a_class_of_others_stays_what_it_is(
+        self, is_strict: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from vllm.v1.worker import encoder_cudagraph as module
+
+        tower = small_tower("qwen3_vl")
+
+        class Other(module.EncoderCudaGraphManager):
+            def capture(self, *_: Any) -> None:
+                """Capture nothing."""
+
+        if is_strict:
+            monkeypatch.setenv(ENV_STRICT, "1")
+        error = pytest.raises(TypeError, match="Other manages the encoder CUDA")
+        with (
+            mock.patch.object(module, "EncoderCudaGraphManager", Other),
+            mock.patch.object(adopting.logger, "warning") as warned,
+            error if is_strict else nullcontext(),
+        ):
+            manager = build_manager(tower, max_tokens=160)
+        assert warned.called != is_strict
+        if is_strict:
+            return
+        assert type(manager) is Other
+        assert manager.token_budgets == [64, 128, 160]
 
     def test_other_managers_stay_vllms(self) -> None:
         small_tower("qwen3_vl")

@@ -16,6 +16,8 @@ from _graphs import as_two_ranks, metas, patched  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from vllm.model_executor.models import vision  # noqa: E402
+
 from engine_models import graphs_and_eager, record_graph_inputs  # noqa: E402
 from simulated_graphs import (  # noqa: E402
     SimulatedGraph,
@@ -25,9 +27,13 @@ from simulated_graphs import (  # noqa: E402
 )
 from vllm_flashinfer_vit.graphs import exact, padded  # noqa: E402
 from vllm_flashinfer_vit.graphs.exact import ExactManager  # noqa: E402
+from vllm_flashinfer_vit.graphs.sizes import ReplayMissingError  # noqa: E402
 from vllm_flashinfer_vit.ops.plan import Plan  # noqa: E402
-from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES  # noqa: E402
+from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES, ENV_STRICT  # noqa: E402
 from vllm_flashinfer_vit.towers.model_tower import ModelTower  # noqa: E402
+
+# Says that a module gives each rank a part of a batch.
+FLAG = "use_data_parallel"
 
 pytestmark = [cpu_only, pytest.mark.usefixtures("plain_kernel")]
 
@@ -124,15 +130,32 @@ class TestExact:
         expected = eager(tower, name, batch)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.parametrize("batch", [0, 1], ids=["empty-rank", "both"])
-    def test_data_parallel(self, name: str, batch: int) -> None:
-        tower, items = built(name), CASES[name].batches[batch]
-        with simulated_graphs():
-            manager = build_manager(tower, **limits(name))
-            capture(manager, tower)
-            got = as_two_ranks(manager, tower, CASES[name].inputs(items))
+    @pytest.mark.parametrize(
+        ("batch", "is_small"),
+        [(0, False), (1, False), (1, True)],
+        ids=["empty-rank", "both", "no-graph"],
+    )
+    def test_data_parallel(self, name: str, batch: int, is_small: bool) -> None:
+        tower, case = built(name), CASES[name]
+        items = case.batches[batch]
         expected = eager(tower, name, items)
+        sharding = [m for m in tower.visual.modules() if hasattr(m, FLAG)]
+        for module in sharding:
+            setattr(module, FLAG, True)
+        smallest = 2 if case.row == 1 else case.row
+        sizes = {"budgets": (smallest,)} if is_small else {}
+        waiting = mock.Mock(side_effect=AssertionError("ranks wait for one another"))
+        with (
+            simulated_graphs(),
+            mock.patch.object(vision, "tensor_model_parallel_all_gather", waiting),
+        ):
+            manager = build_manager(tower, **limits(name), **sizes, data_parallel=True)
+            capture(manager, tower)
+            got = as_two_ranks(manager, tower, case.inputs(items))
+        assert (manager.graph_misses > 0) == is_small
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        # Profiling passes the manager by, with the same batch on each rank.
+        assert all(getattr(module, FLAG) for module in sharding)
 
     def test_grids_are_read_before_the_replay(self, name: str) -> None:
         tower, case = built(name), CASES[name]
@@ -183,7 +206,7 @@ class TestWithoutIt:
     def stock(self, name: str, monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> Any:
         monkeypatch.setenv(
             ENV_DISABLE_PATCHES,
-            "encoder-graphs,glm_ocr-prepared,glm4_1v-summed-positions",
+            "encoder-graphs,glm_ocr-prepared,glm_ocr-no-positions",
         )
         tower = built(name)
         manager = build_manager(tower, **{**limits(name), **sizes})
@@ -195,6 +218,22 @@ class TestWithoutIt:
             tower, manager = self.stock("zai-org/GLM-OCR", monkeypatch)
             with pytest.raises(AttributeError, match="embeddings"):
                 capture(manager, tower)
+
+    def test_glm_ocr_is_without_glm_4xvs_patches(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = "zai-org/GLM-OCR"
+        monkeypatch.setenv(
+            ENV_DISABLE_PATCHES, "glm4_1v-summed-positions,glm4_1v-kept-metadata"
+        )
+        tower = built(name)
+        with simulated_graphs():
+            manager = build_manager(tower, **limits(name))
+            capture(manager, tower)
+            got = run(manager, tower, name, GRIDS[1])
+        assert manager.graph_hits == len(GRIDS[1])
+        expected = eager(tower, name, GRIDS[1])
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
     def test_ernies_large_images_stop_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         name = "baidu/ERNIE-4.5-VL-28B-A3B-PT"
@@ -267,21 +306,47 @@ class TestPacked:
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_dense_graphs_hold_whole_rows(name: str) -> None:
+def test_dense_graphs_hold_the_rows_of_a_batch(name: str) -> None:
     tower, row = built(name), CASES[name].row
     with simulated_graphs():
         manager = build_manager(
             tower, **limits(name), budgets=(2 * row + 1, 5 * row), max_items=1
         )
         capture(manager, tower)
-        assert len(metas(manager)) >= 2
+        # A limit of items says nothing of how many tiles or crops an item has.
+        is_bounded = name == "google/gemma-4-31B-it"
+        assert len({id(meta) for meta in metas(manager)}) == 2
+        assert manager.get_num_graphs_to_capture() == 2
         for meta in metas(manager):
             rows = next(iter(meta.input_buffers.values())).shape[0]
             width = meta.axis_keys[0] if getattr(meta, "axis_keys", ()) else row
-            assert rows == meta.token_budget // width
+            assert rows == (1 if is_bounded else meta.token_budget // width)
             assert rows * width == manager.model.tokens(
                 meta.token_budget, getattr(meta, "axis_keys", ())
             )
+        batch = [CASES[name].batches[0][0]]
+        got = run(manager, tower, name, batch)
+    assert (manager.graph_hits, manager.graph_misses) == (1, 0)
+    torch.testing.assert_close(got, eager(tower, name, batch), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("frames", "is_held"), [(2, True), (4, False)])
+def test_frames_above_the_limit_run_without_a_graph(frames: int, is_held: bool) -> None:
+    name = "google/gemma-4-31B-it"
+    tower = built(name)
+    images = CASES[name].inputs([70] * frames)
+    video = {f"{key}_videos": value for key, value in images.items()}
+    inputs = {**video, "video_frame_counts": torch.tensor([frames])}
+    with simulated_graphs():
+        sizes = {"max_tokens": 980, "max_items": 1, "max_frames": 3}
+        manager = build_manager(tower, **sizes)
+        capture(manager, tower)
+        with tower.running():
+            (got,) = manager.execute(dict(inputs))
+    assert (manager.graph_hits, manager.graph_misses) == (is_held, not is_held)
+    with torch.inference_mode():
+        expected = tower.encode(**inputs)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -296,6 +361,33 @@ def test_budgets_below_a_row_hold_nothing(name: str) -> None:
         got = run(manager, tower, name, batch)
     assert not metas(manager) and manager.graph_hits == 0
     torch.testing.assert_close(got, eager(tower, name, batch), rtol=1e-5, atol=1e-5)
+
+
+def test_a_width_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As of a request whose `max_soft_tokens` is above the engine's.
+    name = "google/gemma-4-31B-it"
+    tower = built(name)
+    counts: Counter[tuple[str, ...]] = Counter()
+    with simulated_graphs():
+        manager = build_manager(tower, **limits(name))
+        capture(manager, tower)
+        with (
+            mock.patch.object(padded.logger, "warning_once") as warned,
+            mock.patch.object(
+                manager.counting, "add", lambda n, *key: counts.update({key: n})
+            ),
+        ):
+            got = run(manager, tower, name, [280, 280])
+        assert (manager.graph_hits, manager.graph_misses) == (0, 2)
+        assert counts["fallbacks", "graph_missing"] == 1
+        assert counts["graph_misses",] == 2
+        assert warned.call_args.args[2] == "graph_missing"
+        assert "mm_processor_kwargs" in warned.call_args.args[3]
+        monkeypatch.setenv(ENV_STRICT, "1")
+        with pytest.raises(ReplayMissingError, match="mm_processor_kwargs"):
+            run(manager, tower, name, [280])
+    expected = eager(tower, name, [280, 280])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_widths_share_graphs_where_they_hold_as_many_rows() -> None:

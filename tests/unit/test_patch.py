@@ -90,6 +90,32 @@ def test_classmethod_stays_a_classmethod(target):
     assert target.__dict__["make"] is original
 
 
+def test_an_inherited_method_is_replaced_in_one_class(target, monkeypatch):
+    class Child(target):
+        pass
+
+    class Other(target):
+        def method(self, x):
+            return -x
+
+    module = sys.modules["patch_target"]
+    module.Child, module.Other = Child, Other
+    patch = make_patch()
+    patch.target = "patch_target:Child.method"
+    assert "no patch_target:Child.method" in patch.state()
+    patch.inherited_from = "patch_target:Target"
+    patch.check()
+    patch.apply()
+    assert (Child().method(1), target().method(1)) == (2, 1)
+    patch.revert()
+    assert "method" not in vars(Child) and Child().method(1) == 1
+    # Of a vLLM whose class has its own, or another base.
+    patch.target = "patch_target:Other.method"
+    assert "no patch_target:Other.method from patch_target:Target" in patch.state()
+    patch.target, patch.inherited_from = "patch_target:Child.method", "patch_target:Not"
+    assert patch.state().startswith("unavailable")
+
+
 @pytest.mark.parametrize(
     ("patch", "message"),
     [
@@ -116,7 +142,9 @@ def test_modules_that_are_not_loaded_are_left_alone():
 def test_sources_are_read_where_modules_are_not_loaded(monkeypatch, tmp_path):
     (tmp_path / "patch_package").mkdir()
     (tmp_path / "patch_package" / "models.py").write_text(
-        "class Target:\n    def method(self, x, *, flag=False): ...\n", "utf-8"
+        "class Target:\n    def method(self, x, *, flag=False): ...\n"
+        "class Child(Target): ...\n",
+        "utf-8",
     )
     monkeypatch.syspath_prepend(tmp_path)
     patch = make_patch(parameters=("self", "x", "flag"))
@@ -126,6 +154,12 @@ def test_sources_are_read_where_modules_are_not_loaded(monkeypatch, tmp_path):
     assert "takes self, x, flag" in patch.state()
     patch.target = "patch_package.models:Target.gone"
     assert "no patch_package.models:Target.gone" in patch.state()
+    patch.inherited_from = "patch_package.models:Target"
+    patch.parameters = ("self", "x", "flag")
+    patch.target = "patch_package.models:Child.method"
+    assert patch.state() == "not applied"
+    patch.target = "patch_package.models:Target.method"
+    assert "no patch_package.models:Target.method from" in patch.state()
     assert "patch_package.models" not in sys.modules
 
 

@@ -96,8 +96,9 @@ SERIES = (
         "What vLLM's own path served instead. key_lengths: calls of a layer whose "
         "query and key lengths differ. block_input: passes that the block programs do "
         "not take. graph_size: batches with more frames than graphs have room for. "
-        "graph_pixels: batches whose pixels are floats, where graphs hold bytes.",
-        ("key_lengths", "block_input", "graph_size", "graph_pixels"),
+        "graph_pixels: batches whose pixels are floats, where graphs hold bytes. "
+        "graph_missing: batches of images of a width that no graph was captured for.",
+        ("key_lengths", "block_input", "graph_size", "graph_pixels", "graph_missing"),
     ),
     Series(
         "triton_kernels_after_start",

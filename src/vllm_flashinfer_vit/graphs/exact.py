@@ -51,7 +51,16 @@ class ExactManager(PaddedManager):
                 self.path_token_budgets = {"default": list(budgets)}
         has_frames = compilation.encoder_cudagraph_max_frames_per_batch is not None
         self.model = ExactModel(
-            self.model, layout, smallest, self.token_budgets[-1], has_frames
+            self.model,
+            layout,
+            smallest,
+            self.token_budgets[-1],
+            has_frames,
+            getattr(self, "_capture_axes", ()),
+            # An image is one row, and so is a frame.
+            max(self.max_batch_size, self.max_frames_per_batch)
+            if layout.by_width
+            else None,
         )
         # Of dense towers: the budget of a graph, by the tokens that it really holds.
         self._of_tokens: dict[tuple[Any, ...], int] = {}

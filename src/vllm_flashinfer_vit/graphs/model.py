@@ -3,7 +3,7 @@
 
 import itertools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -32,7 +32,14 @@ class ExactModel:
     """
 
     def __init__(
-        self, model: Any, layout: Layout, smallest: int, max_budget: int, frames: bool
+        self,
+        model: Any,
+        layout: Layout,
+        smallest: int,
+        max_budget: int,
+        frames: bool,
+        axes: Iterable[Iterable[Hashable]] = (),
+        max_rows: int | None = None,
     ) -> None:
         """Wrap a model.
 
@@ -42,6 +49,9 @@ class ExactModel:
             smallest: Tokens of the smallest item, as the model says.
             max_budget: Tokens of the largest graph.
             frames: Whether the user has said how many frames a graph should hold.
+            axes: What each budget is captured for: the model's `capture_axes`.
+            max_rows: Rows that a batch of a dense tower has at most; None where the
+                budget alone bounds them.
         """
         self.wrapped = model
         self.layout = layout
@@ -50,6 +60,10 @@ class ExactModel:
         self._smallest = smallest
         self._max_budget = max_budget
         self._has_frames = frames
+        self._axis_keys = list(itertools.product(*axes))
+        self._max_rows = max_rows
+        # What the largest graph writes; 0 if there is none.
+        self._most = max(self.tokens(max_budget, keys) for keys in self._axis_keys)
         self._inputs: dict[str, torch.Tensor] = {}
         self._sizes: dict[str, int] = {}
         self._output: torch.Tensor | None = None
@@ -79,7 +93,8 @@ class ExactModel:
     def tokens(self, token_budget: int, axis_keys: tuple[Hashable, ...] = ()) -> int:
         """Return the tokens that a budget's graph really holds."""
         row = self.layout.row_tokens(self._smallest, axis_keys)
-        return token_budget // row * row
+        rows = token_budget // row
+        return row * (rows if self._max_rows is None else min(rows, self._max_rows))
 
     def is_short(self, mm_kwargs: dict[str, Any]) -> bool:
         """Return whether the graphs for short sequences hold a batch."""
@@ -88,7 +103,8 @@ class ExactModel:
     def output(self, token_budget: int) -> torch.Tensor:
         """Return what the last replay of a budget's graph wrote."""
         assert self._output is not None
-        return self._output[: self._output.shape[0] * token_budget // self._max_budget]
+        rows = self._output.shape[0] * min(token_budget, self._most) // self._most
+        return self._output[:rows]
 
     def prepare_encoder_cudagraph_capture_inputs(
         self,
@@ -106,9 +122,9 @@ class ExactModel:
         to a whole number of tokens for each frame of each item, which is many times the
         budget where videos are long.
         """
-        self._tokens = token_budget
         prepare = self.wrapped.prepare_encoder_cudagraph_capture_inputs
         frames = self.frames(token_budget, max_frames_per_batch)
+        tokens = self._tokens = self.tokens(token_budget, *args)
         if self.layout.is_packed:
             one = prepare(1, 1, 0, device, dtype, path, *args)
             sequences = self.sequences(
@@ -125,8 +141,8 @@ class ExactModel:
             return type(one)(values=values)
         if not self._sizes:
             self._measure(frames, dtype, path, *args)
-        # An item may have any number of rows; none has more than the budget.
-        own = prepare(token_budget, token_budget, frames, device, dtype, path, *args)
+        # An item of others than Gemma 4's may have any number of rows.
+        own = prepare(tokens, tokens, frames, device, dtype, path, *args)
         for key, value in own.values.items():
             own.values[key] = self._share(key, value, value.shape).copy_(value)
         return own
@@ -161,20 +177,13 @@ class ExactModel:
 
     def _measure(self, frames: int, dtype: torch.dtype, path: str, *args: Any) -> None:
         """Note how large a dense tower's buffers are in the largest budget's graphs."""
-        config = self.wrapped.get_encoder_cudagraph_config()
         meta = torch.device("meta")
-        for keys in itertools.product(*getattr(config, "capture_axes", ())):
+        prepare = self.wrapped.prepare_encoder_cudagraph_capture_inputs
+        for keys in self._axis_keys:
             # vLLM before 0.29 has no such argument.
             axis_keys = (keys,) if args else ()
-            largest = self.wrapped.prepare_encoder_cudagraph_capture_inputs(
-                self._max_budget,
-                self._max_budget,
-                frames,
-                meta,
-                dtype,
-                path,
-                *axis_keys,
-            )
+            tokens = self.tokens(self._max_budget, *axis_keys)
+            largest = prepare(tokens, tokens, frames, meta, dtype, path, *axis_keys)
             for key, value in largest.values.items():
                 self._sizes[key] = max(self._sizes.get(key, 0), value.numel())
 
@@ -217,7 +226,7 @@ class ExactModel:
         if self._output is None:
             # ERNIE's has a row for each patch: what merges them is no part of it.
             per_token = -(-output.shape[0] // self._tokens)
-            shape = (self._max_budget * per_token, *output.shape[1:])
+            shape = (self._most * per_token, *output.shape[1:])
             self._output = output.new_zeros(shape)
         self._output[: output.shape[0]].copy_(output)
         return output[:0]

@@ -5,7 +5,9 @@ vLLM fills the unused end of a buffer with zeros. Prefix sums that end in zeros 
 negative length, which kernels for plain batches cannot take.
 """
 
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,7 +16,13 @@ from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 from vllm_flashinfer_vit.engine.counting import Counting
 from vllm_flashinfer_vit.engine.metrics import Key
-from vllm_flashinfer_vit.graphs.sizes import ReplayError, ReplaySizeError, fill, fill_by
+from vllm_flashinfer_vit.graphs.sizes import (
+    ReplayError,
+    ReplayMissingError,
+    ReplaySizeError,
+    fill,
+    fill_by,
+)
 from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -24,6 +32,8 @@ _REMEDIES = {
     "graph_size": "raise encoder_cudagraph_max_frames_per_batch or "
     "encoder_cudagraph_max_vision_items_per_batch in the compilation config",
     "graph_pixels": "give images of 8 bits",
+    "graph_missing": "start the engine with the mm_processor_kwargs that requests "
+    "bring: graphs are captured for the images of those",
 }
 
 
@@ -56,10 +66,36 @@ class PaddedManager(EncoderCudaGraphManager):
         self.counting.add(self.graph_misses - misses, "graph_misses")
         return outputs
 
+    @cached_property
+    def _sharding(self) -> list[Any]:
+        """Return the modules that give each rank a part of a batch, and gather."""
+        model: Any = self.model
+        return [m for m in model.modules() if getattr(m, "use_data_parallel", False)]
+
+    @contextmanager
+    def _one_rank(self) -> Iterator[None]:
+        """Have the model encode all that it is given.
+
+        Ranks have a share each already. Collectives within wait for ranks that have
+        none, or another number of batches.
+        """
+        sharding = self._sharding if self.use_dp else []
+        for module in sharding:
+            module.use_data_parallel = False
+        try:
+            yield
+        finally:
+            for module in sharding:
+                module.use_data_parallel = True
+
+    def _execute_local(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        with self._one_rank():
+            return super()._execute_local(mm_kwargs)
+
     def _capture_budget_graph(
         self, token_budget: int, path: str = "default", *args: Any, **kwargs: Any
     ) -> None:
-        with self.counting.noting() as noted:
+        with self._one_rank(), self.counting.noting() as noted:
             super()._capture_budget_graph(token_budget, path, *args, **kwargs)
         self._captured[graph_name(token_budget, path, *args, **kwargs)] = noted
 
@@ -72,9 +108,17 @@ class PaddedManager(EncoderCudaGraphManager):
         **kwargs: Any,
     ) -> torch.Tensor | None:
         try:
-            return self._replay(mm_kwargs, token_budget, path, *args, **kwargs)
+            output = self._replay(mm_kwargs, token_budget, path, *args, **kwargs)
         except ReplayError as error:
+            self.graph_misses += len(self._get_item_specs(mm_kwargs))
             return self._run_eager(mm_kwargs, path, error)
+        if output is not None:
+            return output
+        # vLLM has counted the miss, and would stop the engine.
+        name = graph_name(token_budget, path, *args, **kwargs)
+        text = f"{self._model_name()}: there is no graph {name}; "
+        missing = ReplayMissingError(text + _REMEDIES["graph_missing"])
+        return self._run_eager(mm_kwargs, path, missing)
 
     def _replay(
         self,
@@ -106,8 +150,7 @@ class PaddedManager(EncoderCudaGraphManager):
         """Serve a batch that no graph holds, such as a long video of small frames."""
         if Settings.from_env().strict:
             raise type(error)(f"{error}, or unset {ENV_STRICT}") from None
-        is_size = isinstance(error, ReplaySizeError)
-        kind = "graph_size" if is_size else "graph_pixels"
+        kind = error.kind
         # No sizes, which would make it another line for each of them.
         logger.warning_once(
             "%s: a batch did not fit its encoder CUDA graph (%s) and ran without one; "
@@ -117,7 +160,6 @@ class PaddedManager(EncoderCudaGraphManager):
             _REMEDIES[kind],
         )
         logger.debug("%s. The batch runs without a CUDA graph.", error)
-        self.graph_misses += len(self._get_item_specs(mm_kwargs))
         self.counting.add(1, "fallbacks", kind)
         # Most models have one path, and some of them know none.
         of_path = {} if path == "default" else {"path": path}

@@ -21,11 +21,25 @@ _MORE_FRAMES = 128
 
 
 class ReplayError(ValueError):
-    """A graph cannot hold a batch."""
+    """A graph cannot hold a batch.
+
+    Attributes:
+        kind: The label of its counter.
+    """
+
+    kind = "graph_pixels"
 
 
 class ReplaySizeError(ReplayError):
     """A batch needs a larger buffer than the graph has."""
+
+    kind = "graph_size"
+
+
+class ReplayMissingError(ReplayError):
+    """There is no graph of a batch's kind, whatever its budget."""
+
+    kind = "graph_missing"
 
 
 def fine_budgets(smallest: int, largest: int, step: int = 1) -> list[int]:

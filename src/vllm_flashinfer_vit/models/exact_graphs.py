@@ -91,6 +91,14 @@ def _run_prepared(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _prepare_none(original: Function) -> Function:
+    @functools.wraps(original)
+    def pos_embeds_interpolate(self: Any, grid_thw: Grids) -> None:
+        return None
+
+    return pos_embeds_interpolate
+
+
 _VISUAL, _MOONVIT = Layout("visual"), Layout("vision_tower", "merge_kernel_size")
 _QWEN2 = f"{MODELS}.qwen2_vl:Qwen2"
 _QWEN2_5 = f"{MODELS}.qwen2_5_vl:Qwen2_5_"
@@ -100,6 +108,7 @@ _K25 = (
     f"{MODELS}.kimi_k25_vit:MoonViT3dPretrainedModel.prepare_encoder_cudagraph_metadata",
     f"{MODELS}.kimi_k25_vit:MoonViT3dEncoder.prepare_encoder_metadata",
 )
+_GLM_4V = f"{MODELS}.glm4_1v:Glm4vVisionTransformer"
 _GLM_OCR = f"{MODELS}.glm_ocr:GlmOcrVisionTransformer"
 _EXACT = (
     _exact(
@@ -124,7 +133,7 @@ _EXACT = (
         "glm4_1v",
         f"{MODELS}.glm4_1v:Glm4vForConditionalGeneration",
         _VISUAL,
-        f"{MODELS}.glm4_1v:Glm4vVisionTransformer.prepare_encoder_metadata",
+        f"{_GLM_4V}.prepare_encoder_metadata",
     ),
     _exact(
         "ernie45_vl",
@@ -173,11 +182,22 @@ PATCHES = (
         name="glm_ocr-prepared",
         target=f"{_GLM_OCR}.forward",
         why="the tower takes no prepared metadata: vLLM cannot capture it, and stops "
-        "with cudagraph_mm_encoder (so it does without glm4_1v-summed-positions, which "
-        "also keeps vLLM from looking for positions that GLM-OCR has not)",
+        "with cudagraph_mm_encoder",
         remove_when="vLLM's tower takes encoder_metadata",
         parameters=("self", "x", "grid_thw", "encoder_metadata"),
         stands_for=(f"{_GLM_OCR}.__init__", f"{_GLM_OCR}.forward"),
         replace=_run_prepared,
+    ),
+    Patch(
+        name="glm_ocr-no-positions",
+        target=f"{_GLM_OCR}.pos_embeds_interpolate",
+        inherited_from=_GLM_4V,
+        why="vLLM prepares GLM-4.xV's learned positions for its graphs, which this "
+        "tower has not: it stops with cudagraph_mm_encoder",
+        remove_when="vLLM's tower prepares no positions",
+        parameters=("self", "grid_thw"),
+        stands_for=(f"{_GLM_OCR}.__init__", f"{_GLM_4V}.prepare_encoder_metadata"),
+        replace=_prepare_none,
+        compiled=False,
     ),
 )

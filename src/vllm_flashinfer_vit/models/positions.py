@@ -44,10 +44,7 @@ def summed_positions(family: str, tower: str, embeddings: str) -> Patch:
 
 def _sum_taps(original: Function) -> Function:
     @functools.wraps(original)
-    def pos_embeds_interpolate(self: Any, grid_thw: Grids) -> torch.Tensor | None:
-        # GLM-OCR's tower derives from GLM-4.xV's, and has no learned positions.
-        if not hasattr(self, "embeddings"):
-            return None
+    def pos_embeds_interpolate(self: Any, grid_thw: Grids) -> torch.Tensor:
         if not is_served(self.blocks[0].attn):
             return original(self, grid_thw)
         table = self.embeddings.position_embedding.weight

@@ -32,6 +32,8 @@ class Patch:
         replace: Takes the original function and returns the new one.
         compiled: Whether vLLM may compile what is replaced, or calls of it, into code
             that it caches; False only where the replacement never runs in such code.
+        inherited_from: `module:Class` that defines the target's method, where its class
+            inherits that; the replacement is of that class alone.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Patch:
     stands_for: tuple[str, ...]
     replace: Callable[[Callable[..., Any]], Callable[..., Any]]
     compiled: bool = True
+    inherited_from: str = ""
     _original: Any = field(default=None, init=False, repr=False)
     _replacement: Any = field(default=None, init=False, repr=False)
 
@@ -60,9 +63,23 @@ class Patch:
         class_name, _, attribute = path.partition(".")
         return getattr(sys.modules[module], class_name), attribute
 
-    def _found(self) -> tuple[str, ...]:
+    def _raw(self) -> Any:
         owner, attribute = self._owner()
-        raw = owner.__dict__[attribute]
+        if self.inherited_from:
+            module, _, base = self.inherited_from.partition(":")
+            raw = getattr(sys.modules[module], base).__dict__[attribute]
+            if (
+                attribute in owner.__dict__
+                or inspect.getattr_static(owner, attribute) is not raw
+            ):
+                raise LookupError(f"{self.target} is not inherited")
+            return raw
+        return owner.__dict__[attribute]
+
+    def _found(self) -> tuple[str, ...]:
+        if not self.loaded:
+            return parameters(self.target, inherited_from=self.inherited_from)
+        raw = self._raw()
         function = raw.__func__ if isinstance(raw, classmethod) else raw
         return tuple(inspect.signature(function).parameters)
 
@@ -83,9 +100,10 @@ class Patch:
 
     def _misfit(self) -> str | None:
         try:
-            found = self._found() if self.loaded else parameters(self.target)
+            found = self._found()
         except (AttributeError, LookupError):
-            return f"there is no {self.target}"
+            base = self.inherited_from
+            return f"there is no {self.target}" + (f" from {base}" if base else "")
         except (TypeError, ValueError):
             return f"what {self.target} takes cannot be told: it is no Python function"
         if found != self.parameters:
@@ -100,7 +118,7 @@ class Patch:
         if self.applied:
             return
         owner, attribute = self._owner()
-        raw = owner.__dict__[attribute]
+        raw = self._raw()
         if isinstance(raw, classmethod):
             new: Any = classmethod(self.replace(raw.__func__))
         else:
@@ -122,7 +140,10 @@ class Patch:
                 f"patch {self.name}: {self.target} was wrapped once more; put that "
                 "back first"
             )
-        setattr(owner, attribute, self._original)
+        if self.inherited_from:
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, self._original)
         self._original = self._replacement = None
 
     def state(self, disabled: frozenset[str] = frozenset()) -> str:
@@ -145,8 +166,8 @@ def apply_fitting(
 ) -> tuple[PatchError, ...]:
     """Apply the patches that fit, of those whose modules are loaded.
 
-    No patch needs another one, unless its `why` says so: each leaves the rest as it
-    finds it. Those that are known not to be for this vLLM are passed over.
+    No patch needs another one: each leaves the rest as it finds it. Those that are
+    known not to be for this vLLM are passed over.
 
     Args:
         patches: No two of one target.

@@ -24,16 +24,24 @@ _DIGITS = 12
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def parameters(target: str, folder: Path | None = None) -> tuple[str, ...]:
+def parameters(
+    target: str, folder: Path | None = None, inherited_from: str = ""
+) -> tuple[str, ...]:
     """Return the names of a method's parameters, in order, without importing it.
 
     Args:
-        target: `module:Class.method`; the method must be defined in the class.
+        target: `module:Class.method`.
         folder: Where the package lies; None for the one that would be imported.
+        inherited_from: `module:Class` that defines the method; empty for the target's.
 
     Raises:
-        LookupError: There is no such method, or no source of it.
+        LookupError: There is no such method, or no source of it, or the target's class
+            defines it although another one should.
     """
+    if inherited_from:
+        if _defined(target, folder) is not None:
+            raise LookupError(f"{target} is not inherited")
+        target = f"{inherited_from}.{target.rpartition('.')[2]}"
     found = _method(target, folder).args
     names = [arg.arg for arg in (*found.posonlyargs, *found.args)]
     names += [found.vararg.arg] if found.vararg else []
@@ -66,14 +74,22 @@ def _method(target: str, folder: Path | None) -> _Function:
         function = _block(_source(module, folder), "def", path)
         assert isinstance(function, _Function)
         return function
+    found = _defined(target, folder)
+    if found is None:
+        raise LookupError(f"there is no {target}")
+    return found
+
+
+def _defined(target: str, folder: Path | None) -> _Function | None:
+    """Return the method that a class defines itself, or None."""
+    module, _, path = target.partition(":")
+    class_name, _, attribute = path.partition(".")
     owner = _block(_source(module, folder), "class", class_name)
     assert isinstance(owner, ast.ClassDef)
     found = None
     for part in owner.body:
         if isinstance(part, _Function) and part.name == attribute:
             found = part
-    if found is None:
-        raise LookupError(f"there is no {target}")
     return found
 
 
