@@ -69,15 +69,16 @@ def classes() -> str:
 
 def gemms() -> str:
     """Write which GEMM serves layers in FP8 on an H200, layers with the same on one."""
+    from vllm_flashinfer_vit.choices.gemm_table import GemmLayer
     from vllm_flashinfer_vit.choices.gemms import in_words
     from vllm_flashinfer_vit.choices.table import read_bundled
 
     rows: dict[tuple[str, ...], list[str]] = {}
     for table in read_bundled("NVIDIA H200", None):
         for name, classes in table.gemms.items():
-            dtype, sizes, scales = name.split("/")
-            key = table.made_by["vllm"], dtype, scales, in_words(classes)
-            rows.setdefault(key, []).append(sizes)
+            layer = GemmLayer.of_key(name)
+            key = table.made_by["vllm"], layer.dtype, layer.scales, in_words(classes)
+            rows.setdefault(key, []).append(layer.size)
     if not rows:
         return "Not measured yet."
     lines = [

@@ -282,6 +282,7 @@ class TestCaptured:
         ):
             monkeypatch.setattr(EncoderCudaGraphManager, name, method)
         made: Any = PaddedManager.__new__(PaddedManager)
+        made.use_dp = False
         made.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace())
         made.config = SimpleNamespace(buffer_keys=[], padding_logics={})
         made.adopt()

@@ -188,7 +188,7 @@ def _sum_norm() -> Made:
         normed, total = torch.empty_like(terms[0]), torch.empty_like(terms[0])
         x, *branches = terms
         call = add_norm.prepare(x, tuple(branches), weight, bias, 1e-6, normed)
-        return returning(lambda: call(x, weight, bias, total), (total, normed))
+        return returning(lambda: call(*terms, weight, bias, total), (total, normed))
 
     stage(0)()
     return Made(

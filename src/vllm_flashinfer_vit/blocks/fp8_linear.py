@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
-from vllm_flashinfer_vit.kernels.formats import Activation
+from vllm_flashinfer_vit.kernels.formats import Activation, dtype_name
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS, scales_of
 from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref, scaled_mm_ref
 from vllm_flashinfer_vit.kernels.scaled_mm import Launch, cutlass_op, launch_of
@@ -255,7 +255,7 @@ def measured_as(layer: Any) -> GemmLayer | None:
     """Return what tables know a layer by, None if none has its kind of scales."""
     (inputs, outputs), num_scales = layer.weight.shape, layer.weight_scale.numel()
     scales = scales_of(_is_static(layer), num_scales)
-    dtype = str(layer.params_dtype).removeprefix("torch.")
+    dtype = dtype_name(layer.params_dtype)
     return None if scales is None else GemmLayer(dtype, inputs, outputs, scales)
 
 

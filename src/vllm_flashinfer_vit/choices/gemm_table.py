@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -27,9 +27,21 @@ class GemmLayer(NamedTuple):
     scales: str
 
     @property
+    def size(self) -> str:
+        """Inputs x outputs: `1152x3456`."""
+        return f"{self.inputs}x{self.outputs}"
+
+    @property
     def key(self) -> str:
         """Its name in tables: `bfloat16/1152x3456/tensor`."""
-        return f"{self.dtype}/{self.inputs}x{self.outputs}/{self.scales}"
+        return f"{self.dtype}/{self.size}/{self.scales}"
+
+    @classmethod
+    def of_key(cls, key: str) -> Self:
+        """Return the layers of a key that a table was read with."""
+        dtype, sizes, scales = key.split("/")
+        inputs, outputs = map(int, sizes.split("x"))
+        return cls(dtype, inputs, outputs, scales)
 
 
 class GemmClass(NamedTuple):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.derive import derive_without
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
-from vllm_flashinfer_vit.kernels.formats import MAX_WINDOW
+from vllm_flashinfer_vit.kernels.formats import MAX_WINDOW, dtype_name
 from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 from vllm_flashinfer_vit.ops.plan import LEAST_MEAN_LEN, Class, Plan
@@ -300,7 +300,7 @@ class _Entry(NamedTuple):
         self, refused: frozenset[str], dtype: "torch.dtype | str", head_dim: int
     ) -> tuple[Choice, ...]:
         """Return the same, none if there are none, of the kernels not refused."""
-        classes = derive_without(self.table, _name(dtype), self.head_dim, refused)
+        classes = derive_without(self.table, dtype_name(dtype), self.head_dim, refused)
         reason = f"{self._reason(head_dim)}, without {' and '.join(sorted(refused))}"
         return tuple(Choice(c.kernel, c.max_len, reason, c.many) for c in classes or ())
 
@@ -319,21 +319,17 @@ def _look_up(
     vllm: str | None,
 ) -> _Entry | None:
     """Return what was measured, or None."""
-    dtype_name = _name(dtype)
+    wanted = dtype_name(dtype)
     found: _Entry | None = None
     for table, origin in tables_for(gpu_name, capability, tuned_dir, vllm):
         for name, classes in table.classes.items():
             entry_dtype, _, text = name.partition("/")
             measured = int(text)
-            if entry_dtype != dtype_name or measured < head_dim:
+            if entry_dtype != wanted or measured < head_dim:
                 continue
             if found is None or measured < found.head_dim:
                 found = _Entry(measured, classes, table, origin)
     return found
-
-
-def _name(dtype: "torch.dtype | str") -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def tables_for(

@@ -18,7 +18,7 @@ from vllm_flashinfer_vit.choices.table import Measurement
 from vllm_flashinfer_vit.choices.usable import kernel_verdict
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, Kernel
-from vllm_flashinfer_vit.kernels.formats import DynamicScales
+from vllm_flashinfer_vit.kernels.formats import DynamicScales, dtype_name
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.ops.attention import Fp8, attention, fp8_attention
@@ -224,8 +224,3 @@ def _in_fp32(batch: Batch) -> torch.Tensor:
     q, k = rope_ref(batch.q.float(), batch.k.float(), batch.cos, batch.sin)
     longest, scale = int(batch.max_seqlen), q.shape[2] ** -0.5
     return attention_ref(q, k, batch.v.float(), batch.cu_seqlens, longest, scale)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name in tables, `bfloat16`."""
-    return str(dtype).removeprefix("torch.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_flashinfer_vit.choices import lookup
 from vllm_flashinfer_vit.choices.lookup import Choice, fp8_ranges
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
+from vllm_flashinfer_vit.kernels.formats import dtype_name
 from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Stack, Verdict
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE, judge
@@ -36,8 +37,7 @@ def kernel_verdict(
     """
     if kernel not in KERNELS:
         raise ValueError(f"no kernel is named {kernel!r}")
-    dtype_name = str(dtype).removeprefix("torch.")
-    return judge(KERNELS[kernel].needs, stack, head_dim, dtype_name)
+    return judge(KERNELS[kernel].needs, stack, head_dim, dtype_name(dtype))
 
 
 def usable_choices(

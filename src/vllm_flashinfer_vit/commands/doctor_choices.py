@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_flashinfer_vit.choices.gemm_table import GemmLayer
 from vllm_flashinfer_vit.choices.gemms import measured_gemms
 from vllm_flashinfer_vit.choices.lookup import is_measured, other_versions
 from vllm_flashinfer_vit.choices.table import TableError, file_name, key
@@ -59,16 +60,9 @@ def gemm_rows(stack: Stack, settings: Settings | None) -> list[dict[str, Any]]:
         return []
     rows = []
     for name, choice in found.items():
-        dtype, sizes, scales = name.split("/")
-        inputs, outputs = map(int, sizes.split("x"))
-        layer = {
-            "dtype": dtype,
-            "inputs": inputs,
-            "outputs": outputs,
-            "scales": scales,
-        }
+        layer = GemmLayer.of_key(name)
         rows += [
-            {**layer, **part._asdict(), "reason": choice.reason}
+            {**layer._asdict(), **part._asdict(), "reason": choice.reason}
             for part in choice.classes
         ]
     return rows
@@ -195,7 +189,7 @@ def _unmeasured_note(stack: Stack, settings: Settings | None) -> str | None:
         return None
     return (
         f"Nobody measured these kernels on {stack.gpus[0].name}. `vllm-flashinfer-vit "
-        "tune --quick` does in about two minutes; without --quick it measures more."
+        "tune --quick` does in two to three minutes; without --quick it measures more."
     )
 
 

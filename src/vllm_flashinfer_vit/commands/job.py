@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_flashinfer_vit.commands.images import ImageFile, JobError, image_files
+from vllm_flashinfer_vit.kernels.formats import dtype_name
 from vllm_flashinfer_vit.towers.resolve import resolve
 from vllm_flashinfer_vit.towers.spec import Spec
 
@@ -165,7 +166,7 @@ def report_header(
         "weights": weights if job.spec.checkpoint is None else "checkpoint weights",
         "depth": job.spec.depth,
         "full_depth": job.spec.full_depth,
-        "dtype": str(job.dtype).removeprefix("torch."),
+        "dtype": dtype_name(job.dtype),
         "device": device_name(job.device),
         "max_pixels": job.max_pixels,
         "notes": [*job.notes, *notes],

@@ -44,7 +44,6 @@ from vllm_flashinfer_vit.choices.gemm_table import (
 from vllm_flashinfer_vit.choices.measure import (
     Cell,
     candidates,
-    dtype_name,
     grid,
     measure,
 )
@@ -52,6 +51,7 @@ from vllm_flashinfer_vit.choices.measure_gemms import gemm_candidates, measure_g
 from vllm_flashinfer_vit.choices.table import Measurement, Table
 from vllm_flashinfer_vit.choices.trial import attempt
 from vllm_flashinfer_vit.commands.tune_options import Options
+from vllm_flashinfer_vit.kernels.formats import dtype_name
 from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Stack

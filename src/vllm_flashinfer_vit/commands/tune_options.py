@@ -10,9 +10,10 @@ import torch
 
 from vllm_flashinfer_vit.choices.derive import TuneError
 from vllm_flashinfer_vit.choices.gemm_table import GemmLayer
-from vllm_flashinfer_vit.choices.measure import COUNTS, LENGTHS, dtype_name
+from vllm_flashinfer_vit.choices.measure import COUNTS, LENGTHS
 from vllm_flashinfer_vit.choices.measure_gemms import ROWS, SIZES
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS
+from vllm_flashinfer_vit.kernels.formats import dtype_name
 from vllm_flashinfer_vit.kernels.gemms import SCALES
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -48,7 +49,7 @@ QUICK = Effort(
     (64, 128, 256, 512, 1024, 2048, 4096, 16384),
     (1, 16, 256),
     150.0,
-    (512, 1024, 4096, 16384),
+    (4096, 16384),
 )
 
 PARTS = ("attention", "gemms")

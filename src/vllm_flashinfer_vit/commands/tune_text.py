@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table as TextTable
 
 from vllm_flashinfer_vit.choices import table as tuned
-from vllm_flashinfer_vit.choices.gemm_table import GemmClass
+from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
 from vllm_flashinfer_vit.choices.gemms import STOCK, in_words
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.commands.tune import Report
@@ -88,9 +88,9 @@ def _gemm_table(gemms: Mapping[str, tuple[GemmClass, ...]]) -> TextTable:
     for column in ("layer in FP8", "dtype", "scales", "GEMM"):
         table.add_column(column, overflow="fold")
     for name, classes in gemms.items():
-        dtype, sizes, scales = name.split("/")
+        layer = GemmLayer.of_key(name)
         if classes != STOCK:
-            table.add_row(sizes, dtype, scales, in_words(classes))
+            table.add_row(layer.size, layer.dtype, layer.scales, in_words(classes))
     if STOCK in gemms.values():
         table.add_row(
             "all others" if table.row_count else "all", "", "", in_words(STOCK)

@@ -30,7 +30,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class Counting(PerEngine):
-    """What one engine counts; an engine without a FLASHINFER layer has none.
+    """What one engine counts.
 
     Attributes:
         is_on: Whether a pass counts now.

@@ -129,7 +129,7 @@ class ExactManager(PaddedManager):
         return sum(map(len, sizes)) + len(self._short_budgets)
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
-        """Capture all graphs, large budgets twice.
+        """Capture all graphs, and those for short sequences after them.
 
         A graph holds one kernel for all its replays, which must cope with a sequence
         that fills the budget. Short sequences have a faster one: graphs of their own.

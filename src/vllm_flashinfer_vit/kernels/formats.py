@@ -31,6 +31,15 @@ MIN_ROW_SCALE = 1.0 / (E4M3_MAX * 512.0)
 FP32_TINY = 2.0**-126
 
 
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """Return a dtype's name in tables and reports, `bfloat16`.
+
+    Args:
+        dtype: A torch dtype or its name already.
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def qk_max(head_dim: int) -> float:
     """Return the largest q and k, a number in e4m3: 28, and 22 at head dim 128.
 
