@@ -214,8 +214,24 @@ def check_quantization(
             f"quantization {_OLD_FP8} takes no list of layers to leave out; use "
             + ", ".join(lists)
         )
+    for name in unquantized:
+        _check_pattern(name)
     if device.type == "cpu":
         raise TowerError("quantising a tower's layers needs a GPU; leave it out")
+
+
+def _check_pattern(name: str) -> None:
+    """Check that vLLM can read a name or pattern of layers."""
+    import regex
+
+    if not name.startswith("re:"):
+        return
+    try:
+        regex.compile(name.removeprefix("re:"))
+    except regex.error as error:
+        raise TowerError(
+            f"unquantized {name!r} is not a regular expression: {error}"
+        ) from None
 
 
 def _quantized(quantization: str, unquantized: Sequence[str]) -> dict[str, Any]:
