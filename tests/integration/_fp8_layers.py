@@ -29,6 +29,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8StaticTensorSym,
 )
 
+from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
+from vllm_flashinfer_vit.choices.gemms import GemmChoice
 from vllm_flashinfer_vit.towers.tower import Tower
 
 SCHEMES = ("tensor", "channel", "static")
@@ -43,6 +45,17 @@ class Kernel(CutlassFP8ScaledMMLinearKernel):
         key = kFp8StaticTensorSym if is_static else kFp8DynamicTokenSym
         self.config = SimpleNamespace(activation_quant_key=key)
         self.layer_param_names = "weight", "weight_scale", "input_scale", ""
+
+
+class Everywhere(dict[str, GemmChoice]):
+    """A table that has the same classes for every layer, or for those of some sizes."""
+
+    def __init__(self, classes: tuple[GemmClass, ...], *sizes: str) -> None:
+        self.choice, self.sizes = GemmChoice(classes, "measured"), sizes
+
+    def get(self, key: str, default: Any = None) -> Any:
+        found = not self.sizes or GemmLayer.of_key(key).size in self.sizes
+        return self.choice if found else default
 
 
 def layers_of(tower: Tower) -> Iterator[tuple[str, Any]]:

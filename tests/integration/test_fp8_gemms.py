@@ -2,7 +2,7 @@
 """Layers in FP8 run the GEMM that a table names for their size, scales and rows."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from _blocks import (
     stream,
     tables,
 )
-from _fp8_layers import in_16_bits, layers_of, served
+from _fp8_layers import Everywhere, in_16_bits, layers_of, served
 from _towers import cpu_only
 
 from cases import relative_error
@@ -29,7 +29,6 @@ from vllm_flashinfer_vit.blocks.fp8_linear import Gemms
 from vllm_flashinfer_vit.choices import resolve
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
-from vllm_flashinfer_vit.choices.gemms import GemmChoice
 from vllm_flashinfer_vit.kernels import scaled_mm
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS, TORCH
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
@@ -69,16 +68,8 @@ def takes_row_scales() -> bool:
 def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let a table have classes for every layer, or for those of some sizes."""
 
-    class Everywhere(dict[str, GemmChoice]):
-        def __init__(self, classes: Any, sizes: Iterable[str]) -> None:
-            self.choice, self.sizes = GemmChoice(classes, "measured"), sizes
-
-        def get(self, key: str, default: Any = None) -> Any:
-            found = not self.sizes or key.split("/")[1] in self.sizes
-            return self.choice if found else default
-
     def choose(classes: tuple[GemmClass, ...], *sizes: str) -> None:
-        monkeypatch.setattr(layers, "gemms_here", lambda _: Everywhere(classes, sizes))
+        monkeypatch.setattr(layers, "gemms_here", lambda _: Everywhere(classes, *sizes))
 
     return choose
 

@@ -6,6 +6,7 @@ from importlib.metadata import version
 import pytest
 import torch
 from _blocks import SPECS, kinds, programs
+from _fp8_layers import Everywhere
 from _models import noise
 from _towers import cpu_only, small_spec
 from packaging.version import Version
@@ -14,7 +15,6 @@ from cases import relative_error
 from vllm_flashinfer_vit.blocks import layers
 from vllm_flashinfer_vit.choices.clock import capture
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
-from vllm_flashinfer_vit.choices.gemms import GemmChoice
 from vllm_flashinfer_vit.kernels.gemms import TORCH
 from vllm_flashinfer_vit.towers.config import current_config, tower_config
 from vllm_flashinfer_vit.towers.linear_layers import how_layers_run
@@ -54,6 +54,15 @@ def encode(tower: Tower) -> torch.Tensor:
     return tower.encode(noise(rows, tower.spec.patch_dim), GRIDS)
 
 
+def check_error(family: str, served: Tower, method: str) -> None:
+    """Compare a quantised tower's error with stock's, and a second run's bits."""
+    exact = encode(true_tower(family, "TORCH_SDPA", torch.float32))
+    stock = encode(true_tower(family, "FLASH_ATTN", quantization=method))
+    found = encode(served)
+    assert relative_error(found, exact) <= 1.02 * relative_error(stock, exact)
+    assert torch.equal(encode(served), found)
+
+
 def check_graph_bits(tower: Tower) -> None:
     """Compare a tower's CUDA graph with its eager mode, bit for bit."""
     pixels = noise(sum(t * h * w for t, h, w in GRIDS), tower.spec.patch_dim)
@@ -79,13 +88,9 @@ class TestOnAGpu:
             pytest.skip("vLLM 0.25.1 cannot pad channels that have scales of their own")
 
     def test_no_less_exact_than_stock(self, family: str, method: str) -> None:
-        exact = encode(true_tower(family, "TORCH_SDPA", torch.float32))
-        stock = encode(true_tower(family, "FLASH_ATTN", quantization=method))
         served = true_tower(family, quantization=method)
         assert kinds(served) == {("Fp8Linear",) * 4}
-        found = encode(served)
-        assert relative_error(found, exact) <= 1.02 * relative_error(stock, exact)
-        assert torch.equal(encode(served), found)
+        check_error(family, served, method)
 
     def test_graphs_have_the_same_bits(self, family: str, method: str) -> None:
         check_graph_bits(true_tower(family, quantization=method))
@@ -110,16 +115,6 @@ class TestOnAGpu:
         assert encode(served).isfinite().all()
 
 
-class Everywhere(dict[str, GemmChoice]):
-    """A table with one entry for every layer."""
-
-    def __init__(self, *classes: GemmClass) -> None:
-        self.choice = GemmChoice(classes, "measured")
-
-    def get(self, key: str, default: object = None) -> GemmChoice:  # type: ignore[override]
-        return self.choice
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", SPECS)
 class TestPytorchsGemm:
@@ -129,19 +124,14 @@ class TestPytorchsGemm:
     def chosen(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if family == "qwen2_5_vl" and Version(version("vllm")) < Version("0.26"):
             pytest.skip("vLLM 0.25.1 cannot pad channels that have scales of their own")
-        table = Everywhere(GemmClass(None, TORCH))
+        table = Everywhere((GemmClass(None, TORCH),))
         monkeypatch.setattr(layers, "gemms_here", lambda folder: table)
 
     def test_no_less_exact_than_stock(self, family: str) -> None:
-        method = "fp8_per_channel"
-        exact = encode(true_tower(family, "TORCH_SDPA", torch.float32))
-        stock = encode(true_tower(family, "FLASH_ATTN", quantization=method))
-        served = true_tower(family, quantization=method)
+        served = true_tower(family, quantization="fp8_per_channel")
         steps = programs(served)[0].steps.values()
         assert sum("torch._scaled_mm" in step for step in steps) == 4
-        found = encode(served)
-        assert relative_error(found, exact) <= 1.02 * relative_error(stock, exact)
-        assert torch.equal(encode(served), found)
+        check_error(family, served, "fp8_per_channel")
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_graphs_have_the_same_bits(self, family: str, dtype: torch.dtype) -> None:

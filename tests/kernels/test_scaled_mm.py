@@ -98,8 +98,8 @@ def test_products_are_those_of_fp32(gemm, dtype, scales, has_bias) -> None:
 
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_the_first_rows_do_not_depend_on_those_after_them(gemm) -> None:
-    skip_row_scales_on_an_older_cpu(gemm, "rows")
     """Nothing after the rows is read: a scale there is another batch's."""
+    skip_row_scales_on_an_older_cpu(gemm, "rows")
     given = draw(ROWS[-1], *SIZES[0], torch.bfloat16)
     few = given._replace(
         out=given.out[:7], rows=given.rows[:7], scales=given.scales[:7]
