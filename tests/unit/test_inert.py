@@ -114,6 +114,7 @@ print('went on, strict')
 """
 
 
+@pytest.mark.extended
 def test_a_failed_registration_is_logged_and_raised_if_strict():
     done = subprocess.run(
         [sys.executable, "-c", FAILED], capture_output=True, text=True, check=False

@@ -292,6 +292,7 @@ def test_memory_is_drawn_from_its_rows(tmp_path: Path, monkeypatch) -> None:
     assert "plugin-fp8, server 2" in text and "host memory, GiB" in text
 
 
+@pytest.mark.extended
 def test_commands_are_printed_without_a_gpu() -> None:
     done = subprocess.run(
         [sys.executable, BENCHMARKS / "soak.py", "--print", "--models", MODEL],
