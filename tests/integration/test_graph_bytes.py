@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from engines import random_pixels  # noqa: E402
 from simulated_graphs import build_manager, capture, simulated_graphs  # noqa: E402
-from vllm_flashinfer_vit.graphs.sizes import ReplayError  # noqa: E402
+from vllm_flashinfer_vit.graphs.sizes import ReplayPixelsError  # noqa: E402
 from vllm_flashinfer_vit.settings import ENV_STRICT  # noqa: E402
 from vllm_flashinfer_vit.towers.tower import Tower  # noqa: E402
 
@@ -72,7 +72,9 @@ class TestBytes:
             got = torch.cat(manager.execute(inputs))
             assert (manager.graph_hits, manager.graph_misses) == (0, 1)
             monkeypatch.setenv(ENV_STRICT, "1")
-            with pytest.raises(ReplayError, match=r"float32, .*uint8; give images of"):
+            with pytest.raises(
+                ReplayPixelsError, match=r"float32, .*uint8; give images of"
+            ):
                 manager.execute(inputs)
             expected = tower.visual(inputs["pixel_values"], grid_thw=grids)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,7 @@ from vllm.model_executor.models.utils import scatter_output_slices
 from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 from vllm_flashinfer_vit.graphs.layouts import Layout, longest
 from vllm_flashinfer_vit.graphs.sizes import (
-    ReplayError,
+    ReplayPixelsError,
     even_split,
     is_cu_seqlens,
     max_sequences,
@@ -203,8 +203,8 @@ class ExactModel:
         """Return the batch's own buffers; `fill` pads them to the graph's.
 
         Raises:
-            ReplayError: The pixels are floats, as of an image given as such, and the
-                graph takes bytes.
+            ReplayPixelsError: The pixels are floats, as of an image given as such, and
+                the graph takes bytes.
         """
         replay = self.wrapped.prepare_encoder_cudagraph_replay_buffers(
             mm_kwargs, 0, 0, *args
@@ -214,7 +214,7 @@ class ExactModel:
                 continue
             held = self._inputs[key]
             if values.is_floating_point() and not held.is_floating_point():
-                raise ReplayError(
+                raise ReplayPixelsError(
                     f"pixels of this batch are {values.dtype}, the CUDA graph was "
                     f"captured with {held.dtype}; give images of 8 bits"
                 )

@@ -6,6 +6,7 @@ and attention works on patches.
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
@@ -26,6 +27,12 @@ class ReplayError(ValueError):
     Attributes:
         kind: The label of its counter.
     """
+
+    kind: ClassVar[str]
+
+
+class ReplayPixelsError(ReplayError):
+    """A batch has pixels of another dtype than the graph."""
 
     kind = "graph_pixels"
 
