@@ -7,7 +7,7 @@ language model after it is small, and the tokenizer knows bytes and special toke
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,32 @@ def _glm4v_config(
     return transformers.Glm4vConfig(
         text_config=text,
         vision_config={**vision, "depth": depth or vision["depth"]},
+        image_token_id=ids["<|image|>"],
+        video_token_id=ids["<|video|>"],
+        image_start_token_id=ids["<|begin_of_image|>"],
+        image_end_token_id=ids["<|end_of_image|>"],
+        video_start_token_id=ids["<|begin_of_video|>"],
+        video_end_token_id=ids["<|end_of_video|>"],
+    )
+
+
+def _glm_ocr_config(
+    ids: Mapping[str, int], depth: int | None
+) -> transformers.PretrainedConfig:
+    text = {
+        **_SMALL,
+        **WHOLE_MODELS["zai-org/GLM-OCR"].text,
+        "num_attention_heads": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+            "mrope_section": [16, 24, 24],
+        },
+    }
+    return transformers.GlmOcrConfig(
+        text_config=text,
+        vision_config=_vision("zai-org/GLM-OCR", depth),
         image_token_id=ids["<|image|>"],
         video_token_id=ids["<|video|>"],
         image_start_token_id=ids["<|begin_of_image|>"],
@@ -264,20 +290,26 @@ def _gemma4_processor(
     )
 
 
+_GLM4V = OtherModel(
+    architecture="Glm4vForConditionalGeneration",
+    image="<|begin_of_image|><|image|><|end_of_image|>",
+    video="<|begin_of_video|><|video|><|end_of_video|>",
+    named={"image_token": "<|image|>", "video_token": "<|video|>"},
+    special_tokens=(
+        "<|begin_of_image|>",
+        "<|end_of_image|>",
+        "<|begin_of_video|>",
+        "<|end_of_video|>",
+    ),
+    config=_glm4v_config,
+    processor=_glm4v_processor,
+)
 OTHER_MODELS: Mapping[str, OtherModel] = {
-    "zai-org/GLM-4.1V-9B-Thinking": OtherModel(
-        architecture="Glm4vForConditionalGeneration",
-        image="<|begin_of_image|><|image|><|end_of_image|>",
-        video="<|begin_of_video|><|video|><|end_of_video|>",
-        named={"image_token": "<|image|>", "video_token": "<|video|>"},
-        special_tokens=(
-            "<|begin_of_image|>",
-            "<|end_of_image|>",
-            "<|begin_of_video|>",
-            "<|end_of_video|>",
-        ),
-        config=_glm4v_config,
-        processor=_glm4v_processor,
+    "zai-org/GLM-4.1V-9B-Thinking": _GLM4V,
+    "zai-org/GLM-OCR": replace(
+        _GLM4V,
+        architecture="GlmOcrForConditionalGeneration",
+        config=_glm_ocr_config,
     ),
     "PaddlePaddle/PaddleOCR-VL": OtherModel(
         architecture="PaddleOCRVLForConditionalGeneration",

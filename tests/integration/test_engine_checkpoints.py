@@ -28,6 +28,7 @@ from other_checkpoints import OTHER_MODELS, make_other_checkpoint  # noqa: E402
 
 # vLLM 0.25.1 fails with them and the Transformers that it is tested with.
 NEWER = (
+    "zai-org/GLM-OCR",
     "zai-org/GLM-4.1V-9B-Thinking",
     "mistral-community/pixtral-12b",
     "google/gemma-3-4b-it",
