@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's encoder as one call, by its graphs and in eager mode, compared."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -11,6 +11,7 @@ import torch
 from correctness import relative_error
 from engines import random_pixels
 from graph_requests import MERGE, Request, patches
+from vllm_flashinfer_vit.graphs.sizes import is_cu_seqlens
 
 
 class Captured(NamedTuple):
@@ -19,12 +20,10 @@ class Captured(NamedTuple):
     Attributes:
         patches: Patches that it computes, padding included.
         bounds: Bounds of the sequence lengths, in patches, by vLLM's names for them.
-        sequences: How many sequences it takes, empty ones included.
     """
 
     patches: int
     bounds: dict[str, int]
-    sequences: int
 
 
 class Batch(NamedTuple):
@@ -34,11 +33,14 @@ class Batch(NamedTuple):
         items: Its items, by their place in the request.
         inputs: Their pixels and grids.
         graph: What served them, or None if that was eager mode.
+        offsets: With a graph: what it read of the sequences, empty ones included, by
+            vLLM's names for it.
     """
 
     items: list[int]
     inputs: dict[str, Any]
     graph: Captured | None = None
+    offsets: Mapping[str, torch.Tensor] = {}
 
     @property
     def tokens(self) -> list[int]:
@@ -63,12 +65,18 @@ def captured(manager: Any) -> dict[tuple[str, int], Captured]:
                 if key.startswith("max_seqlen") and buffer is not None
             }
             # Stock's graphs compute more than their budget.
-            found[path, budget] = Captured(
-                buffers["pixel_values"].shape[0],
-                bounds,
-                buffers["cu_seqlens"].numel() - 1,
-            )
+            found[path, budget] = Captured(buffers["pixel_values"].shape[0], bounds)
     return found
+
+
+def offsets_of(manager: Any, path: str, budget: int) -> dict[str, torch.Tensor]:
+    """Return copies of what the last replay of a graph read of its sequences."""
+    buffers = manager.budget_graphs[path][budget].input_buffers
+    return {
+        key: buffer.clone()
+        for key, buffer in buffers.items()
+        if buffer is not None and (is_cu_seqlens(key) or key == "sequence_lengths")
+    }
 
 
 class Encoder:
@@ -121,8 +129,10 @@ class Encoder:
         ) -> torch.Tensor | None:
             output = run(manager, batch, budget, path, *args, **kw)
             if output is not None:
-                graph = self._captured[path, budget]
-                found[-1] = found[-1]._replace(graph=graph)
+                found[-1] = found[-1]._replace(
+                    graph=self._captured[path, budget],
+                    offsets=offsets_of(manager, path, budget),
+                )
             return output
 
         with (
@@ -143,11 +153,10 @@ class Encoder:
 
         For a batch that a graph served, eager mode takes the graph's kernels. Attention
         layers choose one by the bound of the sequence lengths, which also sets the
-        blocks of `triton_window`, whether FA3 splits the keys, and cuDNN's bucket.
-        cuBLAS, and who runs a GEMM, go by the number of rows, which is a bound of the
-        lengths too. So eager mode gets the bounds and the mean length that the graph
-        was captured with, and frames of one token where the graph has padding. What
-        stays different is the number of sequences, which is a part of cuDNN's bucket.
+        blocks of `triton_window` and cuDNN's bucket, and by the rows to a sequence.
+        FA3 splits keys by how many sequences there are. cuBLAS, and who runs a GEMM, go
+        by the number of rows. So eager mode gets the bounds that the graph was captured
+        with, the sequences that it read, and as many rows.
         """
         items: dict[int, torch.Tensor] = {}
         for batch in batches:
@@ -155,35 +164,34 @@ class Encoder:
                 output = self.eager(batch.inputs)
             else:
                 inputs = _filled(batch.inputs, batch.graph.patches)
-                with self._bounded(batch.graph):
+                with self._served(batch.graph, batch.offsets):
                     output = self.eager(inputs)
             output = output[: sum(batch.tokens)]
             items |= zip(batch.items, output.split(batch.tokens), strict=True)
         return torch.cat([items[i] for i in range(len(items))])
 
     @contextmanager
-    def _bounded(self, graph: Captured) -> Iterator[None]:
-        """Tell the layers a graph's bounds and mean of the lengths, not the batch's."""
-        from vllm_flashinfer_vit.ops.batch import Ready
-
+    def _served(
+        self, graph: Captured, offsets: Mapping[str, torch.Tensor]
+    ) -> Iterator[None]:
+        """Tell the layers a graph's bounds and sequences, not those of the batch."""
         visual = self._model.visual
         prepare = visual.prepare_encoder_metadata
         # On the CPU, as vLLM's models hand them over.
-        bounds = graph.bounds.items()
-        tensors = {k: torch.tensor(v, dtype=torch.int32) for k, v in bounds}
+        bounds = {
+            key: torch.tensor(value, dtype=torch.int32)
+            for key, value in graph.bounds.items()
+        }
 
-        def bounded(*args: Any, **kw: Any) -> dict[str, Any]:
-            return prepare(*args, **kw) | tensors
+        def served(*args: Any, **kw: Any) -> dict[str, Any]:
+            return prepare(*args, **kw) | bounds | dict(offsets)
 
-        with (
-            mock.patch.object(visual, "prepare_encoder_metadata", bounded),
-            mock.patch.object(Ready, "mean_len", graph.patches / graph.sequences),
-        ):
+        with mock.patch.object(visual, "prepare_encoder_metadata", served):
             yield
 
 
 def _filled(inputs: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return inputs of `count` patches: frames of one token after the batch's own."""
+    """Return inputs of `count` patches: after the batch's own, some of no sequence."""
     pixels = next(key for key in inputs if key.startswith("pixel_values"))
     grids = next(key for key in inputs if key.endswith("_grid_thw"))
     rest = count - inputs[pixels].shape[0]
