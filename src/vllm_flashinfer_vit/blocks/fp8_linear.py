@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
-from vllm.model_executor.kernels.linear.scaled_mm import CutlassFP8ScaledMMLinearKernel
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
@@ -247,6 +246,12 @@ def kernel_of(layer: Any) -> Any:
 
 def can_launch(layer: Any, kernel: Any) -> bool:
     """Whether vLLM runs a layer by the GEMM that is launched here."""
+    # Not on top: it brings all of vLLM's kernels, some of which start compilers, and a
+    # server's processes without a model load this module, too.
+    from vllm.model_executor.kernels.linear.scaled_mm import (
+        CutlassFP8ScaledMMLinearKernel,
+    )
+
     is_cutlass = type(kernel) is CutlassFP8ScaledMMLinearKernel
     return is_cutlass and cutlass_op() is not None and bool(layer.weight.is_cuda)
 
