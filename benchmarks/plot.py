@@ -17,6 +17,7 @@ white and on black, and the background is transparent.
 
 import argparse
 import csv
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -369,9 +370,7 @@ def draw(
     kind: str,
     source: Path,
     target: Path,
-    modes: Sequence[str] | None,
-    providers: Sequence[str] | None = None,
-    benches: Sequence[str] | None = None,
+    shown: Mapping[str, Sequence[str] | None] = {},
     vllm: str | None = None,
 ) -> None:
     """Draw one figure.
@@ -380,25 +379,22 @@ def draw(
         kind: A key of `DRAWINGS`.
         source: Results file.
         target: SVG file to write.
-        modes: Modes to show; None for all.
-        providers: Providers to show; None for all.
-        benches: Benches of the attention op to show; None for all.
+        shown: By a column of the file, what is shown of it; None for all.
         vllm: As for `read_rows`.
 
     Raises:
         SystemExit: As `read_rows`.
         ValueError: The results file is not one, or has no rows of these.
     """
+    wanted = {column: values for column, values in shown.items() if values}
     rows = [
         row
         for row in read_rows(source, vllm)
-        if (not modes or row["mode"] in modes)
-        and (not providers or row["provider"] in providers)
-        and (not benches or row["bench"] in benches)
+        if all(row[column] in values for column, values in wanted.items())
     ]
     if not rows:
-        wanted = ", ".join((*(modes or ()), *(providers or ()), *(benches or ())))
-        raise ValueError(f"{source} has no rows of {wanted}")
+        names = ", ".join(itertools.chain(*wanted.values()))
+        raise ValueError(f"{source} has no rows of {names}")
     with matplotlib.rc_context(STYLE):
         write_svg(DRAWINGS[kind](rows), target)
 
@@ -421,17 +417,16 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", help="modes to show; default all")
     parser.add_argument("--providers", nargs="+", help="default all")
     parser.add_argument("--benches", nargs="+", help="default all")
+    parser.add_argument("--models", nargs="+", help="default all")
     parser.add_argument("--vllm", help="rows of this version; needed if there are more")
     args = parser.parse_args()
-    draw(
-        args.kind,
-        args.source,
-        args.target,
-        args.modes,
-        args.providers,
-        args.benches,
-        args.vllm,
-    )
+    shown = {
+        "mode": args.modes,
+        "provider": args.providers,
+        "bench": args.benches,
+        "model": args.models,
+    }
+    draw(args.kind, args.source, args.target, shown, args.vllm)
     print(f"drew {args.target}")
 
 

@@ -24,7 +24,7 @@ from environment import STACK_COLUMNS
 IDENTITY = (
     *("bench", "level", "config", "input", "seed", "method", "model", "case"),
     *("provider", "kernel", "blocks", "class", "head_dim", "dtype", "mode", "tokens"),
-    *("workload", "concurrency", "serve_args", "server"),
+    *("workload", "concurrency", "serve_args", "server", "stage", "engine_args"),
     # Ten random requests do not stand for a hundred.
     "requests",
 )

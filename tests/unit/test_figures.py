@@ -66,15 +66,15 @@ def test_figure_from_a_csv(plot, tmp_path, kind):
         ("plugin", "mixed"),
     ]:
         log.add(make_row(provider=provider, case=case))
-    plot.draw(kind, source, target, None)
+    plot.draw(kind, source, target)
     svg = target.read_text()
     for text in ("stock-flash_attn", "plugin", "1x256", "mixed", "NVIDIA H200"):
         assert text in svg
     first = target.read_bytes()
-    plot.draw(kind, source, target, ["graph"])
+    plot.draw(kind, source, target, {"mode": ["graph"], "model": None})
     assert target.read_bytes() == first
     with pytest.raises(ValueError, match="eager"):
-        plot.draw(kind, source, target, ["eager"])
+        plot.draw(kind, source, target, {"mode": ["eager"]})
 
 
 def test_equal_times_are_equal_speeds(plot):
@@ -112,7 +112,7 @@ def test_waterfall_from_a_csv(plot, tmp_path):
 def test_host_figure_from_a_csv(plot, tmp_path):
     source = write_rows(tmp_path / "host.csv", host_rows())
     target = tmp_path / "figures" / "host.svg"
-    plot.draw("host", source, target, None)
+    plot.draw("host", source, target)
     svg = target.read_text()
     for text in ("stock-flash_attn, fused ops", "norm", "qkv", "attention", "307"):
         assert text in svg
@@ -124,7 +124,7 @@ def test_host_figure_from_a_csv(plot, tmp_path):
     for colour in waterfall.CLASS_COLOURS[:3]:
         assert colour.lower() in svg
     first = target.read_bytes()
-    plot.draw("host", source, target, None)
+    plot.draw("host", source, target)
     assert target.read_bytes() == first
 
 
@@ -136,12 +136,12 @@ def test_host_figure_needs_towers_and_steps_of_one_case(plot, tmp_path):
     ):
         source = write_rows(tmp_path / name, rows)
         with pytest.raises(ValueError, match="1x256 and of step_host"):
-            plot.draw("host", source, target, None)
+            plot.draw("host", source, target)
     source = write_rows(
         tmp_path / "many.csv", host_rows(steps=tuple(map(str, range(10))))
     )
     with pytest.raises(ValueError, match="10 steps, but 9 colours"):
-        plot.draw("host", source, target, None)
+        plot.draw("host", source, target)
     assert not target.exists()
 
 
@@ -170,8 +170,8 @@ def test_figures_are_of_one_vllm(plot, tmp_path):
     log.add(make_row())
     log.add({**make_row(), "vllm": "0.33.0", "quack": "0.6.5"})
     with pytest.raises(SystemExit, match="--vllm"):
-        plot.draw("encoder", source, target, None)
-    plot.draw("encoder", source, target, None, vllm="0.25.1")
+        plot.draw("encoder", source, target)
+    plot.draw("encoder", source, target, vllm="0.25.1")
     assert "vLLM 0.25.1" in (svg := target.read_text())
     assert "QuACK 0.5.0" in svg and "0.33.0" not in svg
     columns = (*waterfall.COLUMNS, *ENVIRONMENT_COLUMNS)
@@ -186,7 +186,7 @@ def test_figures_are_of_one_vllm(plot, tmp_path):
     with pytest.raises(chosen_rows.NoRowsError, match="no such rows of vLLM 0.1"):
         waterfall.draw(log.path, target, "0.1")
     with pytest.raises(chosen_rows.NoRowsError, match="no such rows of vLLM 0.1"):
-        plot.draw("encoder", source, target, None, vllm="0.1")
+        plot.draw("encoder", source, target, vllm="0.1")
 
 
 def test_a_profile_is_of_the_vllm_that_runs(monkeypatch, capsys):
@@ -213,7 +213,7 @@ def test_a_contender_keeps_its_colour_in_any_company(plot, tmp_path):
     for kind in ("encoder", "attention"):
         for providers in (["plugin"], ["stock-flash_attn", "plugin"], None):
             target = tmp_path / "a.svg"
-            plot.draw(kind, source, target, None, providers)
+            plot.draw(kind, source, target, {"provider": providers})
             svg = target.read_text().lower()
             assert plot.COLOURS["plugin"].lower() in svg
             assert "is better" in svg and "nxl: n images of l patches" in svg

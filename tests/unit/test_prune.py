@@ -34,3 +34,8 @@ def test_few_requests_do_not_replace_many():
     few, many = ({**make_row(), "requests": str(count)} for count in (15, 100))
     assert prune.newest_rows([many, few]) == [many, few]
     assert prune.newest_rows([few, many, few]) == [many, few]
+
+
+def test_each_stage_of_a_request_is_a_row_of_its_own():
+    rows = [{**make_row(), "stage": stage} for stage in ("decode", "encoder")]
+    assert prune.newest_rows(rows) == rows
