@@ -13,6 +13,9 @@ from hypothesis import settings
 settings.register_profile("without deadline", deadline=None)
 settings.load_profile("without deadline")
 
+# A package of vLLM's kernels compiles two programs in each process that imports it.
+os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
+
 HAS_GPU = torch.cuda.is_available()
 
 # Triton reads it at import; kernels then run in its interpreter on CPU tensors.

@@ -67,6 +67,6 @@ def test_run_isolated_kills_a_child_that_hangs(tmp_path: Path) -> None:
     (tmp_path / "child_module.py").write_text(CHILD)
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     # Long enough for a busy machine to start Python, far below the child's sleep.
-    found, what = run_isolated("hang", module="child_module", env=env, timeout_s=15)
+    found, what = run_isolated("hang", module="child_module", env=env, timeout_s=8)
     assert found == {"a": 1}
-    assert what == "did not finish in 15 s"
+    assert what == "did not finish in 8 s"
