@@ -172,17 +172,12 @@ def graphs_and_eager(worker: Any) -> dict[str, Any]:
     inputs = vars(model)[_INPUTS]
     hits = manager.graph_hits
     with torch.inference_mode():
-        graph_items = manager.execute(dict(inputs))
-        eager_items = model.embed_multimodal(**inputs)
+        padded = manager.execute(dict(inputs))
+        items = list(model.embed_multimodal(**inputs))
     # Gemma 4's graphs return an image's padding, too. An engine leaves it: it takes as
     # many rows as the prompt has placeholders, from the first on.
-    ours = torch.cat(
-        [
-            item[: len(eager)]
-            for item, eager in zip(graph_items, eager_items, strict=True)
-        ]
-    ).float()
-    eager = torch.cat(list(eager_items)).float()
+    served = [rows[: len(item)] for rows, item in zip(padded, items, strict=True)]
+    ours, eager = torch.cat(served).float(), torch.cat(items).float()
     return {
         "graph_hits": manager.graph_hits - hits,
         "graph_rel_err": f"{relative_error(ours, eager):.2e}",

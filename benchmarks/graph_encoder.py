@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's encoder as one call, by its graphs and in eager mode, compared."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -15,15 +15,17 @@ from vllm_flashinfer_vit.graphs.sizes import is_cu_seqlens
 
 
 class Captured(NamedTuple):
-    """What a graph was captured for.
+    """What a graph was captured for, or served a batch with.
 
     Attributes:
         patches: Patches that it computes, padding included.
-        bounds: Bounds of the sequence lengths, in patches, by vLLM's names for them.
+        metadata: By vLLM's names: the bounds of the sequence lengths, in patches, on
+            the CPU, as vLLM's models hand them over; of a graph that has served a
+            batch also the offsets that it read, of empty sequences, too.
     """
 
     patches: int
-    bounds: dict[str, int]
+    metadata: dict[str, torch.Tensor]
 
 
 class Batch(NamedTuple):
@@ -33,14 +35,11 @@ class Batch(NamedTuple):
         items: Its items, by their place in the request.
         inputs: Their pixels and grids.
         graph: What served them, or None if that was eager mode.
-        offsets: With a graph: what it read of the sequences, empty ones included, by
-            vLLM's names for it.
     """
 
     items: list[int]
     inputs: dict[str, Any]
     graph: Captured | None = None
-    offsets: Mapping[str, torch.Tensor] = {}
 
     @property
     def tokens(self) -> list[int]:
@@ -60,7 +59,7 @@ def captured(manager: Any) -> dict[tuple[str, int], Captured]:
         for budget, graph in graphs.items():
             buffers = graph.input_buffers
             bounds = {
-                key: int(buffer)
+                key: torch.tensor(int(buffer), dtype=torch.int32)
                 for key, buffer in buffers.items()
                 if key.startswith("max_seqlen") and buffer is not None
             }
@@ -129,10 +128,9 @@ class Encoder:
         ) -> torch.Tensor | None:
             output = run(manager, batch, budget, path, *args, **kw)
             if output is not None:
-                found[-1] = found[-1]._replace(
-                    graph=self._captured[path, budget],
-                    offsets=offsets_of(manager, path, budget),
-                )
+                graph = self._captured[path, budget]
+                told = graph.metadata | offsets_of(manager, path, budget)
+                found[-1] = found[-1]._replace(graph=graph._replace(metadata=told))
             return output
 
         with (
@@ -164,34 +162,30 @@ class Encoder:
                 output = self.eager(batch.inputs)
             else:
                 inputs = _filled(batch.inputs, batch.graph.patches)
-                with self._served(batch.graph, batch.offsets):
+                with self._told(batch.graph.metadata):
                     output = self.eager(inputs)
             output = output[: sum(batch.tokens)]
             items |= zip(batch.items, output.split(batch.tokens), strict=True)
         return torch.cat([items[i] for i in range(len(items))])
 
     @contextmanager
-    def _served(
-        self, graph: Captured, offsets: Mapping[str, torch.Tensor]
-    ) -> Iterator[None]:
+    def _told(self, metadata: dict[str, torch.Tensor]) -> Iterator[None]:
         """Tell the layers a graph's bounds and sequences, not those of the batch."""
         visual = self._model.visual
         prepare = visual.prepare_encoder_metadata
-        # On the CPU, as vLLM's models hand them over.
-        bounds = {
-            key: torch.tensor(value, dtype=torch.int32)
-            for key, value in graph.bounds.items()
-        }
 
-        def served(*args: Any, **kw: Any) -> dict[str, Any]:
-            return prepare(*args, **kw) | bounds | dict(offsets)
+        def told(*args: Any, **kw: Any) -> dict[str, Any]:
+            return prepare(*args, **kw) | metadata
 
-        with mock.patch.object(visual, "prepare_encoder_metadata", served):
+        with mock.patch.object(visual, "prepare_encoder_metadata", told):
             yield
 
 
 def _filled(inputs: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return inputs of `count` patches: after the batch's own, some of no sequence."""
+    """Return inputs of `count` patches: frames of one token after the batch's own.
+
+    The offsets that a graph read leave these frames out.
+    """
     pixels = next(key for key in inputs if key.startswith("pixel_values"))
     grids = next(key for key in inputs if key.endswith("_grid_thw"))
     rest = count - inputs[pixels].shape[0]

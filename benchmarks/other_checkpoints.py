@@ -108,6 +108,18 @@ def _image_processor(model: str) -> Any:
     return spec.image_processor()
 
 
+def _glm_ids(ids: Mapping[str, int]) -> dict[str, int]:
+    """Return the ids that configs of GLM-4.xV and GLM-OCR name."""
+    return {
+        "image_token_id": ids["<|image|>"],
+        "video_token_id": ids["<|video|>"],
+        "image_start_token_id": ids["<|begin_of_image|>"],
+        "image_end_token_id": ids["<|end_of_image|>"],
+        "video_start_token_id": ids["<|begin_of_video|>"],
+        "video_end_token_id": ids["<|end_of_video|>"],
+    }
+
+
 def _glm4v_config(
     ids: Mapping[str, int], depth: int | None
 ) -> transformers.PretrainedConfig:
@@ -127,12 +139,7 @@ def _glm4v_config(
     return transformers.Glm4vConfig(
         text_config=text,
         vision_config={**vision, "depth": depth or vision["depth"]},
-        image_token_id=ids["<|image|>"],
-        video_token_id=ids["<|video|>"],
-        image_start_token_id=ids["<|begin_of_image|>"],
-        image_end_token_id=ids["<|end_of_image|>"],
-        video_start_token_id=ids["<|begin_of_video|>"],
-        video_end_token_id=ids["<|end_of_video|>"],
+        **_glm_ids(ids),
     )
 
 
@@ -153,12 +160,7 @@ def _glm_ocr_config(
     return transformers.GlmOcrConfig(
         text_config=text,
         vision_config=_vision("zai-org/GLM-OCR", depth),
-        image_token_id=ids["<|image|>"],
-        video_token_id=ids["<|video|>"],
-        image_start_token_id=ids["<|begin_of_image|>"],
-        image_end_token_id=ids["<|end_of_image|>"],
-        video_start_token_id=ids["<|begin_of_video|>"],
-        video_end_token_id=ids["<|end_of_video|>"],
+        **_glm_ids(ids),
     )
 
 
