@@ -11,10 +11,12 @@ default. With `-q8` at its end a contender serves `--quantization fp8`.
     python benchmarks/bench_serve.py --models Qwen/Qwen3-VL-8B-Instruct
     python benchmarks/bench_serve.py --setups stock-flash_attn:eager plugin:eager
     python benchmarks/bench_serve.py --serve-args "--api-server-count 4"
+    python benchmarks/bench_serve.py --gpus 2         # in turns on two GPUs of a kind
     python benchmarks/bench_serve.py --print          # no more than their commands
 """
 
 import argparse
+import itertools
 import os
 import shlex
 import signal
@@ -34,7 +36,7 @@ from typing import Any
 import torch
 
 from csv_log import CsvLog, results_path
-from environment import ENVIRONMENT_COLUMNS, Environment
+from environment import ENVIRONMENT_COLUMNS, Environment, gpus_to_use
 from failures import Failures
 from make_checkpoint import make_checkpoint
 from serve_inputs import WORKLOADS, image_tokens, write_requests
@@ -104,15 +106,20 @@ class Server:
     """A server's process."""
 
     def __init__(
-        self, setup: Setup, command: Sequence[str], port: int, log: Path
+        self,
+        setup: Setup,
+        command: Sequence[str],
+        port: int,
+        log: Path,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it; `wait` returns once it answers."""
+        """Start it, with more environment variables; `wait` returns once it answers."""
         self.setup, self.port, self._log = setup, port, log
         with log.open("w") as file:
             # A group of its own, so that what it starts can be ended with it.
             self._process = subprocess.Popen(
                 command,
-                env=setup.environment,
+                env={**setup.environment, **(variables or {})},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -253,11 +260,13 @@ def serving(
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         started = []
+        gpus = itertools.cycle(gpus_to_use(args.gpus) if args.gpus else ())
         for port, setup in enumerate(setups, args.port):
             more = shlex.split(args.serve_args)
             command = server_command(setup, checkpoint, model, vllm, port, more)
             stem = f"{model.rpartition('/')[2]}.{str(setup).replace(':', '.')}"
-            server = Server(setup, command, port, logs / f"{stem}.log")
+            variables = {"CUDA_VISIBLE_DEVICES": next(gpus)} if args.gpus else {}
+            server = Server(setup, command, port, logs / f"{stem}.log", variables)
             stack.callback(server.stop)
             started.append(server)
         up, until = [], time.monotonic() + START_TIMEOUT_S
@@ -336,6 +345,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, help="of a turn")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--serve-args", default="", help="more for every server")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        help="GPUs to spread the servers over; default: as vLLM does",
+    )
     parser.add_argument("--port", type=int, default=8100, help="of the first server")
     parser.add_argument("--logs", help="folder to keep the servers' logs in")
     parser.add_argument("--print", action="store_true", help="the commands alone")

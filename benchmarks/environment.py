@@ -72,6 +72,22 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def gpus_to_use(count: int) -> list[str]:
+    """Return GPUs by their names in CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        SystemExit: There are fewer.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = (
+        visible.split(",") if visible else map(str, range(torch.cuda.device_count()))
+    )
+    found = list(names)
+    if count > len(found):
+        raise SystemExit(f"--gpus {count}, but there are {len(found)} here")
+    return found[:count]
+
+
 def commit() -> str:
     """Return `BENCH_COMMIT`, or what git says of the tree, or `unknown`."""
     if named := os.environ.get("BENCH_COMMIT"):

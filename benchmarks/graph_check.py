@@ -25,7 +25,6 @@ A run goes on where an earlier one of the same commit ended.
 import argparse
 import csv
 import json
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -38,7 +37,7 @@ import torch
 
 from csv_log import CsvLog, results_path
 from engines import Job, start
-from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS, Environment
+from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS, Environment, gpus_to_use
 from failures import Failures
 from graph_engine import CONFIGS, run_engine, run_smoke
 from graph_requests import MAX_TOKENS
@@ -173,7 +172,9 @@ def main() -> None:
     }
     # Engines that share a GPU wait while one of them is timed.
     timeout_s = START_TIMEOUT_S + args.jobs * (args.budget_s + args.requests_budget_s)
-    gpus = gpus_to_use(args.gpus, args.smoke)
+    # A simulated GPU is a number.
+    smoke_gpus = [str(i) for i in range(args.gpus)]
+    gpus = smoke_gpus if args.smoke else gpus_to_use(args.gpus)
     skip = finished(path, environment)
     jobs = [job for job in jobs_for(args.models, args.configs) if job not in skip]
     if args.smoke:
@@ -209,22 +210,6 @@ def main() -> None:
     failures.summary()
     print(f"rows in {log.path}")
     failures.exit()
-
-
-def gpus_to_use(count: int, smoke: bool) -> list[str]:
-    """Return GPUs by their names in CUDA_VISIBLE_DEVICES.
-
-    Raises:
-        SystemExit: There are fewer.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible and not smoke:
-        names = visible.split(",")
-    else:
-        names = [str(i) for i in range(count if smoke else torch.cuda.device_count())]
-    if count > len(names):
-        raise SystemExit(f"--gpus {count}, but there are {len(names)} here")
-    return names[:count]
 
 
 def report(

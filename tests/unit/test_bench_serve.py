@@ -214,6 +214,31 @@ def test_a_server_is_waited_for_and_ended(answering: int, tmp_path: Path) -> Non
     assert server._process.poll() is not None
 
 
+def test_servers_are_spread_over_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os; print('sees', os.environ.get('CUDA_VISIBLE_DEVICES'))"
+    monkeypatch.setattr(
+        bench_serve, "server_command", lambda *_: [sys.executable, "-c", code]
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    setups = [
+        Setup.of(f"{name}:eager") for name in ("plugin", "plugin-fp8", "plugin-q8")
+    ]
+    seen = {}
+    for given in ([], ["--gpus", "2"]):
+        args = bench_serve.parse_args(["--logs", str(tmp_path), *given])
+        held = bench_serve.serving(setups, tmp_path, MODEL, "0.33.0", args, Failures())
+        with held as up:
+            assert up == []
+        logs = (
+            tmp_path / f"Qwen3-VL-8B-Instruct.{setup.provider}.eager.log"
+            for setup in setups
+        )
+        seen[bool(given)] = [log.read_text().split()[1] for log in logs]
+    assert seen == {False: ["4,6"] * 3, True: ["4", "6", "4"]}
+
+
 def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
     server = started("raise ValueError('no such model')", tmp_path)
     with pytest.raises(RuntimeError, match="ended with 1: ValueError: no such model"):

@@ -26,7 +26,13 @@ from correctness import (
     relative_error,
 )
 from csv_log import COLUMNS, CsvLog, attention_flops, percentiles, results_path
-from environment import STACK_COLUMNS, Environment, command_line, commit
+from environment import (
+    STACK_COLUMNS,
+    Environment,
+    command_line,
+    commit,
+    gpus_to_use,
+)
 from failures import Failures
 
 
@@ -258,3 +264,15 @@ def test_attention_benchmark_runs_on_the_cpu(tmp_path):
         limit = FP8_GATE if "fp8" in row["provider"] else 0.01
         assert 0 < float(row["rel_err"]) < limit
     assert all(0 < float(row["p20_ms"]) <= float(row["p80_ms"]) for row in rows)
+
+
+def test_gpus_are_named_as_the_environment_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus_to_use(2) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert gpus_to_use(1) == ["5"]
+    with pytest.raises(SystemExit, match="--gpus 3, but there are 2"):
+        gpus_to_use(3)

@@ -222,6 +222,20 @@ def test_other_hopper_gpus_take_the_h200s_choices_and_say_so(bundled: Path) -> N
     assert not any("H200" in choice.reason for choice in ada)
 
 
+def test_a_measured_hopper_gpu_takes_what_it_lacks_from_the_h200(bundled: Path) -> None:
+    put(bundled, TABLE)
+    h100 = "NVIDIA H100 80GB HBM3"
+    own = {"bfloat16/80": (Class(None, "flash_attn_4"),)}
+    put(bundled, replace(TABLE, made_by=TABLE.made_by | {"gpu": h100}, classes=own))
+    (measured,) = choices_for(h100, (9, 0), "bfloat16", 80)
+    assert measured.kernel == "flash_attn_4"
+    assert measured.reason.startswith(f"fastest on {h100}, measured")
+    for dtype, head_dim in (("bfloat16", 96), ("float16", 80)):
+        for choice in choices_for(h100, (9, 0), dtype, head_dim):
+            assert choice.reason.startswith("unmeasured by this project on this GPU")
+            assert "fastest on NVIDIA H200" in choice.reason
+
+
 def measured_with(**versions: str) -> Table:
     return replace(TABLE, made_by={"gpu": GPU, "vllm": "0.25.1", **versions})
 

@@ -145,19 +145,6 @@ def test_totals_are_of_common_prefixes() -> None:
     assert graph_requests.prefixes(8) == [8]
 
 
-def test_gpus_are_named_as_the_environment_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert graph_check.gpus_to_use(2, smoke=False) == ["0", "1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert graph_check.gpus_to_use(1, smoke=False) == ["5"]
-    with pytest.raises(SystemExit, match="--gpus 3, but there are 2"):
-        graph_check.gpus_to_use(3, smoke=False)
-    assert graph_check.gpus_to_use(3, smoke=True) == ["0", "1", "2"]
-
-
 def test_graphs_of_either_runner_are_found() -> None:
     manager = object()
     old = SimpleNamespace(encoder_cudagraph_manager=manager)

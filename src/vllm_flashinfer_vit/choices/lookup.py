@@ -351,10 +351,10 @@ def tables_for(
     """
     if tuned_dir is not None and (table := tuned.read(tuned_dir, gpu_name)):
         yield table, f"fastest on this machine, {_measured(table)}"
-    if tables := tuned.read_bundled(gpu_name, vllm):
-        for table in tables:
-            yield table, f"fastest on {gpu_name}, {_measured(table)}"
-    elif other := _STANDS_FOR.get(capability[0]):
+    for table in tuned.read_bundled(gpu_name, vllm):
+        yield table, f"fastest on {gpu_name}, {_measured(table)}"
+    other = _STANDS_FOR.get(capability[0])
+    if other is not None and other != gpu_name:
         for table in tuned.read_bundled(other, vllm):
             yield table, f"{_UNMEASURED}; fastest on {other}, {_measured(table)}"
 
