@@ -14,12 +14,15 @@ A generated table stands between two comments, the first of which is its command
 """
 
 import argparse
+import json
 import os
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -47,14 +50,13 @@ def kernels() -> str:
 
 
 def classes() -> str:
-    """Write which kernel serves which lengths on an H200, newest vLLM first."""
-    from vllm_flashinfer_vit.choices.table import read_bundled
-
+    """Write which kernel serves which lengths on measured GPUs, newest vLLM first."""
     lines = [
-        "| vLLM | dtype | head dim | kernel by longest sequence |",
-        "|---|---|---|---|",
+        "| GPU | vLLM | dtype | head dim | kernel by longest sequence |",
+        "|---|---|---|---|---|",
     ]
-    for table in read_bundled("NVIDIA H200", None):
+    for table in _bundled_tables():
+        gpu = table.made_by["gpu"].removeprefix("NVIDIA ")
         vllm = table.made_by["vllm"]
         for name, parts in table.classes.items():
             dtype, _, head_dim = name.partition("/")
@@ -63,30 +65,45 @@ def classes() -> str:
                 upto = "longer" if part.max_len is None else f"up to {part.max_len}"
                 many = f" (many sequences: `{part.many}`)" if part.many else ""
                 texts.append(f"{upto} `{part.kernel}`{many}")
-            lines.append(f"| {vllm} | {dtype} | {head_dim} | {'; '.join(texts)} |")
+            cells = gpu, vllm, dtype, head_dim, "; ".join(texts)
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def _bundled_tables() -> list[Any]:
+    """Return the package's tables: by GPU, the one with the most of them first."""
+    from vllm_flashinfer_vit.choices.table import BUNDLED, read_bundled
+
+    files = sorted(BUNDLED.glob("*/*.json"))
+    gpus = (json.loads(path.read_text())["made_by"]["gpu"] for path in files)
+    return [
+        table
+        for gpu, _ in Counter(gpus).most_common()
+        for table in read_bundled(gpu, None)
+    ]
+
+
 def gemms() -> str:
-    """Write which GEMM serves layers in FP8 on an H200, layers with the same on one."""
+    """Write which GEMM serves layers in FP8, those with the same on one line."""
     from vllm_flashinfer_vit.choices.gemm_table import GemmLayer
     from vllm_flashinfer_vit.choices.gemms import in_words
-    from vllm_flashinfer_vit.choices.table import read_bundled
 
     rows: dict[tuple[str, ...], list[str]] = {}
-    for table in read_bundled("NVIDIA H200", None):
+    for table in _bundled_tables():
+        gpu = table.made_by["gpu"].removeprefix("NVIDIA ")
         for name, classes in table.gemms.items():
             layer = GemmLayer.of_key(name)
-            key = table.made_by["vllm"], layer.dtype, layer.scales, in_words(classes)
+            made_by = gpu, table.made_by["vllm"]
+            key = *made_by, layer.dtype, layer.scales, in_words(classes)
             rows.setdefault(key, []).append(layer.size)
     if not rows:
         return "Not measured yet."
     lines = [
-        "| vLLM | dtype | scales | inputs x outputs | GEMM |",
-        "|---|---|---|---|---|",
+        "| GPU | vLLM | dtype | scales | inputs x outputs | GEMM |",
+        "|---|---|---|---|---|---|",
     ]
-    for (vllm, dtype, scales, text), sizes in rows.items():
-        lines.append(f"| {vllm} | {dtype} | {scales} | {', '.join(sizes)} | {text} |")
+    for (*start, text), sizes in rows.items():
+        lines.append(f"| {' | '.join((*start, ', '.join(sizes), text))} |")
     return "\n".join(lines)
 
 
