@@ -19,7 +19,6 @@ that is busy or gone at the end.
 import argparse
 import asyncio
 import math
-import shlex
 import statistics
 import tempfile
 import time
@@ -327,8 +326,8 @@ def main() -> None:
     if args.print:
         for model in args.models:
             folder = Path("CHECKPOINT")
-            for _, _, command in commands(folder, model, environment.vllm, args):
-                print(shlex.join(["vllm", *command[3:]]))
+            for setup, _, command in commands(folder, model, environment.vllm, args):
+                print(setup.printed(command[3:]))
         return
     if not torch.cuda.is_available():
         raise SystemExit("no GPU here: the servers need one")
