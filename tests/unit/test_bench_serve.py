@@ -337,3 +337,19 @@ def test_servers_of_two_commits_are_not_compared() -> None:
     ]
     *_, line = engine_tables.serve_table(rows).splitlines()
     assert line.endswith("| 90.0 (180.0) | 60.0 (120.0) |  |")
+
+
+def test_rows_that_were_measured_again_are_compared_with_each_other() -> None:
+    once = [
+        serve_row("plugin:graph", 64, 20, 60, commit="0000000"),
+        serve_row("stock-flash_attn:graph", 64, 10, 90, commit="0000000"),
+        serve_row("stock-flash_attn:eager", 64, 15, 80, commit="0000000"),
+    ]
+    again = [
+        serve_row("plugin:graph", 64, 30, 50),
+        serve_row("stock-flash_attn:graph", 64, 12, 80),
+    ]
+    *_, line = engine_tables.serve_table([*once, *again]).splitlines()
+    assert line.endswith("| 30.00 | 12.00 | 15.00 | 2.50 |")
+    *_, line = engine_tables.serve_table([*once, again[0]]).splitlines()
+    assert line.endswith("| 30.00 | 10.00 | 15.00 |  |")
