@@ -40,7 +40,7 @@ from failures import Failures
 from make_checkpoint import make_checkpoint
 from remote import Remote
 from serve_inputs import WORKLOADS, write_requests
-from setups import Setup
+from setups import Setup, setup_option
 from tower_cases import MODELS
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
@@ -271,7 +271,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument(
-        "--setups", nargs="+", type=Setup.of, default=[Setup.of(s) for s in SETUPS]
+        "--setups", nargs="+", type=setup_option, default=[Setup.of(s) for s in SETUPS]
     )
     parser.add_argument(
         "--workloads", nargs="+", choices=WORKLOADS, default=tuple(WORKLOADS)

@@ -163,6 +163,8 @@ def quantize_table(rows: Iterable[Row]) -> str:
     for key, by_provider in found.items():
         speeds = {p: float(row["tb_per_s"]) for p, row in by_provider.items()}
         cells = [f"{speeds[p]:.2f}" if p in speeds else "-" for p in providers]
-        share = 100 * speeds["plugin-blocks"] / speeds["copy"]
-        lines.append(table_line([*key, *cells, f"{share:.0f} %"]))
+        share = "-"
+        if {"plugin-blocks", "copy"} <= speeds.keys():
+            share = f"{100 * speeds['plugin-blocks'] / speeds['copy']:.0f} %"
+        lines.append(table_line([*key, *cells, share]))
     return written(lines)

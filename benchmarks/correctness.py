@@ -54,10 +54,8 @@ def attention_fp32(
     v: torch.Tensor,
     lens: Sequence[int],
     scale: float,
-    max_seqs: int | None = None,
-    max_rows: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend within each sequence in fp32, for all rows or for a spread of them.
+) -> torch.Tensor:
+    """Attend within each sequence in fp32.
 
     Written apart from the package's own reference, which some benchmarks time.
 
@@ -67,31 +65,22 @@ def attention_fp32(
         v: See `q`.
         lens: Sequence lengths in tokens; their sum is at most T.
         scale: Softmax scale.
-        max_seqs: Number of sequences to compute, evenly spread; None for all.
-        max_rows: Number of rows of each sequence, evenly spread; None for all.
 
     Returns:
-        The computed rows `[R] int64` and their outputs `[R, H, D] fp32`.
+        The output of all sequences, `[sum of lens, H, D] fp32`.
     """
-    rows, outputs = [], []
-    ends = torch.tensor([0, *lens]).cumsum(0).tolist()
-    for n in _spread(len(lens), max_seqs):
-        begin, length = ends[n], lens[n]
+    outputs = []
+    begin = 0
+    for length in lens:
         if not length:
             continue
-        keys = k[begin : begin + length].float().permute(1, 2, 0)  # [H, D, L]
-        values = v[begin : begin + length].float().transpose(0, 1)  # [H, L, D]
-        picked = torch.tensor(_spread(length, max_rows), device=q.device) + begin
+        end = begin + length
+        keys = k[begin:end].float().permute(1, 2, 0)  # [H, D, L]
+        values = v[begin:end].float().transpose(0, 1)  # [H, L, D]
         # Scores of one slice take at most 2 GiB.
-        for part in picked.split(max(1, 2**29 // (q.shape[1] * length))):
-            scores = q[part].float().transpose(0, 1) @ keys
+        for part in q[begin:end].split(max(1, 2**29 // (q.shape[1] * length))):
+            scores = part.float().transpose(0, 1) @ keys
             probs = scores.mul_(scale).softmax(-1)
-            rows.append(part)
             outputs.append((probs @ values).transpose(0, 1))
-    return torch.cat(rows), torch.cat(outputs)
-
-
-def _spread(count: int, most: int | None) -> list[int]:
-    if most is None or count <= most:
-        return list(range(count))
-    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
+        begin = end
+    return torch.cat(outputs)

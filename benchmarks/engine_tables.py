@@ -188,6 +188,8 @@ def serve_table(rows: Iterable[Row]) -> str:
     in milliseconds. Several: requests a second.
     """
     names = ("model", "workload", "concurrency", "serve_args")
+    rows = list(rows)
+    last = {tuple(row[name] for name in names): row["commit"] for row in rows}
     rows = newest(rows, lambda row: tuple(row[n] for n in (*names, "provider", "mode")))
     setups = list(dict.fromkeys((row["provider"], row["mode"]) for row in rows))
     found: dict[tuple[str, ...], dict[tuple[str, str], Row]] = defaultdict(dict)
@@ -197,7 +199,8 @@ def serve_table(rows: Iterable[Row]) -> str:
     heads = (" ".join(setup) for setup in setups)
     first = ("model", "workload", "at once", "more arguments")
     lines = table_head([*first, *heads, "best over stock's best"])
-    for (model, workload, at_once, more), by_setup in found.items():
+    for key, by_setup in found.items():
+        model, workload, at_once, more = key
         column, is_time = ("ttft_p50_ms", True) if at_once == "1" else ("req_s", False)
         cells = []
         for setup in setups:
@@ -206,7 +209,8 @@ def serve_table(rows: Iterable[Row]) -> str:
             if row is not None and is_time:
                 text += f" ({row['ttft_p99_ms']})"
             cells.append(text)
-        best = _best_over_stock(by_setup.values(), column, is_time)
+        compared = [row for row in by_setup.values() if row["commit"] == last[key]]
+        best = _best_over_stock(compared, column, is_time)
         more = f"`{more}`" if more else ""
         lines.append(
             table_line([short_name(model), workload, at_once, more, *cells, best])
@@ -215,13 +219,10 @@ def serve_table(rows: Iterable[Row]) -> str:
 
 
 def _best_over_stock(rows: Iterable[Row], column: str, is_time: bool) -> str:
-    """Return how many times as good the best is; rows of one commit are compared."""
-    rows = list(rows)
-    last = {row["commit"] for row in rows[-1:]}
+    """Return how many times as good the best is; the rows are of one commit."""
     values: dict[bool, list[float]] = {True: [], False: []}
     for row in rows:
-        if row["commit"] in last:
-            values[row["provider"].startswith("stock-")].append(float(row[column]))
+        values[row["provider"].startswith("stock-")].append(float(row[column]))
     if not all(values.values()):
         return ""
     if is_time:

@@ -143,7 +143,7 @@ def attention_rows(
     static = static_scales(calibration)
     passes = [draw(name, seed, i, size, head_dim) for i in range(PASSES)]
     last = passes[-1]
-    _, ref = attention_fp32(*last, (size.tokens,), head_dim**-0.5)
+    ref = attention_fp32(*last, (size.tokens,), head_dim**-0.5)
     layer = Layer(size, head_dim)
     bf16_kernel, bf16 = layer.bf16(last)
     outputs = {("bf16", bf16_kernel): bf16}
@@ -310,10 +310,11 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(args: argparse.Namespace, log: CsvLog, environment: Environment) -> None:
+def measure(
+    args: argparse.Namespace, log: CsvLog, environment: Environment, failures: Failures
+) -> None:
     """Measure everything that the command line asks for."""
     size = SMOKE if args.smoke else FULL
-    failures = Failures()
 
     def add(rows: Iterable[Mapping[str, object]]) -> None:
         for row in rows:
@@ -344,7 +345,6 @@ def measure(args: argparse.Namespace, log: CsvLog, environment: Environment) -> 
             print(model, flush=True)
             with failures.noted(model):
                 add(layer_rows(model, size, failures, _distances))
-    failures.summary()
 
 
 def main() -> None:
@@ -365,9 +365,12 @@ def main() -> None:
     torch.set_float32_matmul_precision("highest")
     environment = Environment.probe()
     output = results_path("fp8_accuracy", environment.gpu, args.output)
+    failures = Failures()
     with torch.inference_mode():
-        measure(args, CsvLog(output, COLUMNS), environment)
+        measure(args, CsvLog(output, COLUMNS), environment, failures)
+    failures.summary()
     print(f"rows in {output}")
+    failures.exit()
 
 
 if __name__ == "__main__":

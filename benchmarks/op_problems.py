@@ -98,13 +98,11 @@ def rotate_fp32(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return torch.cat(turned, dim=-1)
 
 
-def reference(
-    bench: str, problem: Problem, max_seqs: int | None, max_rows: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows and their fp32 outputs; see `attention_fp32`."""
+def reference(bench: str, problem: Problem) -> torch.Tensor:
+    """Return a problem's output in fp32; see `attention_fp32`."""
     q, k, v = problem.q, problem.k, problem.v
     if bench == "qkv_attention":
         q, k, v = problem.parts()
         q = rotate_fp32(q, problem.cos, problem.sin)
         k = rotate_fp32(k, problem.cos, problem.sin)
-    return attention_fp32(q, k, v, problem.lens, problem.scale, max_seqs, max_rows)
+    return attention_fp32(q, k, v, problem.lens, problem.scale)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engines and servers with language models of true size are started with."""
 
+import argparse
 import json
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,8 +86,32 @@ class Setup:
         return [part for item in options.items() for part in item]
 
     @property
+    def variables(self) -> Mapping[str, str]:
+        """The environment variables that it adds to those of this process."""
+        return {
+            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+            "VLLM_PLUGINS": "" if self.contender.is_stock else ENTRY_POINT,
+            **self.contender.environment,
+        }
+
+    @property
     def environment(self) -> Mapping[str, str]:
-        """The process's environment variables."""
-        plugins = "" if self.contender.is_stock else ENTRY_POINT
-        given = {"HF_HUB_OFFLINE": "1", **os.environ, "VLLM_PLUGINS": plugins}
-        return {**given, **self.contender.environment}
+        """All environment variables of its process."""
+        return {**os.environ, **self.variables}
+
+    def printed(self, arguments: Sequence[str]) -> str:
+        """Return `vllm` with arguments and its variables, for a shell."""
+        variables = (f"{name}={value}" for name, value in self.variables.items())
+        return shlex.join(["env", *variables, "vllm", *arguments])
+
+
+def setup_option(text: str) -> Setup:
+    """Return `Setup.of` for argparse, which shows no other error's text.
+
+    Raises:
+        ArgumentTypeError: There is no such setup.
+    """
+    try:
+        return Setup.of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -2,10 +2,11 @@
 """Soaks real servers: thousands of random requests, some bad, some given up.
 
 For each model there are two servers of this package with encoder CUDA graphs and FP8
-attention, which save their scales to one file, and a judge: stock vLLM in fp32. The two
-are asked in turns. Meanwhile the scale file is replaced, cut and removed. A sample of
-the answers is compared with the judge's; the servers' memory must not grow. The tower
-has its true size, the language model is small, and weights are random.
+attention, which save their scales to one file, and a judge: stock vLLM in fp32. The
+scale file is spoiled until both have saved, which an engine does once. Then the two are
+asked in turns. A sample of the answers is compared with the judge's; the servers'
+memory must not grow. The tower has its true size, the language model is small, and
+weights are random.
 
     python benchmarks/soak.py --models Qwen/Qwen3-VL-8B-Instruct
     python benchmarks/soak.py --requests 2000 --serve-args "--tensor-parallel-size 2"
@@ -13,13 +14,13 @@ has its true size, the language model is small, and weights are random.
 
 Any fault is an exit status of 1: a status of 5xx, a lost connection, an answer to what
 cannot be answered or none to what can, a wrong answer, memory that grows, a server
-that is busy or gone at the end.
+that is busy or gone at the end, a scale file that a server has damaged, or a log that
+does not say whether scales were saved.
 """
 
 import argparse
 import asyncio
 import math
-import shlex
 import statistics
 import tempfile
 import time
@@ -47,7 +48,7 @@ from soak_client import (
 )
 from soak_inputs import Request, body, draw_request
 from soak_memory import MAX_GROWTH, MemoryLog, growth
-from soak_scales import Mischief, saved_layers
+from soak_scales import Mischief, broken_promises, saves, valid_file
 from soak_servers import SETUP, SoakServer, built, commands, scale_file, serving
 from tower_cases import MODELS
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
@@ -59,7 +60,6 @@ TIME_LIMIT_S = 520.0
 DRAWING_THREADS = 6
 # Scales are saved after the 16th step with images.
 WARM_UP = 24
-SAVED_S = 30.0
 SAMPLE_S = 2.0
 COLUMNS = (
     "bench",
@@ -84,6 +84,8 @@ COLUMNS = (
     "device_growth",
     "built_after_start",
     "scale_file_changes",
+    "scales_saved",
+    "scales_not_saved",
     *ENVIRONMENT_COLUMNS,
 )
 MEMORY_COLUMNS = (
@@ -129,10 +131,9 @@ async def soak(
     at_once: int,
     until: float,
     memory: MemoryLog,
-    mischief: Mischief,
     drawing: Executor,
 ) -> tuple[Tally, float]:
-    """Send requests while memory is noted and the scale file is spoiled.
+    """Send requests while memory is noted.
 
     Args:
         target: Servers that have warmed up.
@@ -140,7 +141,6 @@ async def soak(
         at_once: How many are under way.
         until: When no more are sent, by `time.monotonic`.
         memory: Of these servers.
-        mischief: To their scale file.
         drawing: Draws images.
 
     Returns:
@@ -152,21 +152,16 @@ async def soak(
             await asyncio.to_thread(memory.sample, client.tally.sent)
             await asyncio.sleep(SAMPLE_S)
 
-    async def spoil() -> None:
-        while True:
-            await asyncio.to_thread(mischief.step)
-
     async with new_session() as session:
         client = Client(session, target, drawing)
-        others = [asyncio.create_task(watch(client)), asyncio.create_task(spoil())]
+        watching = asyncio.create_task(watch(client))
         begin = time.monotonic()
         await client.send(requests, at_once, lambda: time.monotonic() > until)
         seconds = time.monotonic() - begin
-        for task in others:
-            task.cancel()
-        for ended in await asyncio.gather(*others, return_exceptions=True):
-            if not isinstance(ended, asyncio.CancelledError):
-                client.tally.faults.append(f"this script: {ended!r}")
+        watching.cancel()
+        (ended,) = await asyncio.gather(watching, return_exceptions=True)
+        if not isinstance(ended, asyncio.CancelledError):
+            client.tally.faults.append(f"this script: {ended!r}")
         for server in target.servers:
             if (reason := await left_over(session, server)) is not None:
                 client.tally.faults.append(f"{server}: {reason}")
@@ -238,19 +233,23 @@ def soak_model(
         *servers, judge = stack.enter_context(held)
         drawing = stack.enter_context(ThreadPoolExecutor(DRAWING_THREADS))
         target = Target([server.url for server in servers], judge.url, patch)
-        asyncio.run(warm_up(target, drawing))
-        layers = saved_layers(scale_file(checkpoint), SAVED_S)
-        print(f"  {layers} layers in the scale file", flush=True)
-        said = [len(server.log()) for server in servers]
+        path = scale_file(checkpoint)
+        mischief = Mischief(path, valid_file(model, checkpoint), args.seed)
+        with mischief.at_work():
+            asyncio.run(warm_up(target, drawing))
+        said = [server.log() for server in servers]
+        faults = broken_promises(path, mischief.last, said)
         memory = MemoryLog({str(i): s.pid for i, s in enumerate(servers, 1)})
-        mischief = Mischief(scale_file(checkpoint), args.seed)
         requests = (draw_request(args.seed, i, patch) for i in range(args.requests))
         tally, seconds = asyncio.run(
-            soak(target, requests, args.at_once, until, memory, mischief, drawing)
+            soak(target, requests, args.at_once, until, memory, drawing)
         )
-        tally.faults += ended([*servers, judge])
-        names = built([s.log()[n:] for s, n in zip(servers, said, strict=True)])
+        tally.faults += [*faults, *ended([*servers, judge])]
+        names = built(
+            [s.log()[len(log) :] for s, log in zip(servers, said, strict=True)]
+        )
     grown = growths(memory)
+    saved, not_saved = saves(said)
     what = {
         "provider": SETUP.provider,
         "mode": SETUP.mode,
@@ -263,6 +262,8 @@ def soak_model(
         **row_of(tally, seconds, grown),
         "built_after_start": len(names),
         "scale_file_changes": mischief.count,
+        "scales_saved": saved,
+        "scales_not_saved": not_saved,
     }
     logs["soak"].add({"bench": "soak", **what, **found, **asdict(environment)})
     for row in memory_rows(memory):
@@ -327,8 +328,8 @@ def main() -> None:
     if args.print:
         for model in args.models:
             folder = Path("CHECKPOINT")
-            for _, _, command in commands(folder, model, environment.vllm, args):
-                print(shlex.join(["vllm", *command[3:]]))
+            for setup, _, command in commands(folder, model, environment.vllm, args):
+                print(setup.printed(command[3:]))
         return
     if not torch.cuda.is_available():
         raise SystemExit("no GPU here: the servers need one")

@@ -78,8 +78,13 @@ def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[
     """Return the rows of a file that the options ask for.
 
     Raises:
-        SystemExit: As `of_one_vllm`.
+        SystemExit: As `of_one_vllm`, or the file has no such column.
     """
+    rows = read(path)
+    lists = {"model": args.models, "case": args.cases, "provider": args.providers}
+    for name, values in lists.items():
+        if values is not None and rows and name not in rows[0]:
+            raise SystemExit(f"{path} has no column {name!r}: leave out --{name}s")
     wanted = {
         "mode": mode,
         "dtype": args.dtype,
@@ -89,11 +94,9 @@ def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[
     }
     rows = [
         row
-        for row in read(path)
+        for row in rows
         if all(v is None or row.get(name, v) == v for name, v in wanted.items())
-        and (args.models is None or row["model"] in args.models)
-        and (args.cases is None or row["case"] in args.cases)
-        and (args.providers is None or row["provider"] in args.providers)
+        and all(v is None or row[name] in v for name, v in lists.items())
     ]
     return of_one_vllm(rows, args.vllm, path)
 

@@ -252,6 +252,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Profile, then draw."""
     args = parse_args()
+    failures = Failures()
     source, vllm = args.draw, args.vllm
     if source is None:
         if device().type != "cuda" and not args.smoke:
@@ -261,7 +262,6 @@ def main() -> None:
         vllm = environment.vllm
         source = results_path("waterfall", environment.gpu, args.output)
         log = CsvLog(source, (*COLUMNS, *ENVIRONMENT_COLUMNS))
-        failures = Failures()
         contenders = SMOKE_CONTENDERS if args.smoke else CONTENDERS
         if args.fp8:
             contenders = (*contenders, ("plugin-fp8", "eager"))
@@ -280,6 +280,7 @@ def main() -> None:
     if args.figure:
         draw(source, args.figure, vllm)
         print(f"drew {args.figure}")
+    failures.exit()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 import base64
 import io
 import json
-import subprocess
+import shlex
 import sys
 import threading
 import time
@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from _benchmarks import BENCHMARKS, ENVIRONMENT
+from _benchmarks import ENVIRONMENT
 from _vllm_serve import serve_arguments
 from PIL import Image
 
@@ -254,17 +254,36 @@ def test_a_server_that_is_late_is_left(tmp_path: Path) -> None:
     assert server._process.poll() is not None
 
 
-def test_commands_are_printed_without_a_gpu() -> None:
-    script = BENCHMARKS / "bench_serve.py"
-    done = subprocess.run(
-        [sys.executable, script, "--print", "--setups", "plugin-fp8:graph"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("vllm serve")]
+def printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *given: str
+) -> list[str]:
+    monkeypatch.setattr(sys, "argv", ["bench_serve.py", "--print", *given])
+    bench_serve.main()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_commands_are_printed_without_a_gpu(monkeypatch, capsys) -> None:
+    lines = printed(monkeypatch, capsys, "--setups", "plugin-fp8:graph")
     assert len(lines) == 3
     assert all("--mm-encoder-attn-dtype fp8" in line for line in lines)
+
+
+def test_printed_commands_start_what_their_setups_are(monkeypatch, capsys) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    setups = ["plugin:graph", "plugin-triton:graph", "stock-flash_attn:eager"]
+    given = ["--models", MODEL, "--setups", *setups]
+    own, forced, stock = map(shlex.split, printed(monkeypatch, capsys, *given))
+    assert own[:4] == ["env", "HF_HUB_OFFLINE=1", "VLLM_PLUGINS=flashinfer_vit", "vllm"]
+    assert forced[3] == "VLLM_FLASHINFER_VIT_KERNEL=triton"
+    # The port is another one.
+    assert forced[4:7] == own[3:6] == ["vllm", "serve", "CHECKPOINT"]
+    assert stock[2:4] == ["VLLM_PLUGINS=", "vllm"]
+
+
+def test_a_setup_that_is_refused_says_what_to_write(capsys) -> None:
+    with pytest.raises(SystemExit):
+        bench_serve.parse_args(["--setups", "foo:graph"])
+    assert "use stock-<backend>, stock-flash_attn4" in capsys.readouterr().err
 
 
 def test_a_page_is_dark_marks_on_white() -> None:
@@ -318,3 +337,19 @@ def test_servers_of_two_commits_are_not_compared() -> None:
     ]
     *_, line = engine_tables.serve_table(rows).splitlines()
     assert line.endswith("| 90.0 (180.0) | 60.0 (120.0) |  |")
+
+
+def test_rows_that_were_measured_again_are_compared_with_each_other() -> None:
+    once = [
+        serve_row("plugin:graph", 64, 20, 60, commit="0000000"),
+        serve_row("stock-flash_attn:graph", 64, 10, 90, commit="0000000"),
+        serve_row("stock-flash_attn:eager", 64, 15, 80, commit="0000000"),
+    ]
+    again = [
+        serve_row("plugin:graph", 64, 30, 50),
+        serve_row("stock-flash_attn:graph", 64, 12, 80),
+    ]
+    *_, line = engine_tables.serve_table([*once, *again]).splitlines()
+    assert line.endswith("| 30.00 | 12.00 | 15.00 | 2.50 |")
+    *_, line = engine_tables.serve_table([*once, again[0]]).splitlines()
+    assert line.endswith("| 30.00 | 10.00 | 15.00 |  |")

@@ -13,7 +13,6 @@ from _benchmarks import BENCHMARKS, ENVIRONMENT, make_row
 from hypothesis import given
 from hypothesis import strategies as st
 
-import bench_attention
 import op_problems
 import op_providers
 import timing
@@ -42,13 +41,6 @@ def test_columns_are_the_published_ones():
         "rel_err,gpu,vllm,torch,triton,flashinfer,quack,cudnn,commit,command"
     )
     assert tuple(make_row()) == COLUMNS
-
-
-def test_sweep_stays_within_its_bounds_and_reaches_them():
-    cases = dict(bench_attention.sweep_cases())
-    assert {"1x16", "1024x16", "1x65536", "32x4096"} <= set(cases)
-    assert max(sum(lens) for lens in cases.values()) == 2**17
-    assert len(cases) == len(set(cases.values()))
 
 
 def test_fp8_has_a_gate_of_its_own():
@@ -103,18 +95,13 @@ def test_fp32_reference_attends_within_each_sequence():
     lens = (5, 0, 1, 18)
     problem = op_problems.make_problem(lens, 16, torch.bfloat16, torch.device("cpu"))
     q, k, v = problem.parts()
-    rows, out = attention_fp32(q, k, v, lens, problem.scale)
-    assert rows.tolist() == list(range(24))
+    out = attention_fp32(q, k, v, lens, problem.scale)
     heads = [x.double().transpose(0, 1) for x in (q, k, v)]
     mask = torch.block_diag(*(torch.ones(n, n) for n in lens if n)).bool()
     expected = torch.nn.functional.scaled_dot_product_attention(
         *heads, attn_mask=mask, scale=problem.scale
     )
     torch.testing.assert_close(out, expected.transpose(0, 1).float())
-
-    some, part = attention_fp32(q, k, v, lens, problem.scale, 2, 3)
-    assert some.tolist() == [0, 2, 4, 6, 14, 23]
-    torch.testing.assert_close(part, out[some])
 
 
 def test_v_is_a_view_of_the_projection():

@@ -91,6 +91,21 @@ def test_every_method_is_measured(skewed):
     assert float(skewed[0]["err_bf16"]) == 0
 
 
+def test_what_could_not_run_is_an_exit_status(monkeypatch, tmp_path):
+    def broken(*given):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(fp8_accuracy, "attention_rows", broken)
+    options = ["--levels", "attention", "--inputs", "skewed", "--seeds", "0"]
+    given = ["--smoke", *options, "--output", str(tmp_path / "rows.csv")]
+    monkeypatch.setattr(sys, "argv", ["fp8_accuracy.py", *given])
+    precision = torch.get_float32_matmul_precision()
+    with pytest.raises(SystemExit) as ended:
+        fp8_accuracy.main()
+    torch.set_float32_matmul_precision(precision)
+    assert ended.value.code == 1
+
+
 def test_the_page_follows_from_the_file(skewed, tmp_path):
     path = tmp_path / "rows.csv"
     log = CsvLog(path, fp8_page.COLUMNS)

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from _benchmarks import BENCHMARKS, ENVIRONMENT
@@ -32,40 +33,96 @@ import soak_inputs
 import soak_memory
 import soak_scales
 import soak_servers
+import tower_cases
 from soak_client import Target
 from soak_inputs import Request
 from soak_memory import MemoryLog, growth
-from soak_scales import Mischief, saved_layers
-from vllm_flashinfer_vit.fp8 import scale_files
-from vllm_flashinfer_vit.fp8.scale_files import QKV
+from soak_scales import Mischief, broken_promises, saves, valid_file
+from vllm_flashinfer_vit.fp8 import scale_files, state
+from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError
+from vllm_flashinfer_vit.machine.files import FileError
 
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"
 
 
+SAVED = f"INFO state.py:205] {soak_scales.SAVED}27 layers to scales.json"
+NOT_SAVED = f"ERROR state.py:203] {soak_scales.NOT_SAVED}scales.json: it is damaged"
+
+
 @pytest.fixture
 def scales(tmp_path: Path) -> Path:
-    seen = {f"visual.blocks.{i}.attn.attn": (QKV(7.0, 6.0, 5.0), 72) for i in range(3)}
-    by = {"command": "c", "version": "1", "vllm": "1", "model": "m", "method": "x"}
-    path = tmp_path / "scales.json"
-    scale_files.write(scale_files.from_amax(seen, 1.5, by), path)
-    return path
+    return tmp_path / "scales.json"
 
 
 def test_scale_files_are_spoiled_in_every_way(scales: Path, monkeypatch) -> None:
     monkeypatch.setattr(soak_scales.time, "sleep", lambda seconds: None)
-    assert saved_layers(scales, 0.0) == 3
-    good = scales.read_bytes()
-    mischief = Mischief(scales, seed=0)
+    good = valid_file(MODEL, Path("c"))
+    mischief = Mischief(scales, good, seed=0)
     found = set()
     for _ in range(200):
         mischief.step()
-        found.add(scales.read_bytes() if scales.exists() else None)
+        content = scales.read_bytes() if scales.exists() else None
+        assert content == mischief.last
+        found.add(content)
     assert mischief.count == 200
     assert {good, b"", None} < found
     assert any(part and part != good and good.startswith(part) for part in found)
-    scales.unlink(missing_ok=True)
-    with pytest.raises(scale_files.ScaleError, match="cannot be used"):
-        saved_layers(scales, 0.0)
+
+
+@pytest.mark.parametrize("model", tower_cases.MODELS)
+def test_servers_that_save_into_a_spoiled_file_keep_their_promises(
+    model: str, scales: Path
+) -> None:
+    good = valid_file(model, Path("c"))
+    scales.write_bytes(good)
+    (found,) = scale_files.read(scales).layers.values()
+    seen = {f"visual.blocks.{i}.attn.attn": QKV(7.0, 6.0, 5.0) for i in range(3)}
+    head_dims = {name: (amax, found.head_dim) for name, amax in seen.items()}
+    new = scale_files.from_amax(head_dims, 1.5, state.made_by_engine("c"))
+    mischief = Mischief(scales, good, seed=1)
+    ended = {"saved": 0, "not saved": 0}
+
+    def save() -> None:
+        while mischief.count < 40:
+            try:
+                file = scale_files.save(new, scales)
+            except (ScaleError, FileError):
+                ended["not saved"] += 1
+            else:
+                assert file.layers.keys() >= seen.keys()
+                ended["saved"] += 1
+
+    with mischief.at_work(), ThreadPoolExecutor(2) as pool:
+        for saving in [pool.submit(save), pool.submit(save)]:
+            saving.result()
+    assert min(ended.values()) > 0
+    assert broken_promises(scales, mischief.last, [SAVED, NOT_SAVED]) == []
+
+
+def test_broken_promises_of_servers_are_said(scales: Path) -> None:
+    # Not there.
+    assert broken_promises(scales, None, [SAVED]) == []
+    scales.write_bytes(b"{")
+    assert broken_promises(scales, b"{", [SAVED]) == []
+    damaged, silent = (
+        broken_promises(scales, last, [SAVED, log])
+        for last, log in ((b"", NOT_SAVED), (b"{", "INFO"))
+    )
+    assert len(damaged) == 1 and "cannot be used" in damaged[0]
+    assert silent == ["server 2: its log does not say whether scales were saved"]
+    # Of two ranks.
+    assert saves([f"{SAVED}\n{NOT_SAVED}", SAVED]) == (2, 1)
+
+
+def test_logs_are_read_for_what_engines_say() -> None:
+    source = Path(state.__file__).read_text()
+    assert soak_scales.SAVED in source and soak_scales.NOT_SAVED in source
+
+
+def test_errors_of_the_mischief_itself_are_raised(scales: Path) -> None:
+    mischief = Mischief(scales.parent / "missing" / "scales.json", b"{}", seed=0)
+    with pytest.raises(FileNotFoundError), mischief.at_work():
+        time.sleep(0.5)
 
 
 class TestMemory:
@@ -163,7 +220,7 @@ def running() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_soak_of_servers_that_answer_as_they_should(
-    scales: Path, running: subprocess.Popen[bytes], monkeypatch, tmp_path: Path
+    running: subprocess.Popen[bytes], monkeypatch
 ) -> None:
     monkeypatch.setattr(soak, "SAMPLE_S", 0.01)
     memory = MemoryLog({"1": running.pid}, lambda: ({running.pid: 2**30}, 2**31))
@@ -184,7 +241,6 @@ def test_a_soak_of_servers_that_answer_as_they_should(
                 8,
                 time.monotonic() + 60,
                 memory,
-                Mischief(scales, 0),
                 drawing,
             )
         for fake in fakes:
@@ -217,6 +273,17 @@ def fakes() -> Iterator[tuple[list[Fake], list[str]]]:
     thread.join()
 
 
+class Watched(Mischief):
+    """Notes how many requests a server had before each change."""
+
+    asked: Callable[[], int]
+    before: ClassVar[list[int]]
+
+    def step(self) -> None:
+        self.before.append(self.asked())
+        super().step()
+
+
 @pytest.mark.parametrize("crashed", [False, True])
 def test_a_models_soak_ends_with_its_rows(
     crashed: bool, fakes, scales: Path, running, tmp_path: Path, monkeypatch
@@ -228,7 +295,7 @@ def test_a_models_soak_ends_with_its_rows(
             pid=running.pid,
             port=port,
             has_ended=crashed and port == 8301,
-            log=lambda: "JIT compilation during inference: _early. This",
+            log=lambda: f"{SAVED}\nJIT compilation during inference: _early. This",
         )
         for port, url in enumerate(urls, 8300)
     ]
@@ -242,6 +309,9 @@ def test_a_models_soak_ends_with_its_rows(
     monkeypatch.setattr(soak, "write_checkpoint", lambda *given: None)
     monkeypatch.setattr(soak, "scale_file", lambda checkpoint: scales)
     monkeypatch.setattr(soak, "serving", serving)
+    monkeypatch.setattr(Watched, "asked", lambda self: servers[0].asked, raising=False)
+    monkeypatch.setattr(Watched, "before", [], raising=False)
+    monkeypatch.setattr(soak, "Mischief", Watched)
     monkeypatch.setattr(
         soak, "draw_request", lambda seed, i, patch: asks(number=i, is_sampled=i < 2)
     )
@@ -259,6 +329,10 @@ def test_a_models_soak_ends_with_its_rows(
     assert (row["sent"], row["answered"], row["sampled"]) == ("30", "30", "2")
     # What the log said before does not count.
     assert row["built_after_start"] == "0"
+    # Engines save while they warm up.
+    assert Watched.before[0] <= 1 and Watched.before[-1] <= soak.WARM_UP
+    assert int(row["scale_file_changes"]) == len(Watched.before) > 1
+    assert (row["scales_saved"], row["scales_not_saved"]) == ("2", "0")
     assert [r["server"] for r in chosen_rows.read(logs["memory"].path)] == ["1", "2"]
     expected = [f"{MODEL}: the server on 8301 has ended"] if crashed else []
     assert failed.lines == expected
@@ -300,5 +374,7 @@ def test_commands_are_printed_without_a_gpu() -> None:
         text=True,
         check=True,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("vllm serve")]
-    assert len(lines) == 3
+    *servers, judge = done.stdout.splitlines()
+    plugins = "VLLM_PLUGINS=flashinfer_vit vllm serve"
+    assert [plugins in line for line in servers] == [True, True]
+    assert "VLLM_PLUGINS= vllm serve" in judge

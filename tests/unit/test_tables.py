@@ -224,3 +224,18 @@ def test_errors_are_the_least_and_the_largest():
     ]
     line = bench_tables.error_table(rows).splitlines()[-1]
     assert line == "| Qwen3-VL-8B | - | 1.00 to 2.00 % | - |"
+
+
+def test_options_that_a_file_has_no_column_for_are_refused(tmp_path):
+    path = tmp_path / "serve.csv"
+    path.write_text("provider,mode,vllm\nplugin,graph,0.33.0\n")
+    with pytest.raises(SystemExit, match=r"no column 'case': leave out --cases"):
+        table.render(["serve", str(path), "--cases", "page"])
+
+
+def test_quantisers_that_were_left_out_have_no_share():
+    row = {"head_dim": "72", "case": "1x4096", "tb_per_s": "2.50"}
+    copy, blocks = ({**row, "provider": name} for name in ("copy", "plugin-blocks"))
+    line = bench_tables.quantize_table([copy]).splitlines()[2]
+    assert line == "| 72 | 1x4096 | 2.50 | - |"
+    assert bench_tables.quantize_table([copy, blocks]).endswith("| 100 % |")
