@@ -19,6 +19,7 @@ from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS, fp8_names
 
 ROOT = BENCHMARKS.parent
 RESULTS = BENCHMARKS / "results" / "h200"
+H100_RESULTS = RESULTS.with_name("h100-80gb-hbm3")
 sys.path.insert(0, str(ROOT / "docs"))
 
 import generate  # noqa: E402
@@ -34,8 +35,10 @@ by_page = pytest.mark.parametrize(
 )
 
 
-def rows(name: str, vllm: str = "0.25.1") -> list[chosen_rows.Row]:
-    found = chosen_rows.read(RESULTS / f"{name}.csv")
+def rows(
+    name: str, vllm: str = "0.25.1", folder: Path = RESULTS
+) -> list[chosen_rows.Row]:
+    found = chosen_rows.read(folder / f"{name}.csv")
     return [row for row in found if row["vllm"] == vllm]
 
 
@@ -109,7 +112,9 @@ def test_readme_says_that_no_case_is_slower() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
     graphs = chosen_rows.Best(rows("encoder", "0.33.0"))
     eager = chosen_rows.Best(rows("eager", "0.33.0"), "eager")
-    for best in (graphs, eager):
+    on_h100 = rows("encoder", "0.33.0", H100_RESULTS)
+    others = (chosen_rows.Best(on_h100, mode) for mode in ("graph", "eager"))
+    for best in (graphs, eager, *others):
         cases = [(model, case) for model in best.models for case in best.cases(model)]
         for (model, case), provider in itertools.product(cases, best.challengers):
             ours = best.of(provider, model, case)
@@ -118,9 +123,24 @@ def test_readme_says_that_no_case_is_slower() -> None:
                 continue
             ratio = chosen_rows.speed_up(best.stock(model, case), ours)
             assert ratio is not None and ratio > 1, (model, case, provider)
-        whole = sum(model in tower_cases.MODELS for model, _ in cases)
+    for best in (graphs, eager):
+        whole = sum(
+            len(best.cases(model))
+            for model in best.models
+            if model in tower_cases.MODELS
+        )
         said = f"In none of the {whole} cases is a tower slower than stock's best."
         assert said in text
+
+
+def test_readme_says_what_an_h100_gains() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    best = chosen_rows.Best(rows("encoder", "0.33.0", H100_RESULTS))
+    bf16, fp8 = (
+        "{}, {} and {}".format(*(best.mean(p, model) for model in tower_cases.MODELS))
+        for p in (chosen_rows.PLUGIN, chosen_rows.PLUGIN_FP8)
+    )
+    assert f"{bf16} times as fast in graphs, with FP8 {fp8}]" in text
 
 
 def test_pages_say_what_servers_gain() -> None:
