@@ -139,6 +139,29 @@ class TestAligned:
             assert torch.equal(method.pad(method.unpad(weight)), weight)
         assert [weight.data_ptr() for weight in weights] == before
 
+    def test_parameters_of_another_process(
+        self, family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As `--load-format ipc_cache` takes them: padded, and without loaders."""
+        from vllm.model_executor.model_loader import utils
+
+        source = build(family)
+        with monkeypatch.context() as context:
+            context.setattr(tower, "finish_weights", lambda *args: None)
+            built = build(family, seed=1)
+        modules = dict(built.visual.named_modules())
+        for name, parameter in source.visual.named_parameters():
+            module, _, leaf = name.rpartition(".")
+            mapped = nn.Parameter(parameter.data.clone(), requires_grad=False)
+            modules[module].register_parameter(leaf, mapped)
+        before = addresses(built)
+        with built.running():
+            utils.process_weights_after_loading(
+                built.visual, built.vllm_config.model_config, torch.device("cpu")
+            )
+        assert addresses(built) == before
+        assert torch.equal(outputs(built), outputs(source))
+
 
 @pytest.mark.usefixtures("either")
 class TestNewWeights:

@@ -108,9 +108,11 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
             if room.nbytes() == padded.untyped_storage().nbytes():
                 padded = padded.new_empty(0).set_(room).view(padded.shape).copy_(padded)
             parameter.data = padded
-        if not hasattr(parameter, "stock_weight_loader"):
-            parameter.stock_weight_loader = parameter.weight_loader
-            parameter.weight_loader = self._into_padded(parameter.weight_loader)
+        # Those of another process, as `--load-format ipc_cache` has them, have none.
+        load = getattr(parameter, "weight_loader", None)
+        if load is not None and not hasattr(parameter, "stock_weight_loader"):
+            parameter.stock_weight_loader = load
+            parameter.weight_loader = self._into_padded(load)
 
     def _into_padded(self, load: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load)
