@@ -139,6 +139,25 @@ class TestAligned:
             assert torch.equal(method.pad(method.unpad(weight)), weight)
         assert [weight.data_ptr() for weight in weights] == before
 
+    def test_offloaded_ones_are_offloaded_again(
+        self, family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As `--cpu-offload-gb` has it: vLLM asks the flag after it has processed."""
+        monkeypatch.setattr(tower, "finish_weights", lambda *args: None)
+        for layer in mlp_layers(build(family)):
+            for parameter in layer.parameters():
+                parameter.data = parameter.data.clone()
+                parameter._vllm_is_uva_offloaded = True
+            host = {p: p.data_ptr() for p in layer.parameters()}
+            layer.quant_method.process_weights_after_loading(layer)
+            assert ALIGNED in {
+                n // parts for n in layer.weight.shape for parts in (1, 2)
+            }
+            for parameter, before in host.items():
+                is_there = parameter.data_ptr() == before
+                assert parameter._vllm_is_uva_offloaded is is_there
+            assert not layer.weight._vllm_is_uva_offloaded
+
     def test_parameters_of_another_process(
         self, family: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

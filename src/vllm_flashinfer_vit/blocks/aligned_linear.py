@@ -22,6 +22,8 @@ logger = init_logger("vllm.plugins.flashinfer_vit")
 _VECTOR = 8
 # GEMMs compute whole tiles of 64 anyway, and 64 values fill a line of the cache.
 _TILE = 64
+# Attribute by which vLLM knows parameters that are views of the host's memory.
+_OFFLOADED = "_vllm_is_uva_offloaded"
 
 
 def aligned_size(size: int) -> int:
@@ -107,6 +109,9 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
             room = parameter.data.untyped_storage()
             if room.nbytes() == padded.untyped_storage().nbytes():
                 padded = padded.new_empty(0).set_(room).view(padded.shape).copy_(padded)
+            elif getattr(parameter, _OFFLOADED, False):
+                # vLLM offloads it again: what is here now is on the device.
+                setattr(parameter, _OFFLOADED, False)
             parameter.data = padded
         # Those of another process, as `--load-format ipc_cache` has them, have none.
         load = getattr(parameter, "weight_loader", None)
