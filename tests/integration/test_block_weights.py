@@ -15,6 +15,7 @@ from _blocks import (
     SPECS,
     blocks,
     build,
+    change_config,
     checkpoint,
     load,
     log_of,
@@ -106,6 +107,17 @@ class TestAligned:
         for layer in mlp_layers(other):
             assert type(layer.quant_method) is UnquantizedLinearMethod
             assert size in {n // parts for n in layer.weight.shape for parts in (1, 2)}
+
+    @pytest.mark.parametrize("backend", ["nccl", "sharded_rdt"])
+    def test_weight_transfer_past_loaders(
+        self, family: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lines = log_of(aligned_linear, monkeypatch)
+        transfer = SimpleNamespace(backend=backend)
+        change_config(monkeypatch, weight_transfer_config=transfer)
+        is_padded = mlp_layers(build(family))[1].weight.shape[1] == ALIGNED
+        assert is_padded is (backend == "nccl")
+        assert ("sharded_rdt" in lines[0]) is not is_padded
 
     def test_memory_is_reported(
         self, family: str, monkeypatch: pytest.MonkeyPatch

@@ -156,6 +156,13 @@ def align(first: Any, second: Any, parts: int) -> None:
     added = aligned_size(size) - size
     if not added:
         return
+    if _writes_past_loaders():
+        logger.info_once(
+            "The vision tower's MLPs keep rows of %d values, which are slower: weights "
+            "from sharded_rdt are written where unpadded ones would be.",
+            size,
+        )
+        return
     first.quant_method = AlignedLinearMethod(0, size, parts)
     second.quant_method = AlignedLinearMethod(1, size)
     for linear in (first, second):
@@ -168,6 +175,14 @@ def align(first: Any, second: Any, parts: int) -> None:
         size,
         values * second.weight.element_size() / 2**20,
     )
+
+
+def _writes_past_loaders() -> bool:
+    """Whether an engine's weight transfer records once what loaders copy where."""
+    from vllm.config import get_current_vllm_config
+
+    transfer = getattr(get_current_vllm_config(), "weight_transfer_config", None)
+    return getattr(transfer, "backend", None) == "sharded_rdt"
 
 
 def padded_inputs(layer: Any) -> int:
