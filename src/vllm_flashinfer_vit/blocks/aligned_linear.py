@@ -113,6 +113,9 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
                 # vLLM offloads it again: what is here now is on the device.
                 setattr(parameter, _OFFLOADED, False)
             parameter.data = padded
+        # vLLM's reload waits for as many elements as a checkpoint has.
+        unpadded = parameter.numel() // aligned_size(self.size) * self.size
+        parameter.weight_loader_numel = unpadded
         # Those of another process, as `--load-format ipc_cache` has them, have none.
         load = getattr(parameter, "weight_loader", None)
         if load is not None and not hasattr(parameter, "stock_weight_loader"):
