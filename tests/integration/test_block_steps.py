@@ -12,6 +12,7 @@ import pytest
 import torch
 from _blocks import (
     ACTIVATIONS,
+    ALIGNED,
     FUNCTIONS,
     GRIDS,
     LAYERS,
@@ -119,6 +120,34 @@ class TestGemms:
             kept.append(sums[:4])
         for one, other in zip(*kept, strict=True):
             assert relative_error(one, other) < TOLERANCE
+
+    @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+    def test_blocks_of_other_sizes(
+        self, family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One layer is quantised in one block, whose MLP is not padded then."""
+        prepare = Gemm.prepare
+
+        def checking(self: Gemm, x: torch.Tensor, out: torch.Tensor) -> Any:
+            launch = prepare(self, x, out)
+
+            def call(layer: Any) -> None:
+                # Other GEMMs than PyTorch's take the settled sizes.
+                assert layer.weight.shape == (out.shape[1], x.shape[1])
+                launch(layer)
+
+            return call
+
+        monkeypatch.setattr(Gemm, "prepare", checking)
+        second = "down_proj" if family == "qwen2_5_vl" else "linear_fc2"
+        quantized(f"blocks.1.mlp.{second}", monkeypatch)
+        served = build(family, depth=3)
+        hidden = [program._mlp.hidden for program in programs(served)]
+        assert hidden == [ALIGNED, SIZE, ALIGNED]
+        stock = build(family, "TORCH_SDPA", depth=3)
+        # The second pass takes what the first one has settled.
+        for _ in range(2):
+            assert relative_error(outputs(served), outputs(stock)) < TOLERANCE
 
     @pytest.mark.parametrize("is_left_out", [False, True])
     def test_gelu_in_the_gemm(

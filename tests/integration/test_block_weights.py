@@ -15,6 +15,7 @@ from _blocks import (
     SPECS,
     blocks,
     build,
+    change_config,
     checkpoint,
     load,
     log_of,
@@ -107,6 +108,17 @@ class TestAligned:
             assert type(layer.quant_method) is UnquantizedLinearMethod
             assert size in {n // parts for n in layer.weight.shape for parts in (1, 2)}
 
+    @pytest.mark.parametrize("backend", ["nccl", "sharded_rdt"])
+    def test_weight_transfer_past_loaders(
+        self, family: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lines = log_of(aligned_linear, monkeypatch)
+        transfer = SimpleNamespace(backend=backend)
+        change_config(monkeypatch, weight_transfer_config=transfer)
+        is_padded = mlp_layers(build(family))[1].weight.shape[1] == ALIGNED
+        assert is_padded is (backend == "nccl")
+        assert ("sharded_rdt" in lines[0]) is not is_padded
+
     def test_memory_is_reported(
         self, family: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -138,6 +150,48 @@ class TestAligned:
             assert torch.equal(method.unpad(weight), stock.pop(0))
             assert torch.equal(method.pad(method.unpad(weight)), weight)
         assert [weight.data_ptr() for weight in weights] == before
+
+    def test_offloaded_ones_are_offloaded_again(
+        self, family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As `--cpu-offload-gb` has it: vLLM asks the flag after it has processed."""
+        monkeypatch.setattr(tower, "finish_weights", lambda *args: None)
+        for layer in mlp_layers(build(family)):
+            for parameter in layer.parameters():
+                parameter.data = parameter.data.clone()
+                parameter._vllm_is_uva_offloaded = True
+            host = {p: p.data_ptr() for p in layer.parameters()}
+            layer.quant_method.process_weights_after_loading(layer)
+            assert ALIGNED in {
+                n // parts for n in layer.weight.shape for parts in (1, 2)
+            }
+            for parameter, before in host.items():
+                is_there = parameter.data_ptr() == before
+                assert parameter._vllm_is_uva_offloaded is is_there
+            assert not layer.weight._vllm_is_uva_offloaded
+
+    def test_parameters_of_another_process(
+        self, family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As `--load-format ipc_cache` takes them: padded, and without loaders."""
+        from vllm.model_executor.model_loader import utils
+
+        source = build(family)
+        with monkeypatch.context() as context:
+            context.setattr(tower, "finish_weights", lambda *args: None)
+            built = build(family, seed=1)
+        modules = dict(built.visual.named_modules())
+        for name, parameter in source.visual.named_parameters():
+            module, _, leaf = name.rpartition(".")
+            mapped = nn.Parameter(parameter.data.clone(), requires_grad=False)
+            modules[module].register_parameter(leaf, mapped)
+        before = addresses(built)
+        with built.running():
+            utils.process_weights_after_loading(
+                built.visual, built.vllm_config.model_config, torch.device("cpu")
+            )
+        assert addresses(built) == before
+        assert torch.equal(outputs(built), outputs(source))
 
 
 @pytest.mark.usefixtures("either")
@@ -237,6 +291,12 @@ class TestNewWeights:
         with changed.running():
             reload.initialize_layerwise_reload(changed.visual)
             changed.visual.load_weights(weights)  # type: ignore[operator]
+            if hasattr(reload.utils, "get_tensor_load_numel"):
+                # None waits for more, and holds what it was given meanwhile.
+                infos = map(
+                    reload.layerwise.get_layerwise_info, changed.visual.modules()
+                )
+                assert not any(info.loaded_weights for info in infos)
             reload.finalize_layerwise_reload(
                 changed.visual, changed.vllm_config.model_config
             )

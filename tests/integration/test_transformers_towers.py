@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from _blocks import log_of
 from _models import OpCount, engine, noise
 from _towers import DEVICE, HAS_GPU, cpu_only
 from torch import nn
@@ -39,7 +40,15 @@ def config(**fields: Any) -> Any:
     return Gemma4VisionConfig(**{**values, **fields})
 
 
-def model(tower: Tower, **fields: Any) -> Any:
+def audio_config() -> Any:
+    from transformers import Gemma4AudioConfig
+
+    return Gemma4AudioConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, output_proj_dims=32
+    )
+
+
+def model(tower: Tower, has_audio: bool = False, **fields: Any) -> Any:
     """Build a model of vLLM's kind, within a tower's engine, and fill its weights."""
     from transformers import AutoModel
     from vllm.model_executor.models.interfaces import SupportsMultiModal
@@ -50,6 +59,9 @@ def model(tower: Tower, **fields: Any) -> Any:
             super().__init__()
             with self._mark_tower_model(tower.vllm_config, {"image", "video"}):
                 self.vision_tower = AutoModel.from_config(config(**fields))
+            if has_audio:
+                with self._mark_tower_model(tower.vllm_config, "audio"):
+                    self.audio_tower = AutoModel.from_config(audio_config())
 
     with tower.running(), set_default_torch_dtype(tower.dtype), tower.device:
         built = Model()
@@ -215,6 +227,21 @@ def test_padding_is_not_seen(flashinfer: Tower) -> None:
         alone = built.vision_tower(pixels, at).last_hidden_state
     start = 4
     torch.testing.assert_close(found[start : start + 3], alone, rtol=1e-4, atol=1e-4)
+
+
+@cpu_only
+def test_a_tower_beside_an_audio_tower(
+    flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = log_of(transformers_towers, monkeypatch)
+    built = model(flashinfer, has_audio=True)
+    assert [line.partition(",")[0] for line in lines] == [
+        "audio_tower is Transformers' own Gemma4AudioModel"
+    ]
+    assert runs_our_blocks(built)
+    with OpCount() as count:
+        encode(built, flashinfer)
+    assert count.calls == 2
 
 
 @cpu_only

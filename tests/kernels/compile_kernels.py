@@ -294,7 +294,7 @@ def of_fp8_attention(dim: int) -> Iterator[Case]:
 
 
 def of_batches() -> Iterator[Case]:
-    """What follows from a batch's sizes, and a padded one's rows."""
+    """What follows from a batch's sizes, a padded one's rows, and constants."""
     yield (
         "seqlens",
         functools.partial(seqlens.derive_seqlens, offsets(), ROWS, 8, (64, 64, 64, 64)),
@@ -305,6 +305,7 @@ def of_batches() -> Iterator[Case]:
     scalars = (4, ROWS, *v.stride()[:2])
     launch = Launch(padding._mask_padding_kernel, 1, *scalars, **sizes, **blocks)
     yield "mask_padding", functools.partial(launch, cu, cu, v, v)
+    yield "constants", functools.partial(cudnn_fp8._constants, v.device)
 
 
 def sums(width: int, form: str) -> Iterator[Case]:

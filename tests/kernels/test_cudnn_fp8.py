@@ -167,6 +167,22 @@ def test_scales_are_read_by_each_call_and_are_no_part_of_a_plan(cudnn):
     assert plans.stats.built == 1
 
 
+def test_constants_are_written_by_each_call(cudnn, monkeypatch):
+    """vLLM's sleep mode discards what was made while it loaded the weights."""
+    execute = _Graph.execute
+
+    def execute_and_lose(self, tensors, workspace, handle):
+        execute(self, tensors, workspace, handle)
+        for name in ("descale_s", "scale_s", "scale_o"):
+            tensors[self.inputs[name].uid].fill_(float("nan"))
+
+    monkeypatch.setattr(_Graph, "execute", execute_and_lose)
+    plans, (*qkv, scales) = PlanCache(), make(IMAGES, 2, 80, 80)
+    for _ in range(2):
+        out = run(plans, (*qkv, scales), IMAGES, 0.1, 80)
+        assert_right(out, qkv, scales, IMAGES, 0.1, 80)
+
+
 def test_the_largest_output_does_not_saturate(cudnn):
     q, k, v, scales = make(IMAGES, 2, 80, 80)
     v = torch.full_like(v.half(), FP8_MAX).to(FP8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FP8 settings mean for a layer, and when scales are saved."""
+"""What FP8 settings mean for a layer, and what the layers of an engine share."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from _fp8_engine import NAME, NAMES, STEP, Engine, engine_config  # noqa: E402
+
 from vllm_flashinfer_vit.choices.lookup import Choice  # noqa: E402
 from vllm_flashinfer_vit.choices.usable import NotServedError  # noqa: E402
 from vllm_flashinfer_vit.fp8 import policy as fp8  # noqa: E402
@@ -19,7 +21,6 @@ from vllm_flashinfer_vit.fp8.state import EngineScales, ScaleState, made_by_engi
 from vllm_flashinfer_vit.kernels.formats import DynamicScales  # noqa: E402
 from vllm_flashinfer_vit.settings import ENV_FP8_SCALES, ENV_FP8_SKIP_LAYERS, Settings  # noqa: E402
 
-NAME = "visual.blocks.3.attn.attn"
 PLANS = {
     "block": (Choice("triton", 4095, ""), Choice("hopper_fp8", None, "")),
     "cudnn": (Choice("triton", 4095, ""), Choice("cudnn_fp8", None, "")),
@@ -43,14 +44,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(fp8, "get_current_vllm_config", lambda: vllm_config)
     monkeypatch.setattr(fp8, "resolve_fp8", lambda *args: config.choices)
     return config
-
-
-def engine_config() -> SimpleNamespace:
-    """Return what an engine's layers and its worker have in common."""
-    return SimpleNamespace(
-        model_config=SimpleNamespace(model="some/model"),
-        compilation_config=SimpleNamespace(),
-    )
 
 
 def policy(**settings: Any) -> fp8.Policy | None:
@@ -233,28 +226,6 @@ class TestState:
             assert torch.equal(buffer, tensor)
 
 
-STEP = SimpleNamespace(scheduled_encoder_inputs={"request": [0]})
-TEXT_STEP = SimpleNamespace(scheduled_encoder_inputs={})
-NAMES = (NAME, NAME.replace("3", "4"))
-
-
-class Engine:
-    """An engine of two layers, as its worker sees it."""
-
-    def __init__(self, policy: fp8.Policy, names: tuple[str, ...] = NAMES) -> None:
-        self.config = engine_config()
-        layers = EngineScales.of(self.config)
-        enrolled = [layers.enroll(name, 72, policy) for name in names]
-        self.states = [state for state in enrolled if state is not None]
-        # As its layers do.
-        self.layers = layers
-
-    def step(self, scheduler_output: Any = STEP) -> None:
-        found = EngineScales.find(self.config)
-        assert found is not None
-        found.after_step(scheduler_output)
-
-
 class TestEngines:
     """Two engines, or two towers, in one process know nothing of each other."""
 
@@ -351,97 +322,3 @@ class TestEngines:
         # A worker whose engine has no FP8 layer goes on as ever.
         other = SimpleNamespace(vllm_config=engine_config())
         assert (forget(other), count(other, STEP)) == ((), (STEP,))
-
-
-class TestSaving:
-    @pytest.fixture
-    def path(self, engine: SimpleNamespace, tmp_path: Path) -> Path:
-        path = tmp_path / "new.json"
-        engine.mm_encoder_fp8_scale_save_path = str(path)
-        return path
-
-    def test_a_path_that_cannot_be_written_is_said_with_its_setting(
-        self, engine: SimpleNamespace, tmp_path: Path
-    ) -> None:
-        path = tmp_path / "no folder" / "new.json"
-        engine.mm_encoder_fp8_scale_save_path = str(path)
-        with pytest.raises(ScaleError, match="scale_save_path: .*folder"):
-            Engine(required())
-
-    def test_at_the_16th_pass_and_never_again(self, path: Path) -> None:
-        saving = Engine(required())
-        for i in range(16):
-            for state in saving.states:
-                state.history[i] = torch.tensor([1.0 + i, 2.0, 3.0])
-            saving.step(TEXT_STEP)
-            assert not path.exists()
-            saving.step()
-        file = scales.read(path)
-        assert file.layers[NAME].amax == (16.0, 2.0, 3.0)
-        assert len(file.layers) == 2
-        assert file.margin == 1.5
-        assert file.made_by["model"] == "some/model"
-        path.unlink()
-        for _ in range(32):
-            saving.step()
-        assert not path.exists()
-
-    def test_dummies_do_not_count(self, path: Path) -> None:
-        saving = Engine(required())
-        states = saving.states
-        for state in states:
-            state.history.fill_(1e6)
-            state.position.fill_(5)
-        for _ in range(15):
-            saving.step()
-        buffers = [state.history.data_ptr() for state in states]
-        saving.layers.forget_dummies()
-        # Captured graphs hold the addresses.
-        assert buffers == [state.history.data_ptr() for state in states]
-        assert all(not state.position.any() for state in states)
-        for state in states:
-            state.history[0] = 2.0
-        for _ in range(15):
-            saving.step()
-        assert not path.exists()
-        saving.step()
-        assert scales.read(path).layers[NAME].amax == (2.0, 2.0, 2.0)
-
-    def test_a_rank_without_images_waits(self, path: Path) -> None:
-        saving = Engine(required())
-        for _ in range(20):
-            saving.step()
-        assert not path.exists()
-        saving.states[0].history[0] = 1.0
-        saving.step()
-        assert list(scales.read(path).layers) == [NAME]
-
-    def test_ranks_are_merged(self, path: Path) -> None:
-        for rank in range(2):
-            saving = Engine(required())
-            for state in saving.states:
-                state.history[0] = torch.tensor([1.0 + rank, 2.0 - rank, 1.0])
-            for _ in range(16):
-                saving.step()
-        assert scales.read(path).layers[NAME].amax == (2.0, 2.0, 1.0)
-
-    def test_a_path_that_cannot_be_saved_to_is_said_at_once(self, path: Path) -> None:
-        path.write_text('{"a": {"q": 1, "k": 1, "v": 1}}')
-        with pytest.raises(ScaleError, match="not written by this package"):
-            Engine(required())
-
-    def test_an_engine_outlives_a_full_disk(
-        self, path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        saving = Engine(required())
-        saving.states[0].history[0] = 1.0
-        calls = []
-
-        def full(*args: Any) -> None:
-            calls.append(args)
-            raise OSError("no space left")
-
-        monkeypatch.setattr(scales, "save", full)
-        for _ in range(32):
-            saving.step()
-        assert len(calls) == 1

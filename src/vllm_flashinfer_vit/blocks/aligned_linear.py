@@ -22,6 +22,8 @@ logger = init_logger("vllm.plugins.flashinfer_vit")
 _VECTOR = 8
 # GEMMs compute whole tiles of 64 anyway, and 64 values fill a line of the cache.
 _TILE = 64
+# Attribute by which vLLM knows parameters that are views of the host's memory.
+_OFFLOADED = "_vllm_is_uva_offloaded"
 
 
 def aligned_size(size: int) -> int:
@@ -107,10 +109,18 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
             room = parameter.data.untyped_storage()
             if room.nbytes() == padded.untyped_storage().nbytes():
                 padded = padded.new_empty(0).set_(room).view(padded.shape).copy_(padded)
+            elif getattr(parameter, _OFFLOADED, False):
+                # vLLM offloads it again: what is here now is on the device.
+                setattr(parameter, _OFFLOADED, False)
             parameter.data = padded
-        if not hasattr(parameter, "stock_weight_loader"):
-            parameter.stock_weight_loader = parameter.weight_loader
-            parameter.weight_loader = self._into_padded(parameter.weight_loader)
+        # vLLM's reload waits for as many elements as a checkpoint has.
+        unpadded = parameter.numel() // aligned_size(self.size) * self.size
+        parameter.weight_loader_numel = unpadded
+        # Those of another process, as `--load-format ipc_cache` has them, have none.
+        load = getattr(parameter, "weight_loader", None)
+        if load is not None and not hasattr(parameter, "stock_weight_loader"):
+            parameter.stock_weight_loader = load
+            parameter.weight_loader = self._into_padded(load)
 
     def _into_padded(self, load: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load)
@@ -149,6 +159,13 @@ def align(first: Any, second: Any, parts: int) -> None:
     added = aligned_size(size) - size
     if not added:
         return
+    if _writes_past_loaders():
+        logger.info_once(
+            "The vision tower's MLPs keep rows of %d values, which are slower: weights "
+            "from sharded_rdt are written where unpadded ones would be.",
+            size,
+        )
+        return
     first.quant_method = AlignedLinearMethod(0, size, parts)
     second.quant_method = AlignedLinearMethod(1, size)
     for linear in (first, second):
@@ -161,6 +178,14 @@ def align(first: Any, second: Any, parts: int) -> None:
         size,
         values * second.weight.element_size() / 2**20,
     )
+
+
+def _writes_past_loaders() -> bool:
+    """Whether an engine's weight transfer records once what loaders copy where."""
+    from vllm.config import get_current_vllm_config
+
+    transfer = getattr(get_current_vllm_config(), "weight_transfer_config", None)
+    return getattr(transfer, "backend", None) == "sharded_rdt"
 
 
 def padded_inputs(layer: Any) -> int:

@@ -257,11 +257,12 @@ def run(
     if isinstance(step, OwnLinear):
         return step(x.flatten(1))
     found = settled.get(name)
-    # Attention may return a tensor of its own each time.
-    if found is None or found[0] is not x:
+    # Attention may return a tensor of its own each time, and blocks may differ in what
+    # is padded.
+    if found is None or found[0] is not x or found[1] is not out:
         flat = x.flatten(1)
-        found = settled[name] = x, step.prepare(flat, out)
-    found[1](step.layer)
+        found = settled[name] = x, out, step.prepare(flat, out)
+    found[2](step.layer)
     return out
 
 

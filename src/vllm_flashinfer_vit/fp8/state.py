@@ -83,6 +83,7 @@ class _Saving:
         margin: What the abs-max is multiplied by.
         states: Of the layers that are saved.
         passes: Steps with an encoder pass so far.
+        due: At how many of them to read what layers saw.
         done: Whether it was tried; an engine saves once.
     """
 
@@ -90,6 +91,7 @@ class _Saving:
     margin: float
     states: list[ScaleState]
     passes: int = 0
+    due: int = HISTORY
     done: bool = False
 
 
@@ -178,13 +180,13 @@ class EngineScales(PerEngine):
         for state in self._states:
             state.reset()
         if self._saving is not None:
-            self._saving.passes = 0
+            self._saving.passes, self._saving.due = 0, HISTORY
 
     def after_step(self, scheduler_output: Any) -> None:
         """Count a step of the engine; save scales after the 16th with an encoder pass.
 
         Nothing is read from the device before that, and all layers' history in one go
-        then.
+        then; a rank that saw nothing is asked again after twice as many.
         """
         saving = self._saving
         if (
@@ -194,11 +196,13 @@ class EngineScales(PerEngine):
         ):
             return
         saving.passes += 1
-        if saving.passes < HISTORY:
+        if saving.passes < saving.due:
             return
         seen = _observed(saving.states)
-        # A rank of a data-parallel encoder may have had no image yet.
+        # A rank of a data-parallel encoder may have had no image yet, and one of a
+        # later pipeline stage never has: it is asked less and less often.
         if not seen:
+            saving.due *= 2
             return
         saving.done = True
         path = saving.path
@@ -242,7 +246,11 @@ def made_by_engine(model: str) -> dict[str, str]:
 
 def _observed(states: Iterable[ScaleState]) -> dict[str, tuple[QKV, int]]:
     """Read the abs-max and head dim of layers that saw anything, by name."""
-    states = sorted(states, key=lambda state: state.layer_name)
+    # Of a tower that another pipeline stage runs, vLLM leaves nothing on the device.
+    kept = (state for state in states if not state.history.is_meta)
+    states = sorted(kept, key=lambda state: state.layer_name)
+    if not states:
+        return {}
     rows = torch.stack([state.history for state in states]).amax(dim=1).tolist()
     return {
         state.layer_name: (QKV(*row), state.head_dim)

@@ -19,7 +19,7 @@ Hopper the output is rounded to e4m3 too. Nothing is causal.
 import functools
 from enum import IntEnum
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -68,18 +68,25 @@ class _Uid(IntEnum):
     AMAX_O = 18
 
 
-class _Constants(NamedTuple):
-    """Scales that never change, each `[1] fp32` on the device."""
+@triton.jit
+def _constants_kernel(out_ptr, WEIGHT_SCALE: tl.constexpr):
+    """Write 1, the weights' scale and its inverse. Grid: (1,)"""
+    tl.store(out_ptr, 1.0)
+    tl.store(out_ptr + 1, WEIGHT_SCALE)
+    tl.store(out_ptr + 2, 1 / WEIGHT_SCALE)
 
-    one: torch.Tensor
-    weight_scale: torch.Tensor
-    weight_descale: torch.Tensor
+
+_CONSTANTS = Launch(_constants_kernel, 1, WEIGHT_SCALE=_WEIGHT_SCALE, num_warps=1)
 
 
-@functools.cache
-def _constants(device: torch.device) -> _Constants:
-    values = (1.0, _WEIGHT_SCALE, 1 / _WEIGHT_SCALE)
-    return _Constants(*(torch.tensor([value], device=device) for value in values))
+def _constants(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Write 1, the weights' scale and its inverse, each `[1] fp32`.
+
+    None is kept for the next call: vLLM's sleep mode would discard it.
+    """
+    out = torch.empty(3, dtype=torch.float32, device=device)
+    _CONSTANTS(out)
+    return out.split(1)
 
 
 @functools.cache
@@ -190,7 +197,7 @@ def _attention(
     derived = derive_seqlens(cu_seqlens, num_tokens, key.num_seqs, strides)
     cudnn, handle = _frontend()
     plan = plans.plan(key, device, lambda: _build(key))
-    constants = _constants(device)
+    one, weight_scale, weight_descale = _constants(device)
     is_fp8 = key.out_dtype == _FP8
     is_done = not is_fp8 and q.shape[2] == head_dim
     allocate = torch.zeros if is_done else torch.empty
@@ -208,10 +215,10 @@ def _attention(
         _Uid.OFFSETS_O: derived.offsets[3],
         _Uid.DESCALE_Q: scales[0:1],
         _Uid.DESCALE_K: scales[1:2],
-        _Uid.DESCALE_V: constants.one if is_fp8 else scales[2:3],
-        _Uid.DESCALE_S: constants.weight_descale,
-        _Uid.SCALE_S: constants.weight_scale,
-        _Uid.SCALE_O: constants.one,
+        _Uid.DESCALE_V: one if is_fp8 else scales[2:3],
+        _Uid.DESCALE_S: weight_descale,
+        _Uid.SCALE_S: weight_scale,
+        _Uid.SCALE_O: one,
     }
     cudnn.set_stream(handle, torch.cuda.current_stream(device).cuda_stream)
     plan.execute(

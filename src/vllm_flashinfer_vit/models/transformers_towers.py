@@ -98,7 +98,7 @@ def serve(model: torch.nn.Module, off: frozenset[str] = frozenset()) -> None:
         modules = [
             (path, module)
             for path, module in tower.named_modules()
-            if type(module).__name__ in _KNOWN and not hasattr(module, _LAYER)
+            if type(module).__name__ in _KNOWN
         ]
         if not modules:
             logger.info_once(
@@ -107,6 +107,9 @@ def serve(model: torch.nn.Module, off: frozenset[str] = frozenset()) -> None:
                 name,
                 type(tower).__name__,
             )
+            continue
+        # A model marks each of its towers, and has the earlier ones by then.
+        if any(hasattr(module, _LAYER) for _, module in modules):
             continue
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, offsets)
