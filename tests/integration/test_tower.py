@@ -287,6 +287,15 @@ class TestCpuPlatform:
         assert not use_cpu_platform()
         assert type(platform) is _OtherPlatform
 
+    def test_no_operator_of_the_cpu_wheel(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # As on a CPU with AMX, where vLLM would pack the weights of small layers.
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        tower = small_tower("qwen2_vl", "FLASHINFER", torch.bfloat16)
+        grids = [[1, 4, 4]]
+        assert tower.encode(pixels(tower.spec, grids), grids).isfinite().all()
+
     def test_too_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
         small_tower("qwen2_vl")
         import vllm.platforms
