@@ -168,6 +168,16 @@ class TestCalibrate:
             calibrate.run(options(image, output=image))
         assert image.read_bytes() == before
 
+    @pytest.mark.parametrize("what", ["output", "plot"])
+    def test_a_file_of_the_checkpoint(self, what: str, image: Path) -> None:
+        pytest.importorskip("matplotlib")
+        folder = image.with_name("checkpoint")
+        folder.mkdir()
+        config = folder / "config.json"
+        config.write_text('{"model_type": "qwen2_5_vl"}')
+        with pytest.raises(FileError, match="also uses it as"):
+            calibrate.run(options(image, model=str(folder), **{what: config}))
+
     def test_output_in_no_folder(self, image: Path) -> None:
         with pytest.raises(FileError, match="/nowhere/scales.json"):
             calibrate.run(options(image, output=Path("/nowhere/scales.json")))

@@ -106,13 +106,19 @@ class TestBadInput:
             run(options(tmp_path, output=output))
         assert path.read_bytes() == before
 
-    def test_output_in_the_checkpoint(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("random_weights", [False, True])
+    def test_output_in_the_checkpoint(
+        self, tmp_path: Path, random_weights: bool
+    ) -> None:
         path = save_image(tmp_path / "a.png", 60, 60)
         folder = tmp_path / "checkpoint"
         folder.mkdir()
         (folder / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
         wanted = options(
-            path, model=str(folder), random_weights=False, output=folder / "config.json"
+            path,
+            model=str(folder),
+            random_weights=random_weights,
+            output=folder / "config.json",
         )
         with pytest.raises(FileError, match="also uses it as"):
             run(wanted)

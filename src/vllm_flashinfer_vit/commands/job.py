@@ -84,8 +84,9 @@ class Job:
     @property
     def reads(self) -> list[Path]:
         """The files that are read, and must not be written."""
-        folder = self.spec.checkpoint
-        checkpoint = [] if folder is None else sorted(folder.iterdir())
+        folder = Path(self.spec.model)
+        # Random weights, too, are made by its config and image processor.
+        checkpoint = sorted(folder.iterdir()) if folder.is_dir() else []
         return [*(file.path for file in self.files), *checkpoint]
 
 
