@@ -177,6 +177,12 @@ class TestSpec:
                 _vision(fullatt_block_indexes="all"),
                 r"fullatt_block_indexes is 'all', not a list",
             ),
+            (_vision(hidden_act=None), r"config\.json is not .*field 'hidden_act': \w"),
+            (
+                '{"model_type": "qwen2_5_vl", "rms_norm_eps": "x"}',
+                r"config\.json is not .*'rms_norm_eps'",
+            ),
+            (_vision(window_size=27), r"27 pixels, smaller than a token's 28; down"),
         ],
     )
     def test_bad_config(self, tmp_path: Path, text: str | None, message: str) -> None:

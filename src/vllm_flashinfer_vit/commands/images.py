@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageOps
 
 from vllm_flashinfer_vit.commands.model_images import ModelProcessor
-from vllm_flashinfer_vit.towers.spec import Spec, TowerError, TowerSpec
+from vllm_flashinfer_vit.towers.spec import Spec, TowerError, TowerSpec, cause
 from vllm_flashinfer_vit.towers.whole import ModelSpec
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
@@ -112,50 +112,74 @@ def image_processor(spec: Spec, max_pixels: int | None) -> Any:
     """Return the model's image processor.
 
     Raises:
-        TowerError: The checkpoint or the installed packages have none, or `max_pixels`
-            is too small.
+        TowerError: The checkpoint or the installed packages have none that fits the
+            tower, or `max_pixels` is too small.
     """
     if isinstance(spec, ModelSpec):
         return ModelProcessor(spec, max_pixels)
     assert isinstance(spec, TowerSpec)
-    from transformers import AutoImageProcessor, Qwen2VLImageProcessor
-
-    smallest, largest, mean, std = _PROCESSORS[spec.family]
+    token_pixels = (spec.patch_size * spec.merge_size) ** 2
+    if max_pixels is not None and max_pixels < token_pixels:
+        raise JobError(
+            f"max_pixels is {max_pixels}; one token of this model takes "
+            f"{token_pixels} pixels"
+        )
     folder = Path(spec.model)
     if folder.is_dir():
-        try:
-            processor = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True
-            )
-        except (OSError, ValueError, RecursionError) as error:
-            raise JobError(
-                f"{folder} holds no image processor ({error}); "
-                "copy preprocessor_config.json from the model's repository into it"
-            ) from error
-        smallest = processor.size["shortest_edge"]
-        largest = processor.size["longest_edge"]
-    else:
-        processor = Qwen2VLImageProcessor(
-            patch_size=spec.patch_size,
-            temporal_patch_size=spec.vision_config.get("temporal_patch_size", 2),
-            merge_size=spec.merge_size,
-            image_mean=list(mean),
-            image_std=list(std),
-        )
+        return _processor_of_folder(folder, spec, max_pixels)
+    from transformers import Qwen2VLImageProcessor
+
+    smallest, largest, mean, std = _PROCESSORS[spec.family]
+    processor = Qwen2VLImageProcessor(
+        **_patch_sizes(spec), image_mean=list(mean), image_std=list(std)
+    )
+    _limit_pixels(processor, smallest, largest, max_pixels)
+    return processor
+
+
+def _processor_of_folder(folder: Path, spec: TowerSpec, max_pixels: int | None) -> Any:
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        for name, size in _patch_sizes(spec).items():
+            if (found := getattr(processor, name, None)) != size:
+                raise ValueError(f"its {name} is {found}, and the tower's {size}")
+        edges = processor.size["shortest_edge"], processor.size["longest_edge"]
+        _limit_pixels(processor, *edges, max_pixels)
+        # Most settings are looked at with an image only; this one must be resized.
+        side = spec.patch_size * spec.merge_size + 1
+        processor(images=[Image.new("RGB", (side, side))], return_tensors="pt")
+    except ImportError:
+        # A package is missing, and no file.
+        raise
+    except Exception as error:
+        raise JobError(
+            f"{folder}: its preprocessor_config.json, or processor_config.json, makes "
+            f"no image processor for this tower ({cause(error)}); copy the file from "
+            "the model's repository"
+        ) from error
+    return processor
+
+
+def _patch_sizes(spec: TowerSpec) -> dict[str, int]:
+    return {
+        "patch_size": spec.patch_size,
+        "temporal_patch_size": spec.temporal_patch_size,
+        "merge_size": spec.merge_size,
+    }
+
+
+def _limit_pixels(
+    processor: Any, smallest: int, largest: int, max_pixels: int | None
+) -> None:
     if max_pixels is not None:
-        token_pixels = (spec.patch_size * spec.merge_size) ** 2
-        if max_pixels < token_pixels:
-            raise JobError(
-                f"max_pixels is {max_pixels}; one token of this model takes "
-                f"{token_pixels} pixels"
-            )
         largest = min(largest, max_pixels)
     # Set afterwards, because constructors of some transformers ignore `size`.
     processor.size = {"shortest_edge": min(smallest, largest), "longest_edge": largest}
     if getattr(processor, "min_pixels", None) is not None:
         processor.min_pixels = min(smallest, largest)
         processor.max_pixels = largest
-    return processor
 
 
 def read_patches(
