@@ -6,12 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _encode import cpu_only, options, save_image
+import torch
+from _encode import MODEL, cpu_only, options, save_image
 from PIL import Image
 
-from vllm_flashinfer_vit.commands import encode, images
+from vllm_flashinfer_vit.commands import calibrate, encode, images
 from vllm_flashinfer_vit.commands.encode import run
+from vllm_flashinfer_vit.commands.job import Inputs
 from vllm_flashinfer_vit.machine.files import FileError
+from vllm_flashinfer_vit.towers import model_tower
 from vllm_flashinfer_vit.towers.spec import TowerError
 
 
@@ -135,3 +138,20 @@ class TestBadInput:
         path = save_image(tmp_path / "a.png", 60, 60)
         self.refused(r"'NONE_SUCH' is unknown", path, backends=["NONE_SUCH"])
         self.refused(r"FLASH_ATTN does not run", path, backends=["FLASH_ATTN"])
+
+    @pytest.mark.parametrize("command", ["encode", "calibrate"])
+    def test_no_memory_for_the_tower(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    ) -> None:
+        def build(*args: Any, **how: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(model_tower, "build_tower", build)
+        path = save_image(tmp_path / "a.png", 60, 60)
+        with pytest.raises(TowerError, match=r"too little memory .*; free it .* cpu"):
+            if command == "encode":
+                run(options(path))
+            else:
+                inputs = vars(Inputs(images=[path], model=MODEL, random_weights=True))
+                output = tmp_path / "scales.json"
+                calibrate.run(calibrate.Options(**inputs, output=output))

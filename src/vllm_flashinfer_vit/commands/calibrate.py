@@ -32,6 +32,7 @@ from vllm_flashinfer_vit.commands.job import (
     Inputs,
     Job,
     JobReport,
+    build,
     memory_hint,
     prepare,
     progress_bar,
@@ -48,7 +49,6 @@ from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.settings import Settings
 from vllm_flashinfer_vit.towers.built import Built
-from vllm_flashinfer_vit.towers.model_tower import build
 from vllm_flashinfer_vit.towers.tower import check_backend
 
 Attend = Callable[[Batch], torch.Tensor]

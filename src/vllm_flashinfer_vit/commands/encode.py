@@ -29,6 +29,7 @@ from vllm_flashinfer_vit.commands.images import (
 from vllm_flashinfer_vit.commands.job import (
     Inputs,
     JobReport,
+    build,
     finite_or_none,
     memory_hint,
     prepare,
@@ -41,11 +42,7 @@ from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.towers.built import Built
 from vllm_flashinfer_vit.towers.config import check_quantization
 from vllm_flashinfer_vit.towers.linear_layers import check_unquantized, how_layers_run
-from vllm_flashinfer_vit.towers.model_tower import (
-    build,
-    check_quantizable,
-    processor_kwargs,
-)
+from vllm_flashinfer_vit.towers.model_tower import check_quantizable, processor_kwargs
 from vllm_flashinfer_vit.towers.tower import check_backend
 
 REFERENCE_BACKEND = "TORCH_SDPA"

@@ -21,6 +21,8 @@ from rich.text import Text
 
 from vllm_flashinfer_vit.commands.images import ImageFile, JobError, image_files
 from vllm_flashinfer_vit.kernels.formats import dtype_name
+from vllm_flashinfer_vit.towers import model_tower
+from vllm_flashinfer_vit.towers.built import Built
 from vllm_flashinfer_vit.towers.resolve import resolve
 from vllm_flashinfer_vit.towers.spec import Spec
 
@@ -182,7 +184,9 @@ def finite_or_none(value: float) -> float | None:
 
 
 @contextmanager
-def memory_hint(device: torch.device) -> Iterator[None]:
+def memory_hint(
+    device: torch.device, advice: str = "use a smaller max_pixels"
+) -> Iterator[None]:
     """Say what to do where the device has too little memory.
 
     Raises:
@@ -192,9 +196,20 @@ def memory_hint(device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise JobError(
-            f"{device_name(device)} has too little memory ({error}); use a smaller "
-            "max_pixels"
+            f"{device_name(device)} has too little memory ({error}); {advice}"
         ) from error
+
+
+def build(spec: Spec, *, device: torch.device, **how: Any) -> Built:
+    """Build a tower as `model_tower.build` does.
+
+    Raises:
+        TowerError: See there; or the device has too little memory.
+    """
+    # No image is there yet: it is the weights, or another process.
+    advice = "free it from other processes, or use --device cpu"
+    with memory_hint(device, advice):
+        return model_tower.build(spec, device=device, **how)
 
 
 def pick_device(name: str) -> torch.device:
