@@ -168,6 +168,22 @@ class TestRun:
         assert list(load_file(output)) == ["a.png"]
 
     @pytest.mark.usefixtures("narrow")
+    def test_kinds_of_files_in_a_folder(self, tmp_path: Path) -> None:
+        names = ["a.bmp", "b.gif", "c.TIF", "d.jfif"]
+        for name in (*names, "e.ico", "f.tga"):
+            Image.new("RGB", (60, 60)).save(tmp_path / name)
+        for name in ("sub", ".hidden"):
+            (tmp_path / name).mkdir()
+        (tmp_path / "notes.txt").write_text("no image")
+        report = run(options(tmp_path))
+        assert [image.name for image in report.images] == names
+        assert report.notes[-1] == (
+            f"Not looked at in {tmp_path}: 2 image files of other kinds (.ico, .tga) "
+            "and 1 folders. Give them by name."
+        )
+        assert report.exit_status == 0
+
+    @pytest.mark.usefixtures("narrow")
     def test_an_image_is_cut_before_the_next_is_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

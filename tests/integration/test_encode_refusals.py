@@ -32,7 +32,7 @@ class TestBadInput:
 
     def test_empty_folder(self, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("no image")
-        self.refused(r"holds no image \(\.jpeg, \.jpg, \.png, \.webp\)", tmp_path)
+        self.refused(r"holds no image \(\.avif, \.bmp, .*\.webp\)", tmp_path)
 
     def test_no_image_inside(self, tmp_path: Path) -> None:
         path = tmp_path / "a.png"

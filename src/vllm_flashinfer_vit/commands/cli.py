@@ -60,7 +60,13 @@ def _root(
     pass
 
 
-_Images = Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")]
+_Images = Annotated[
+    list[Path],
+    typer.Argument(
+        help="Image files, or folders of them: of a folder AVIF, BMP, GIF, JPEG, PNG, "
+        "TIFF and WebP, not of folders below it."
+    ),
+]
 _Model = Annotated[
     str,
     typer.Option(

@@ -16,7 +16,12 @@ from vllm_flashinfer_vit.commands.model_images import ModelProcessor
 from vllm_flashinfer_vit.towers.spec import Spec, TowerError, TowerSpec, cause
 from vllm_flashinfer_vit.towers.whole import ModelSpec
 
-IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
+# Of a folder's files. What else Pillow opens may be a film or a table of numbers, or
+# needs a program beside it.
+IMAGE_SUFFIXES = (
+    *(".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff"),
+    ".webp",
+)
 
 # min_pixels, max_pixels, mean and std of each family's published image processor.
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -79,6 +84,10 @@ class Patches:
 def image_files(given: Iterable[Path]) -> list[ImageFile]:
     """Return the image files that were given.
 
+    Args:
+        given: Image files of any kind that Pillow reads, and folders: of these, the
+            files with one of `IMAGE_SUFFIXES`, not those in folders below.
+
     Raises:
         JobError: There is none, one does not exist, or a folder holds none.
     """
@@ -106,6 +115,38 @@ def image_files(given: Iterable[Path]) -> list[ImageFile]:
     if len({file.name for file in files}) < len(files):
         files = [file._replace(name=str(file.path)) for file in files]
     return files
+
+
+def not_looked_at(given: Iterable[Path]) -> list[str]:
+    """Say which image files and folders in the folders that were given are left out.
+
+    Args:
+        given: As for `image_files`, which has found them all.
+    """
+    Image.init()
+    readable = {
+        suffix for suffix, kind in Image.EXTENSION.items() if kind in Image.OPEN
+    }
+    notes = []
+    for folder in dict.fromkeys(path for path in given if path.is_dir()):
+        others = [
+            one
+            for one in folder.iterdir()
+            if not one.name.startswith(".") and one.suffix.lower() not in IMAGE_SUFFIXES
+        ]
+        below = sum(one.is_dir() for one in others)
+        kinds = [one.suffix.lower() for one in others if one.is_file()]
+        files = [kind for kind in kinds if kind in readable]
+        left = []
+        if files:
+            named = ", ".join(sorted(set(files)))
+            left.append(f"{len(files)} image files of other kinds ({named})")
+        if below:
+            left.append(f"{below} folders")
+        if left:
+            what = " and ".join(left)
+            notes.append(f"Not looked at in {folder}: {what}. Give them by name.")
+    return notes
 
 
 def image_processor(spec: Spec, max_pixels: int | None) -> Any:

@@ -19,7 +19,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from vllm_flashinfer_vit.commands.images import ImageFile, JobError, image_files
+from vllm_flashinfer_vit.commands.images import (
+    ImageFile,
+    JobError,
+    image_files,
+    not_looked_at,
+)
 from vllm_flashinfer_vit.kernels.formats import dtype_name
 from vllm_flashinfer_vit.towers import model_tower
 from vllm_flashinfer_vit.towers.built import Built
@@ -258,6 +263,7 @@ def prepare(options: Inputs) -> Job:
     dtype = pick_dtype(options.dtype, device)
     files = image_files(options.images)
     spec, max_pixels, notes = _resolve_tower(options, device)
+    notes = [*notes, *not_looked_at(options.images)]
     return Job(device, dtype, files, spec, max_pixels, notes)
 
 
