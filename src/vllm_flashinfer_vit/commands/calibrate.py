@@ -382,13 +382,15 @@ def _differences(old: ScaleFile, new: ScaleFile, path: Path | None) -> list[str]
     }
     short = [what for what, ratio in ratios.items() if ratio > 1]
     if old.is_upstream:
-        origin = (
-            f"{path} was written by vLLM itself: its scales come from signed maxima "
-            "of 16 passes, dummy images included, times an unknown margin. What they "
-            "can represent is taken for an abs-max."
-        )
+        origin = f"{path} was written by vLLM itself."
     else:
         origin = f"{path} is taken into account: {old.made_by['method']}."
+    if old.has_signed_maxima:
+        origin += (
+            " vLLM's scales come from signed maxima of 16 passes, dummy images "
+            "included, times an unknown margin. What they can represent is taken for "
+            "an abs-max, which the margin widens once more."
+        )
     notes = [origin]
     if short:
         worst = max(ratios, key=lambda what: ratios[what])
