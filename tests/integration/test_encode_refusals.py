@@ -13,6 +13,7 @@ from PIL import Image
 from vllm_flashinfer_vit.commands import calibrate, encode, images
 from vllm_flashinfer_vit.commands.encode import run
 from vllm_flashinfer_vit.commands.job import Inputs
+from vllm_flashinfer_vit.fp8.scale_files import ScaleError
 from vllm_flashinfer_vit.machine.files import FileError
 from vllm_flashinfer_vit.towers import model_tower
 from vllm_flashinfer_vit.towers.spec import TowerError
@@ -130,6 +131,16 @@ class TestBadInput:
         path = save_image(tmp_path / "a.png", 60, 60)
         with pytest.raises(FileError, match="in a folder that exists"):
             run(options(path, output=Path("no/such/folder/a")))
+
+    def test_scales_are_read_before_any_work(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(encode, "build", None)
+        path = save_image(tmp_path / "a.png", 60, 60)
+        bad = tmp_path / "bad.json"
+        bad.write_text("{")
+        with pytest.raises(ScaleError, match=r"bad\.json cannot be used"):
+            run(options(path, attn_dtype="fp8", fp8_scale_path=bad))
 
     def test_backend_is_checked_before_any_work(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -241,10 +241,12 @@ class TestMerging:
             merged = scales.merge(merged, files[i])
         assert merged.layers[FIRST].amax == (4.0, 4.0, 9.0)
 
-    def test_files_of_two_models(self) -> None:
-        other = from_amax(AMAX, 1.5, {**MADE_BY, "model": "another"})
-        with pytest.raises(ScaleError, match="'some/model', not of 'another'"):
-            scales.merge(made(), other)
+    def test_a_file_of_another_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ScaleError, match=r"old\.json .*'some/model', not of 'ano"):
+            scales.check_model(made(), Path("old.json"), "another")
+        scales.check_model(made(), Path("old.json"), "some/model")
+        upstream = scales.read(put(tmp_path, UPSTREAM["simple"]))
+        scales.check_model(upstream, Path("old.json"), "another")
 
     def test_two_head_dims(self) -> None:
         other = made({FIRST: (QKV(1.0, 1.0, 1.0), 80)})

@@ -163,17 +163,13 @@ def merge(old: ScaleFile, new: ScaleFile) -> ScaleFile:
     """Widen new scales by what an older file saw: ranks, runs and images add up.
 
     Args:
-        old: The file that is there.
+        old: The file that is there, see `check_model`.
         new: Its margin and origin hold for the result; `method` names both.
 
     Raises:
-        ScaleError: The files are of different models or head dims.
+        ScaleError: The files are of different models, as layers or head dims show.
     """
     assert new.margin is not None
-    if not old.is_upstream and old.made_by["model"] != new.made_by["model"]:
-        raise ScaleError(
-            f"it is of model {old.made_by['model']!r}, not of {new.made_by['model']!r}"
-        )
     amax = {}
     for name in dict.fromkeys((*old.layers, *new.layers)):
         both = [file.layers[name] for file in (old, new) if name in file.layers]
@@ -200,6 +196,19 @@ def _method_of_both(*methods: str) -> str:
     )
 
 
+def check_model(scales: ScaleFile, path: Path, model: str) -> None:
+    """Check that a file is of a model; one of vLLM's own form does not say.
+
+    Raises:
+        ScaleError: It is of another one.
+    """
+    if not scales.is_upstream and scales.made_by["model"] != model:
+        raise ScaleError(
+            f"{path} holds scales of model {scales.made_by['model']!r}, not of "
+            f"{model!r}; choose another file"
+        )
+
+
 def check_mergeable(path: Path, model: str) -> None:
     """Check, before hours of serving, that scales can be saved to a path.
 
@@ -216,11 +225,7 @@ def check_mergeable(path: Path, model: str) -> None:
             f"scales are saved by widening what a file holds, but {path} was not "
             "written by this package; choose another path"
         )
-    if there.made_by["model"] != model:
-        raise ScaleError(
-            f"{path} holds scales of model {there.made_by['model']!r}, not of "
-            f"{model!r}; choose another path"
-        )
+    check_model(there, path, model)
 
 
 def save(new: ScaleFile, path: Path) -> ScaleFile:
