@@ -305,5 +305,5 @@ class TestCalibrate:
 
     def test_no_matplotlib(self, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-        with pytest.raises(JobError, match=r"vllm-flashinfer-vit\[plot\]"):
+        with pytest.raises(JobError, match=r'pip install "matplotlib>=3\.8"'):
             calibrate.run(options(image, plot=image.with_name("plot.svg")))

@@ -425,7 +425,7 @@ def _import_figure() -> Any:
     except ModuleNotFoundError as error:
         raise JobError(
             f"a plot needs matplotlib, which is not installed ({error}); "
-            'pip install "vllm-flashinfer-vit[plot]", or leave --plot out'
+            'pip install "matplotlib>=3.8", or leave --plot out'
         ) from error
     return Figure
 

@@ -267,7 +267,7 @@ def _entry_point_problems(
             Problem(
                 f"vLLM cannot see the plugin: no entry point {ENTRY_POINT} in "
                 f"{ENTRY_POINT_GROUP}",
-                "pip install --force-reinstall --no-deps vllm-flashinfer-vit",
+                "in a clone: pip install --force-reinstall --no-deps .",
                 True,
             )
         ]
