@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the `encode` job refuses, and what it says."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from PIL import Image
 
 from vllm_flashinfer_vit.commands import calibrate, encode, images
 from vllm_flashinfer_vit.commands.encode import run
-from vllm_flashinfer_vit.commands.job import Inputs
+from vllm_flashinfer_vit.commands.job import Inputs, prepare
 from vllm_flashinfer_vit.fp8.scale_files import ScaleError
 from vllm_flashinfer_vit.machine.files import FileError
 from vllm_flashinfer_vit.towers import model_tower
@@ -166,3 +167,13 @@ class TestBadInput:
                 inputs = vars(Inputs(images=[path], model=MODEL, random_weights=True))
                 output = tmp_path / "scales.json"
                 calibrate.run(calibrate.Options(**inputs, output=output))
+
+
+@pytest.mark.parametrize(("depth", "cut"), [(4, False), (5, True)])
+def test_blocks_that_do_not_run_are_said(tmp_path: Path, depth: int, cut: bool) -> None:
+    image = save_image(tmp_path / "a.png", 60, 60)
+    document = {"model_type": "qwen2_5_vl", "vision_config": {"depth": depth}}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    notes = prepare(options(image, model=str(tmp_path), depth=None)).notes
+    assert any("4 of 5 blocks run" in note for note in notes) is cut
+    assert any("blocks run" in note for note in notes) is cut

@@ -256,6 +256,10 @@ def read_patches(
 def check_any(files: Iterable[object], failures: list[str]) -> None:
     """Check that not every image was left out.
 
+    Args:
+        files: What is left.
+        failures: Sentences on those that were left out.
+
     Raises:
         JobError: It was.
     """

@@ -280,9 +280,11 @@ def _resolve_tower(
         if depth is None:
             full = resolve(options.model, random_weights=True).full_depth
             depth = min(CPU_DEPTH, full)
-            notes.append(
-                f"On a CPU only {depth} of {full} blocks run; --depth {full} runs all."
-            )
+            if depth < full:
+                notes.append(
+                    f"On a CPU only {depth} of {full} blocks run; --depth {full} runs "
+                    "all."
+                )
         if max_pixels is None:
             max_pixels = CPU_MAX_PIXELS
             notes.append(
