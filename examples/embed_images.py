@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from vllm_flashinfer_vit.commands.images import (
+    check_any,
     image_files,
     image_processor,
     read_patches,
@@ -52,6 +53,7 @@ def embed(
     patches = [one for one in read if one is not None]
     for line in left_out:
         print(line, file=sys.stderr)
+    check_any(patches, left_out)
     # As an engine does: images lie one after another, and none attends to another.
     pixels = torch.cat([one.pixel_values for one in patches])
     embeddings = tower.encode(pixels, [one.grid for one in patches])

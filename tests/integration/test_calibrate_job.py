@@ -17,7 +17,8 @@ from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.commands import calibrate
 from vllm_flashinfer_vit.commands.images import JobError
 from vllm_flashinfer_vit.fp8 import scale_files as scales
-from vllm_flashinfer_vit.fp8.scale_files import QKV
+from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError
+from vllm_flashinfer_vit.fp8.state import made_by_engine
 from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.machine.files import FileError
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
@@ -138,6 +139,29 @@ class TestCalibrate:
         report = calibrate.run(options(image, merge=path))
         assert report.layers[0].amax == (1000.0, *first.layers[0].amax[1:])
 
+    def test_another_models_file_is_refused_before_any_image(
+        self, image: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Tower, "encode", None)
+        one = QKV(1.0, 1.0, 1.0)
+        made_by = made_by_engine(resolve_spec(MODEL, random_weights=True).name)
+        for name, head_dim, made in (
+            ("head_dim.json", 32, made_by),
+            ("model.json", 16, {**made_by, "model": "another"}),
+        ):
+            file = scales.from_amax({NAME: (one, head_dim)}, 1.5, made)
+            scales.write(file, image.with_name(name))
+        old = image.with_name("vllm.json")
+        old.write_text(json.dumps({"another.layer": one._asdict()}))
+        with pytest.raises(ScaleError, match=r"vllm\.json .*'another\.layer' is not a"):
+            calibrate.run(options(image, merge=old))
+        with pytest.raises(ScaleError, match=r"head_dim\.json .* \[16, 32\]"):
+            calibrate.run(options(image, merge=image.with_name("head_dim.json")))
+        # Said before the tower is built.
+        monkeypatch.setattr(calibrate, "build", None)
+        with pytest.raises(ScaleError, match=r"model\.json .*'another', not of 'Qwen"):
+            calibrate.run(options(image, merge=image.with_name("model.json")))
+
     @pytest.mark.parametrize(
         ("changes", "what"),
         [
@@ -167,6 +191,16 @@ class TestCalibrate:
         with pytest.raises(FileError, match="also uses it as"):
             calibrate.run(options(image, output=image))
         assert image.read_bytes() == before
+
+    @pytest.mark.parametrize("what", ["output", "plot"])
+    def test_a_file_of_the_checkpoint(self, what: str, image: Path) -> None:
+        pytest.importorskip("matplotlib")
+        folder = image.with_name("checkpoint")
+        folder.mkdir()
+        config = folder / "config.json"
+        config.write_text('{"model_type": "qwen2_5_vl"}')
+        with pytest.raises(FileError, match="also uses it as"):
+            calibrate.run(options(image, model=str(folder), **{what: config}))
 
     def test_output_in_no_folder(self, image: Path) -> None:
         with pytest.raises(FileError, match="/nowhere/scales.json"):
@@ -271,5 +305,5 @@ class TestCalibrate:
 
     def test_no_matplotlib(self, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-        with pytest.raises(JobError, match=r"vllm-flashinfer-vit\[plot\]"):
+        with pytest.raises(JobError, match=r'pip install "matplotlib>=3\.8"'):
             calibrate.run(options(image, plot=image.with_name("plot.svg")))

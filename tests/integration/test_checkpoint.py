@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from cases import relative_error
 from vllm_flashinfer_vit.towers.spec import CheckpointError, resolve_spec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
+from vllm_flashinfer_vit.towers.weights import load_weights
 
 # A wide image with cut windows, one token, a square image, a video of two frames.
 GRIDS = [[1, 12, 20], [1, 2, 2], [1, 8, 8], [2, 6, 4]]
@@ -184,6 +185,15 @@ class TestDamagedCheckpoint:
             match=r"not fit its config\.json \(at blocks\.1\.\S+ of shape \(3,\): \w",
         ):
             _build(tmp_path)
+
+    def test_no_memory_for_the_weights(self, checkpoint: tuple[Path, Any]) -> None:
+        class Full(torch.nn.Module):
+            def load_weights(self, weights: Any) -> None:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        # No fault of the checkpoint's.
+        with pytest.raises(torch.OutOfMemoryError):
+            load_weights(Full(), resolve_spec(str(checkpoint[0])), checkpoint[0])
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
     def test_weights_that_are_not_finite(

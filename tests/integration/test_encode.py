@@ -168,6 +168,22 @@ class TestRun:
         assert list(load_file(output)) == ["a.png"]
 
     @pytest.mark.usefixtures("narrow")
+    def test_kinds_of_files_in_a_folder(self, tmp_path: Path) -> None:
+        names = ["a.bmp", "b.gif", "c.TIF", "d.jfif"]
+        for name in (*names, "e.ico", "f.tga"):
+            Image.new("RGB", (60, 60)).save(tmp_path / name)
+        for name in ("sub", ".hidden"):
+            (tmp_path / name).mkdir()
+        (tmp_path / "notes.txt").write_text("no image")
+        report = run(options(tmp_path))
+        assert [image.name for image in report.images] == names
+        assert report.notes[-1] == (
+            f"Not looked at in {tmp_path}: 2 image files of other kinds (.ico, .tga) "
+            "and 1 folders. Give them by name."
+        )
+        assert report.exit_status == 0
+
+    @pytest.mark.usefixtures("narrow")
     def test_an_image_is_cut_before_the_next_is_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -322,6 +338,38 @@ class TestProcessor:
         image = save_image(tmp_path / "a.png", 60, 60)
         with pytest.raises(JobError, match=r"preprocessor_config\.json"):
             run(options(image, model=str(tmp_path)))
+
+    @pytest.mark.parametrize(
+        # Empty: what Transformers says differs between its releases.
+        ("changes", "message"),
+        [
+            (None, ""),
+            ({"image_processor_type": "CLIPImageProcessor"}, "its patch_size is None"),
+            ({"image_processor_type": 5}, ""),
+            ({"size": 448}, ""),
+            ({"min_pixels": "abc"}, ""),
+            ({"max_pixels": -5}, ""),
+            ({"patch_size": 0}, "its patch_size is 0, and the tower's 14"),
+            ({"merge_size": 1}, "its merge_size is 1, and the tower's 2"),
+            ({"temporal_patch_size": 1}, "its temporal_patch_size is 1"),
+            ({"do_resize": False}, ""),
+            ({"resample": 99}, ""),
+        ],
+    )
+    def test_a_foreign_or_damaged_one(
+        self, tmp_path: Path, changes: dict[str, Any] | None, message: str
+    ) -> None:
+        document = {"image_processor_type": "Qwen2VLImageProcessor", **(changes or {})}
+        path = tmp_path / "preprocessor_config.json"
+        path.write_text(json.dumps([] if changes is None else document))
+        (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+        spec = tower_spec.resolve_spec(str(tmp_path), random_weights=True)
+        with pytest.raises(JobError) as refused:
+            images.image_processor(spec, None)
+        text = str(refused.value)
+        assert text.startswith(f"{tmp_path}: its preprocessor_config.json, or ")
+        assert message in text
+        assert text.endswith("; copy the file from the model's repository")
 
     @pytest.mark.parametrize(
         ("model", "patch", "black"),

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the `encode` job refuses, and what it says."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from _encode import cpu_only, options, save_image
+import torch
+from _encode import MODEL, cpu_only, options, save_image
 from PIL import Image
 
-from vllm_flashinfer_vit.commands import encode, images
+from vllm_flashinfer_vit.commands import calibrate, encode, images
 from vllm_flashinfer_vit.commands.encode import run
+from vllm_flashinfer_vit.commands.job import Inputs, prepare
+from vllm_flashinfer_vit.fp8.scale_files import ScaleError
 from vllm_flashinfer_vit.machine.files import FileError
+from vllm_flashinfer_vit.towers import model_tower
 from vllm_flashinfer_vit.towers.spec import TowerError
 
 
@@ -29,7 +34,7 @@ class TestBadInput:
 
     def test_empty_folder(self, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("no image")
-        self.refused(r"holds no image \(\.jpeg, \.jpg, \.png, \.webp\)", tmp_path)
+        self.refused(r"holds no image \(\.avif, \.bmp, .*\.webp\)", tmp_path)
 
     def test_no_image_inside(self, tmp_path: Path) -> None:
         path = tmp_path / "a.png"
@@ -106,13 +111,19 @@ class TestBadInput:
             run(options(tmp_path, output=output))
         assert path.read_bytes() == before
 
-    def test_output_in_the_checkpoint(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("random_weights", [False, True])
+    def test_output_in_the_checkpoint(
+        self, tmp_path: Path, random_weights: bool
+    ) -> None:
         path = save_image(tmp_path / "a.png", 60, 60)
         folder = tmp_path / "checkpoint"
         folder.mkdir()
         (folder / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
         wanted = options(
-            path, model=str(folder), random_weights=False, output=folder / "config.json"
+            path,
+            model=str(folder),
+            random_weights=random_weights,
+            output=folder / "config.json",
         )
         with pytest.raises(FileError, match="also uses it as"):
             run(wanted)
@@ -122,6 +133,16 @@ class TestBadInput:
         with pytest.raises(FileError, match="in a folder that exists"):
             run(options(path, output=Path("no/such/folder/a")))
 
+    def test_scales_are_read_before_any_work(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(encode, "build", None)
+        path = save_image(tmp_path / "a.png", 60, 60)
+        bad = tmp_path / "bad.json"
+        bad.write_text("{")
+        with pytest.raises(ScaleError, match=r"bad\.json cannot be used"):
+            run(options(path, attn_dtype="fp8", fp8_scale_path=bad))
+
     def test_backend_is_checked_before_any_work(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -129,3 +150,30 @@ class TestBadInput:
         path = save_image(tmp_path / "a.png", 60, 60)
         self.refused(r"'NONE_SUCH' is unknown", path, backends=["NONE_SUCH"])
         self.refused(r"FLASH_ATTN does not run", path, backends=["FLASH_ATTN"])
+
+    @pytest.mark.parametrize("command", ["encode", "calibrate"])
+    def test_no_memory_for_the_tower(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    ) -> None:
+        def build(*args: Any, **how: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(model_tower, "build_tower", build)
+        path = save_image(tmp_path / "a.png", 60, 60)
+        with pytest.raises(TowerError, match=r"too little memory .*; free it .* cpu"):
+            if command == "encode":
+                run(options(path))
+            else:
+                inputs = vars(Inputs(images=[path], model=MODEL, random_weights=True))
+                output = tmp_path / "scales.json"
+                calibrate.run(calibrate.Options(**inputs, output=output))
+
+
+@pytest.mark.parametrize(("depth", "cut"), [(4, False), (5, True)])
+def test_blocks_that_do_not_run_are_said(tmp_path: Path, depth: int, cut: bool) -> None:
+    image = save_image(tmp_path / "a.png", 60, 60)
+    document = {"model_type": "qwen2_5_vl", "vision_config": {"depth": depth}}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    notes = prepare(options(image, model=str(tmp_path), depth=None)).notes
+    assert any("4 of 5 blocks run" in note for note in notes) is cut
+    assert any("blocks run" in note for note in notes) is cut

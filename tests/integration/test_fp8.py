@@ -12,7 +12,9 @@ from _models import engine
 from cases import Case, make_cos_sin, make_qkv, relative_error
 from vllm_flashinfer_vit.choices.trial import attempt
 from vllm_flashinfer_vit.choices.usable import NotServedError
-from vllm_flashinfer_vit.fp8.state import EngineScales
+from vllm_flashinfer_vit.fp8 import scale_files
+from vllm_flashinfer_vit.fp8.scale_files import QKV, LayerScales, ScaleFile
+from vllm_flashinfer_vit.fp8.state import EngineScales, _warn_of_origin, made_by_engine
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.formats import DynamicScales
 from vllm_flashinfer_vit.ops.batch import Batch
@@ -352,3 +354,18 @@ class TestOnGpu:
         others = [*range(4100), *range(4800, batch.rows)]
         assert out[4100:4800].isnan().any()
         assert torch.equal(out[others], expected[others])
+
+
+def test_signed_maxima_are_said_after_a_merge_too(
+    tmp_path: Path, messages: list[str]
+) -> None:
+    scale = QKV(1.0, 1.0, 1.0)
+    upstream = ScaleFile({NAME: LayerScales(scale, scale, None)})
+    own = scale_files.from_amax({NAME: (scale, 16)}, 1.5, made_by_engine("m"))
+    merged = scale_files.merge(upstream, own)
+    for name, file in (("own", own), ("vllm", upstream), ("merged", merged)):
+        _warn_of_origin(tmp_path / name, file, "another")
+    said = [
+        (line.split(f"{tmp_path}/")[1][:3], "come from" in line) for line in messages
+    ]
+    assert said == [("own", False), ("vll", True), ("mer", True), ("mer", False)]

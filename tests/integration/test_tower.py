@@ -177,6 +177,12 @@ class TestSpec:
                 _vision(fullatt_block_indexes="all"),
                 r"fullatt_block_indexes is 'all', not a list",
             ),
+            (_vision(hidden_act=None), r"config\.json is not .*field 'hidden_act': \w"),
+            (
+                '{"model_type": "qwen2_5_vl", "rms_norm_eps": "x"}',
+                r"config\.json is not .*'rms_norm_eps'",
+            ),
+            (_vision(window_size=27), r"27 pixels, smaller than a token's 28; down"),
         ],
     )
     def test_bad_config(self, tmp_path: Path, text: str | None, message: str) -> None:
@@ -286,6 +292,15 @@ class TestCpuPlatform:
         monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
         assert not use_cpu_platform()
         assert type(platform) is _OtherPlatform
+
+    def test_no_operator_of_the_cpu_wheel(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # As on a CPU with AMX, where vLLM would pack the weights of small layers.
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        tower = small_tower("qwen2_vl", "FLASHINFER", torch.bfloat16)
+        grids = [[1, 4, 4]]
+        assert tower.encode(pixels(tower.spec, grids), grids).isfinite().all()
 
     def test_too_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
         small_tower("qwen2_vl")

@@ -117,6 +117,17 @@ def test_an_older_file_that_is_wide_enough() -> None:
     assert notes == ["old.json is taken into account: abs-max of 7 images."]
 
 
+def test_an_older_file_with_scales_of_vllms_own() -> None:
+    upstream = scales.ScaleFile({"a.layer": file(QKV(5, 5, 5)).layers["a.layer"]})
+    merged = scales.merge(upstream, file(QKV(1, 1, 1)))
+    for old, origin in (
+        (upstream, "was written by vLLM itself. vLLM's scales come from signed maxima"),
+        (merged, "taken into account: vLLM's signed maxima + abs-max of 7 images. vLL"),
+    ):
+        (note,) = calibrate._differences(old, file(QKV(1, 1, 1)), Path("old.json"))
+        assert origin in note
+
+
 def test_an_older_file_that_is_too_narrow() -> None:
     notes = calibrate._differences(
         file(QKV(5, 1, 1)), file(QKV(1, 2, 5)), Path("old.json")

@@ -26,7 +26,12 @@ runner = CliRunner()
 def encode(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Stand in for `encode.py`, which needs vLLM: records options, raises at will."""
     fake = types.SimpleNamespace(
-        options=None, error=None, log_level=None, document={"images": []}, status=0
+        options=None,
+        error=None,
+        log_level=None,
+        document={"images": []},
+        table="table",
+        status=0,
     )
 
     def run(options: dict[str, Any], console: Console) -> types.SimpleNamespace:
@@ -41,7 +46,7 @@ def encode(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
     module = types.ModuleType("vllm_flashinfer_vit.commands.encode")
     module.run = run  # type: ignore[attr-defined]
-    module.render = lambda report, console: console.print("table")  # type: ignore[attr-defined]
+    module.render = lambda report, console: console.print(fake.table)  # type: ignore[attr-defined]
     module.Options = dict  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     # Restores what the command sets.
@@ -112,6 +117,16 @@ def test_encode_prints_only_the_result_on_stdout(
     result = runner.invoke(main, ["encode", "a.png", "--json"])
     assert json.loads(result.stdout) == {"images": []}
     assert result.stderr == "progress\n"
+
+
+def test_a_name_that_is_not_utf_8_is_printed_escaped(
+    encode: types.SimpleNamespace,
+) -> None:
+    encode.table = os.fsdecode(b"\xff.png")
+    encode.document = {"images": [encode.table]}
+    assert runner.invoke(main, ["encode", "a.png"]).stdout == "\\udcff.png\n"
+    result = runner.invoke(main, ["encode", "a.png", "--json"])
+    assert json.loads(result.stdout) == encode.document
 
 
 def test_the_options_and_defaults_are_those_of_encode(

@@ -96,7 +96,10 @@ def test_a_missing_entry_point_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None
     report = judge()
     assert not report.ok
     assert report.entry_point is None
-    assert "vLLM cannot see the plugin" in report.problems[0].what
+    problem = report.problems[0]
+    assert "vLLM cannot see the plugin" in problem.what
+    # As README's install, until an index has the package.
+    assert problem.remedy == "in a clone: pip install --force-reinstall --no-deps ."
 
 
 def test_the_entry_point_of_this_package_is_found() -> None:

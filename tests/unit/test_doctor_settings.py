@@ -119,6 +119,16 @@ def test_all_bad_settings_are_shown_at_once() -> None:
     assert "2 problems" in report.summary
 
 
+def test_a_bad_setting_does_not_hide_a_misspelt_patch() -> None:
+    names = "quack_mlp,typo"
+    report = judge(env={ENV_STRICT: "yes", ENV_DISABLE_PATCHES: names})
+    strict, patch = report.problems
+    assert f"{ENV_STRICT}='yes'" in strict.what
+    assert "names 'typo', which is no patch or optimisation" in patch.what
+    states = {row["name"]: row["state"] for row in report.optimisations}
+    assert states["quack_mlp"] == "disabled"
+
+
 def test_a_misspelt_patch_is_told_the_nearest_name() -> None:
     (problem,) = judge(env={ENV_DISABLE_PATCHES: "qwen9_fused"}).problems
     assert problem.remedy is not None

@@ -23,6 +23,7 @@ from _vllm_serve import first_module, serve_arguments
 from PIL import Image
 
 from vllm_flashinfer_vit.commands.cli import main as command
+from vllm_flashinfer_vit.commands.images import JobError
 from vllm_flashinfer_vit.machine.versions import TESTED_VLLM
 from vllm_flashinfer_vit.towers import config
 from vllm_flashinfer_vit.towers import spec as tower_spec
@@ -124,6 +125,16 @@ def test_embeddings_of_a_batch_are_those_of_single_images(tmp_path: Path) -> Non
         (alone,) = example.embed(spec, [tmp_path / name], 64 * 64).values()
         assert embedding.shape == alone.shape and embedding.isfinite().all()
         assert (embedding - alone).norm() < 1e-5 * alone.norm()
+
+
+@cpu_only
+@pytest.mark.usefixtures("narrow")
+def test_nothing_but_bad_images_to_embed(tmp_path: Path) -> None:
+    example = loaded("embed_images")
+    spec = example.resolve_spec(MODEL, random_weights=True, depth=1)
+    (tmp_path / "a.png").write_text("no image")
+    with pytest.raises(JobError, match=r"no image can be used\. Left out: .*a\.png"):
+        example.embed(spec, [tmp_path], None)
 
 
 @cpu_only

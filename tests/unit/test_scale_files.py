@@ -241,10 +241,12 @@ class TestMerging:
             merged = scales.merge(merged, files[i])
         assert merged.layers[FIRST].amax == (4.0, 4.0, 9.0)
 
-    def test_files_of_two_models(self) -> None:
-        other = from_amax(AMAX, 1.5, {**MADE_BY, "model": "another"})
-        with pytest.raises(ScaleError, match="'some/model', not of 'another'"):
-            scales.merge(made(), other)
+    def test_a_file_of_another_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ScaleError, match=r"old\.json .*'some/model', not of 'ano"):
+            scales.check_model(made(), Path("old.json"), "another")
+        scales.check_model(made(), Path("old.json"), "some/model")
+        upstream = scales.read(put(tmp_path, UPSTREAM["simple"]))
+        scales.check_model(upstream, Path("old.json"), "another")
 
     def test_two_head_dims(self) -> None:
         other = made({FIRST: (QKV(1.0, 1.0, 1.0), 80)})
@@ -256,6 +258,25 @@ class TestMerging:
         merged = scales.merge(old, made())
         assert merged.layers[FIRST].amax == (896.0, 224.0, 112.0)
         assert not merged.is_upstream
+        again = scales.merge(merged, made())
+        for file, passes in ((merged, 16), (again, 32)):
+            method = f"vLLM's signed maxima + abs-max of {passes} passes"
+            assert file.made_by["method"] == method
+            assert file.has_signed_maxima
+        assert old.has_signed_maxima
+        assert not made().has_signed_maxima
+
+    def test_names_both_origins(self) -> None:
+        def of(method: str) -> ScaleFile:
+            return from_amax(AMAX, 1.5, {**MADE_BY, "method": method})
+
+        merged = of("abs-max of 100 images")
+        for method in ("abs-max of 1 images", "by hand", "abs-max of 16 passes"):
+            merged = scales.merge(merged, of(method))
+        merged = scales.merge(merged, of("by hand"))
+        assert merged.made_by["method"] == (
+            "abs-max of 101 images + by hand + abs-max of 16 passes"
+        )
 
     def test_a_file_of_vllm_of_another_model(self, tmp_path: Path) -> None:
         old = scales.read(put(tmp_path, {"other": {"q": 1.0, "k": 1.0, "v": 1.0}}))

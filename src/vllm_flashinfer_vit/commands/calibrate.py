@@ -32,6 +32,7 @@ from vllm_flashinfer_vit.commands.job import (
     Inputs,
     Job,
     JobReport,
+    build,
     memory_hint,
     prepare,
     progress_bar,
@@ -40,7 +41,7 @@ from vllm_flashinfer_vit.commands.job import (
     versions,
 )
 from vllm_flashinfer_vit.fp8 import scale_files as scales
-from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleFile
+from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, DynamicScales
 from vllm_flashinfer_vit.machine import files
@@ -48,7 +49,6 @@ from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.settings import Settings
 from vllm_flashinfer_vit.towers.built import Built
-from vllm_flashinfer_vit.towers.model_tower import build
 from vllm_flashinfer_vit.towers.tower import check_backend
 
 Attend = Callable[[Batch], torch.Tensor]
@@ -150,7 +150,10 @@ def run(options: Options, console: Console | None = None) -> Report:
 def _calibrate(
     options: Options, job: Job, console: Console | None
 ) -> tuple[Report, ScaleFile]:
-    old = None if options.merge is None else scales.read(options.merge)
+    old = None
+    if options.merge is not None:
+        old = scales.read(options.merge)
+        scales.check_model(old, options.merge, job.spec.name)
     notes: list[str] = []
     failures: list[str] = []
     with progress_bar(console) as progress, quiet_vllm():
@@ -169,6 +172,14 @@ def _calibrate(
         kwargs = tower.processor_kwargs
         head_dims = _head_dims(tower)
         kernel = _fp8_kernel(tower, max(head_dims.values()))
+        if old is not None:
+            # Its layers and head dims, before any image is encoded.
+            nothing = scales.from_amax(
+                {name: (QKV(0, 0, 0), size) for name, size in head_dims.items()},
+                options.margin,
+                _made_by(options, job, 0),
+            )
+            _merged(old, nothing, options.merge)
         progress.advance(bar, _BUILD_STEPS)
 
         def encode_all(what: str, images: Sequence[ImageFile]) -> Iterator[ImageFile]:
@@ -195,7 +206,7 @@ def _calibrate(
         )
         if old is not None:
             notes += _differences(old, new, options.merge)
-            new = scales.merge(old, new)
+            new = _merged(old, new, options.merge)
         check = _Check(new, kernel, job.device)
         with _watching(tower, check.attend):
             for _ in encode_all("attend in FP8 to", seen):
@@ -371,6 +382,13 @@ class _Check:
         )
 
 
+def _merged(old: ScaleFile, new: ScaleFile, path: Path | None) -> ScaleFile:
+    try:
+        return scales.merge(old, new)
+    except ScaleError as error:
+        raise ScaleError(f"{path} cannot be merged: {error}") from None
+
+
 def _differences(old: ScaleFile, new: ScaleFile, path: Path | None) -> list[str]:
     """Say where what a file can represent is less than what was seen."""
     ratios = {
@@ -382,13 +400,15 @@ def _differences(old: ScaleFile, new: ScaleFile, path: Path | None) -> list[str]
     }
     short = [what for what, ratio in ratios.items() if ratio > 1]
     if old.is_upstream:
-        origin = (
-            f"{path} was written by vLLM itself: its scales come from signed maxima "
-            "of 16 passes, dummy images included, times an unknown margin. What they "
-            "can represent is taken for an abs-max."
-        )
+        origin = f"{path} was written by vLLM itself."
     else:
         origin = f"{path} is taken into account: {old.made_by['method']}."
+    if old.has_signed_maxima:
+        origin += (
+            " vLLM's scales come from signed maxima of 16 passes, dummy images "
+            "included, times an unknown margin. What they can represent is taken for "
+            "an abs-max, which the margin widens once more."
+        )
     notes = [origin]
     if short:
         worst = max(ratios, key=lambda what: ratios[what])
@@ -405,7 +425,7 @@ def _import_figure() -> Any:
     except ModuleNotFoundError as error:
         raise JobError(
             f"a plot needs matplotlib, which is not installed ({error}); "
-            'pip install "vllm-flashinfer-vit[plot]", or leave --plot out'
+            'pip install "matplotlib>=3.8", or leave --plot out'
         ) from error
     return Figure
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,9 @@ def _command() -> Iterator[Console]:
     """
     # vLLM reads it once, when it is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # Names of files may hold what it cannot encode, and the work would be lost.
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield Console(stderr=True)
     except (ValueError, OSError, ModuleNotFoundError) as error:
@@ -60,7 +64,13 @@ def _root(
     pass
 
 
-_Images = Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")]
+_Images = Annotated[
+    list[Path],
+    typer.Argument(
+        help="Image files, or folders of them: of a folder AVIF, BMP, GIF, JPEG, PNG, "
+        "TIFF and WebP, not of folders below it."
+    ),
+]
 _Model = Annotated[
     str,
     typer.Option(

@@ -171,11 +171,12 @@ def diagnose(
     problems = [*stack.problems, *bad_values(env), *unknown_variables(env)]
     notes: list[str] = []
     settings = None if bad_values(env) else Settings.from_env(env)
+    disabled = _disabled(env)
     entry_point = _entry_point()
     problems += _entry_point_problems(entry_point, env)
     patches = tuple(plugin.get("patches", ()))
     if stack.vllm is not None:
-        problems += _plugin_problems(stack, plugin, plugin_error, patches, settings)
+        problems += _plugin_problems(stack, plugin, plugin_error, patches, disabled)
     choices, choice_problems, choice_notes = examine_choices(stack, settings, env)
     problems += choice_problems
     notes += choice_notes
@@ -194,7 +195,7 @@ def diagnose(
         choices=tuple(choices),
         gemms=tuple(gemm_rows(stack, settings)),
         patches=patches,
-        optimisations=tuple(_optimisation_rows(settings)),
+        optimisations=tuple(_optimisation_rows(disabled)),
         problems=tuple(dict.fromkeys(problems)),
         notes=tuple(notes),
     )
@@ -266,7 +267,7 @@ def _entry_point_problems(
             Problem(
                 f"vLLM cannot see the plugin: no entry point {ENTRY_POINT} in "
                 f"{ENTRY_POINT_GROUP}",
-                "pip install --force-reinstall --no-deps vllm-flashinfer-vit",
+                "in a clone: pip install --force-reinstall --no-deps .",
                 True,
             )
         ]
@@ -288,7 +289,7 @@ def _plugin_problems(
     plugin: Mapping[str, Any],
     error: str | None,
     patches: Iterable[Mapping[str, Any]],
-    settings: Settings | None,
+    disabled: frozenset[str],
 ) -> list[Problem]:
     problems = []
     if error is not None:
@@ -315,7 +316,8 @@ def _plugin_problems(
         if state == "unavailable":
             problems.append(Problem(why, None, row["name"] == vital))
     names = {row["name"] for row in patches}
-    disabled = settings.disabled_patches if settings and names else frozenset()
+    # A plugin that was not activated names no patches.
+    disabled = disabled if names else frozenset()
     names.update(OPTIMISATIONS)
     for name in sorted(disabled - names):
         near = difflib.get_close_matches(name, names, n=1)
@@ -331,8 +333,13 @@ def _plugin_problems(
     return problems
 
 
-def _optimisation_rows(settings: Settings | None) -> list[dict[str, str]]:
-    disabled = settings.disabled_patches if settings else frozenset()
+def _disabled(env: Mapping[str, str]) -> frozenset[str]:
+    # Whatever stands in the other variables.
+    names = {k: text for k, text in env.items() if k == ENV_DISABLE_PATCHES}
+    return Settings.from_env(names).disabled_patches
+
+
+def _optimisation_rows(disabled: frozenset[str]) -> list[dict[str, str]]:
     states = {name: "disabled" for name in disabled}
     return [
         {"name": name, "what": what, "state": states.get(name, "enabled")}

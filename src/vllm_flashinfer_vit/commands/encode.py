@@ -29,6 +29,7 @@ from vllm_flashinfer_vit.commands.images import (
 from vllm_flashinfer_vit.commands.job import (
     Inputs,
     JobReport,
+    build,
     finite_or_none,
     memory_hint,
     prepare,
@@ -36,16 +37,13 @@ from vllm_flashinfer_vit.commands.job import (
     quiet_vllm,
     report_header,
 )
+from vllm_flashinfer_vit.fp8 import scale_files
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.towers.built import Built
 from vllm_flashinfer_vit.towers.config import check_quantization
 from vllm_flashinfer_vit.towers.linear_layers import check_unquantized, how_layers_run
-from vllm_flashinfer_vit.towers.model_tower import (
-    build,
-    check_quantizable,
-    processor_kwargs,
-)
+from vllm_flashinfer_vit.towers.model_tower import check_quantizable, processor_kwargs
 from vllm_flashinfer_vit.towers.tower import check_backend
 
 REFERENCE_BACKEND = "TORCH_SDPA"
@@ -150,6 +148,7 @@ def run(options: Options, console: Console | None = None) -> Report:
         TowerError: An option, image or checkpoint cannot be used.
         FileError: The output cannot be written.
         NotServedError: FLASHINFER was asked for, and this machine cannot serve it.
+        ScaleError: The file of scales cannot be used.
     """
     backends = _backends(options.backends)
     _check_fp8(options, backends)
@@ -251,6 +250,9 @@ def _check_fp8(options: Options, backends: Sequence[str]) -> None:
         raise JobError(f"attn_dtype {options.attn_dtype} needs backend {_FP8_BACKEND}")
     if options.fp8_scale_path is not None and options.attn_dtype is None:
         raise JobError("fp8_scale_path needs attn_dtype fp8; set it, or leave both out")
+    if options.fp8_scale_path is not None:
+        # The tower of FLASHINFER reads it too, after the references' was built.
+        scale_files.read(options.fp8_scale_path)
 
 
 def _fp8_note(images: Sequence[ImageReport]) -> str:

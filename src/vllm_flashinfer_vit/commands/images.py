@@ -13,10 +13,15 @@ import torch
 from PIL import Image, ImageOps
 
 from vllm_flashinfer_vit.commands.model_images import ModelProcessor
-from vllm_flashinfer_vit.towers.spec import Spec, TowerError, TowerSpec
+from vllm_flashinfer_vit.towers.spec import Spec, TowerError, TowerSpec, cause
 from vllm_flashinfer_vit.towers.whole import ModelSpec
 
-IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
+# Of a folder's files. What else Pillow opens may be a film or a table of numbers, or
+# needs a program beside it.
+IMAGE_SUFFIXES = (
+    *(".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff"),
+    ".webp",
+)
 
 # min_pixels, max_pixels, mean and std of each family's published image processor.
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -79,6 +84,10 @@ class Patches:
 def image_files(given: Iterable[Path]) -> list[ImageFile]:
     """Return the image files that were given.
 
+    Args:
+        given: Image files of any kind that Pillow reads, and folders: of these, the
+            files with one of `IMAGE_SUFFIXES`, not those in folders below.
+
     Raises:
         JobError: There is none, one does not exist, or a folder holds none.
     """
@@ -108,54 +117,110 @@ def image_files(given: Iterable[Path]) -> list[ImageFile]:
     return files
 
 
+def not_looked_at(given: Iterable[Path]) -> list[str]:
+    """Say which image files and folders in the folders that were given are left out.
+
+    Args:
+        given: As for `image_files`, which has found them all.
+    """
+    Image.init()
+    readable = {
+        suffix for suffix, kind in Image.EXTENSION.items() if kind in Image.OPEN
+    }
+    notes = []
+    for folder in dict.fromkeys(path for path in given if path.is_dir()):
+        others = [
+            one
+            for one in folder.iterdir()
+            if not one.name.startswith(".") and one.suffix.lower() not in IMAGE_SUFFIXES
+        ]
+        below = sum(one.is_dir() for one in others)
+        kinds = [one.suffix.lower() for one in others if one.is_file()]
+        files = [kind for kind in kinds if kind in readable]
+        left = []
+        if files:
+            named = ", ".join(sorted(set(files)))
+            left.append(f"{len(files)} image files of other kinds ({named})")
+        if below:
+            left.append(f"{below} folders")
+        if left:
+            what = " and ".join(left)
+            notes.append(f"Not looked at in {folder}: {what}. Give them by name.")
+    return notes
+
+
 def image_processor(spec: Spec, max_pixels: int | None) -> Any:
     """Return the model's image processor.
 
     Raises:
-        TowerError: The checkpoint or the installed packages have none, or `max_pixels`
-            is too small.
+        TowerError: The checkpoint or the installed packages have none that fits the
+            tower, or `max_pixels` is too small.
     """
     if isinstance(spec, ModelSpec):
         return ModelProcessor(spec, max_pixels)
     assert isinstance(spec, TowerSpec)
-    from transformers import AutoImageProcessor, Qwen2VLImageProcessor
-
-    smallest, largest, mean, std = _PROCESSORS[spec.family]
+    token_pixels = (spec.patch_size * spec.merge_size) ** 2
+    if max_pixels is not None and max_pixels < token_pixels:
+        raise JobError(
+            f"max_pixels is {max_pixels}; one token of this model takes "
+            f"{token_pixels} pixels"
+        )
     folder = Path(spec.model)
     if folder.is_dir():
-        try:
-            processor = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True
-            )
-        except (OSError, ValueError, RecursionError) as error:
-            raise JobError(
-                f"{folder} holds no image processor ({error}); "
-                "copy preprocessor_config.json from the model's repository into it"
-            ) from error
-        smallest = processor.size["shortest_edge"]
-        largest = processor.size["longest_edge"]
-    else:
-        processor = Qwen2VLImageProcessor(
-            patch_size=spec.patch_size,
-            temporal_patch_size=spec.vision_config.get("temporal_patch_size", 2),
-            merge_size=spec.merge_size,
-            image_mean=list(mean),
-            image_std=list(std),
-        )
+        return _processor_of_folder(folder, spec, max_pixels)
+    from transformers import Qwen2VLImageProcessor
+
+    smallest, largest, mean, std = _PROCESSORS[spec.family]
+    processor = Qwen2VLImageProcessor(
+        **_patch_sizes(spec), image_mean=list(mean), image_std=list(std)
+    )
+    _limit_pixels(processor, smallest, largest, max_pixels)
+    return processor
+
+
+def _processor_of_folder(folder: Path, spec: TowerSpec, max_pixels: int | None) -> Any:
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        for name, size in _patch_sizes(spec).items():
+            if (found := getattr(processor, name, None)) != size:
+                raise ValueError(f"its {name} is {found}, and the tower's {size}")
+        edges = processor.size["shortest_edge"], processor.size["longest_edge"]
+        _limit_pixels(processor, *edges, max_pixels)
+        # Most settings are looked at with an image only; this one must be resized.
+        side = spec.patch_size * spec.merge_size + 1
+        processor(images=[Image.new("RGB", (side, side))], return_tensors="pt")
+    except ImportError:
+        # A package is missing, and no file.
+        raise
+    except Exception as error:
+        raise JobError(
+            f"{folder}: its preprocessor_config.json, or processor_config.json, makes "
+            f"no image processor for this tower ({cause(error)}); copy the file from "
+            "the model's repository"
+        ) from error
+    return processor
+
+
+def _patch_sizes(spec: TowerSpec) -> dict[str, int]:
+    return {
+        "patch_size": spec.patch_size,
+        "temporal_patch_size": spec.temporal_patch_size,
+        "merge_size": spec.merge_size,
+    }
+
+
+def _limit_pixels(
+    processor: Any, smallest: int, largest: int, max_pixels: int | None
+) -> None:
     if max_pixels is not None:
-        token_pixels = (spec.patch_size * spec.merge_size) ** 2
-        if max_pixels < token_pixels:
-            raise JobError(
-                f"max_pixels is {max_pixels}; one token of this model takes "
-                f"{token_pixels} pixels"
-            )
         largest = min(largest, max_pixels)
     # Set afterwards, because constructors of some transformers ignore `size`.
     processor.size = {"shortest_edge": min(smallest, largest), "longest_edge": largest}
     if getattr(processor, "min_pixels", None) is not None:
         processor.min_pixels = min(smallest, largest)
         processor.max_pixels = largest
-    return processor
 
 
 def read_patches(
@@ -190,6 +255,10 @@ def read_patches(
 
 def check_any(files: Iterable[object], failures: list[str]) -> None:
     """Check that not every image was left out.
+
+    Args:
+        files: What is left.
+        failures: Sentences on those that were left out.
 
     Raises:
         JobError: It was.

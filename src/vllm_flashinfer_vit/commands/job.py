@@ -19,8 +19,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from vllm_flashinfer_vit.commands.images import ImageFile, JobError, image_files
+from vllm_flashinfer_vit.commands.images import (
+    ImageFile,
+    JobError,
+    image_files,
+    not_looked_at,
+)
 from vllm_flashinfer_vit.kernels.formats import dtype_name
+from vllm_flashinfer_vit.towers import model_tower
+from vllm_flashinfer_vit.towers.built import Built
 from vllm_flashinfer_vit.towers.resolve import resolve
 from vllm_flashinfer_vit.towers.spec import Spec
 
@@ -84,8 +91,9 @@ class Job:
     @property
     def reads(self) -> list[Path]:
         """The files that are read, and must not be written."""
-        folder = self.spec.checkpoint
-        checkpoint = [] if folder is None else sorted(folder.iterdir())
+        folder = Path(self.spec.model)
+        # Random weights, too, are made by its config and image processor.
+        checkpoint = sorted(folder.iterdir()) if folder.is_dir() else []
         return [*(file.path for file in self.files), *checkpoint]
 
 
@@ -181,7 +189,9 @@ def finite_or_none(value: float) -> float | None:
 
 
 @contextmanager
-def memory_hint(device: torch.device) -> Iterator[None]:
+def memory_hint(
+    device: torch.device, advice: str = "use a smaller max_pixels"
+) -> Iterator[None]:
     """Say what to do where the device has too little memory.
 
     Raises:
@@ -191,9 +201,20 @@ def memory_hint(device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise JobError(
-            f"{device_name(device)} has too little memory ({error}); use a smaller "
-            "max_pixels"
+            f"{device_name(device)} has too little memory ({error}); {advice}"
         ) from error
+
+
+def build(spec: Spec, *, device: torch.device, **how: Any) -> Built:
+    """Build a tower as `model_tower.build` does.
+
+    Raises:
+        TowerError: See there; or the device has too little memory.
+    """
+    # No image is there yet: it is the weights, or another process.
+    advice = "free it from other processes, or use --device cpu"
+    with memory_hint(device, advice):
+        return model_tower.build(spec, device=device, **how)
 
 
 def pick_device(name: str) -> torch.device:
@@ -242,6 +263,7 @@ def prepare(options: Inputs) -> Job:
     dtype = pick_dtype(options.dtype, device)
     files = image_files(options.images)
     spec, max_pixels, notes = _resolve_tower(options, device)
+    notes = [*notes, *not_looked_at(options.images)]
     return Job(device, dtype, files, spec, max_pixels, notes)
 
 
@@ -258,9 +280,11 @@ def _resolve_tower(
         if depth is None:
             full = resolve(options.model, random_weights=True).full_depth
             depth = min(CPU_DEPTH, full)
-            notes.append(
-                f"On a CPU only {depth} of {full} blocks run; --depth {full} runs all."
-            )
+            if depth < full:
+                notes.append(
+                    f"On a CPU only {depth} of {full} blocks run; --depth {full} runs "
+                    "all."
+                )
         if max_pixels is None:
             max_pixels = CPU_MAX_PIXELS
             notes.append(

@@ -8,6 +8,7 @@ vLLM itself also reads the files that this package writes, and the other way rou
 
 import json
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,10 @@ SCHEMA: _Schema = "vllm-flashinfer-vit/fp8-scales/1"
 
 # Kernels read scales as fp32.
 _FP32_MAX = (2 - 2.0**-23) * 2.0**127
+
+# Stands in `method` for what a file of vLLM's own form holds.
+_SIGNED = "vLLM's signed maxima"
+_COUNTED = re.compile(r"abs-max of (\d+) (\w+)")
 
 # Numbers may be rounded by hand; e4m3 itself rounds by up to 6 %.
 _SCALE_TOLERANCE = 0.01
@@ -85,6 +90,11 @@ class ScaleFile:
     def is_upstream(self) -> bool:
         """Whether the file has vLLM's own form, of unknown origin."""
         return not self.made_by
+
+    @property
+    def has_signed_maxima(self) -> bool:
+        """Whether vLLM's own scales are in it, merged ones included."""
+        return self.is_upstream or _SIGNED in self.made_by["method"]
 
 
 def from_amax(
@@ -153,17 +163,13 @@ def merge(old: ScaleFile, new: ScaleFile) -> ScaleFile:
     """Widen new scales by what an older file saw: ranks, runs and images add up.
 
     Args:
-        old: The file that is there.
-        new: Its margin and origin hold for the result.
+        old: The file that is there, see `check_model`.
+        new: Its margin and origin hold for the result; `method` names both.
 
     Raises:
-        ScaleError: The files are of different models or head dims.
+        ScaleError: The files are of different models, as layers or head dims show.
     """
     assert new.margin is not None
-    if not old.is_upstream and old.made_by["model"] != new.made_by["model"]:
-        raise ScaleError(
-            f"it is of model {old.made_by['model']!r}, not of {new.made_by['model']!r}"
-        )
     amax = {}
     for name in dict.fromkeys((*old.layers, *new.layers)):
         both = [file.layers[name] for file in (old, new) if name in file.layers]
@@ -174,7 +180,33 @@ def merge(old: ScaleFile, new: ScaleFile) -> ScaleFile:
             raise ScaleError(f"layer {name!r} has head dims {head_dims}")
         widest = QKV(*map(max, zip(*(one.amax for one in both), strict=True)))
         amax[name] = widest, head_dims[0]
-    return from_amax(amax, new.margin, new.made_by)
+    method = _method_of_both(old.made_by.get("method", _SIGNED), new.made_by["method"])
+    return from_amax(amax, new.margin, {**new.made_by, "method": method})
+
+
+def _method_of_both(*methods: str) -> str:
+    """Name two origins; what both counted is added up, so that many runs stay short."""
+    counts: dict[str, int] = {}
+    for part in " + ".join(methods).split(" + "):
+        counted = _COUNTED.fullmatch(part)
+        name, count = (counted[2], int(counted[1])) if counted else (part, 0)
+        counts[name] = counts.get(name, 0) + count
+    return " + ".join(
+        f"abs-max of {n} {name}" if n else name for name, n in counts.items()
+    )
+
+
+def check_model(scales: ScaleFile, path: Path, model: str) -> None:
+    """Check that a file is of a model; one of vLLM's own form does not say.
+
+    Raises:
+        ScaleError: It is of another one.
+    """
+    if not scales.is_upstream and scales.made_by["model"] != model:
+        raise ScaleError(
+            f"{path} holds scales of model {scales.made_by['model']!r}, not of "
+            f"{model!r}; choose another file"
+        )
 
 
 def check_mergeable(path: Path, model: str) -> None:
@@ -193,11 +225,7 @@ def check_mergeable(path: Path, model: str) -> None:
             f"scales are saved by widening what a file holds, but {path} was not "
             "written by this package; choose another path"
         )
-    if there.made_by["model"] != model:
-        raise ScaleError(
-            f"{path} holds scales of model {there.made_by['model']!r}, not of "
-            f"{model!r}; choose another path"
-        )
+    check_model(there, path, model)
 
 
 def save(new: ScaleFile, path: Path) -> ScaleFile:

@@ -217,14 +217,14 @@ class EngineScales(PerEngine):
 
 def _warn_of_origin(path: Path, file: ScaleFile, model: str) -> None:
     """Say if a file of scales is of vLLM's own making or of another model."""
-    if file.is_upstream:
+    if file.has_signed_maxima:
         logger.warning_once(
-            "%s was written by vLLM itself, whose scales come from signed maxima: "
-            "negative values beyond them are cut off. `vllm-flashinfer-vit calibrate "
-            "--merge` makes a file of absolute maxima.",
+            "scales of %s were written by vLLM itself, whose scales come from signed "
+            "maxima: negative values beyond them are cut off. `vllm-flashinfer-vit "
+            "calibrate` without `--merge` makes a file of absolute maxima.",
             path,
         )
-    elif file.made_by["model"] != model:
+    if not file.is_upstream and file.made_by["model"] != model:
         logger.warning_once(
             "the FP8 scales of %s were made with model %s, this one is %s",
             path,

@@ -45,6 +45,7 @@ def use_cpu_platform(*, force: bool = False) -> bool:
     platform.__class__ = _cpu_platform_class()
     _disable_pinned_memory()
     _replace_quick_gelu()
+    _keep_weights_unpacked()
     _answer_for_memory()
     return True
 
@@ -103,3 +104,13 @@ def _replace_quick_gelu() -> None:
 
     if QuickGELU.__name__ not in op_registry_oot:
         QuickGELU.register_oot(PlainQuickGELU)
+
+
+def _keep_weights_unpacked() -> None:
+    import vllm.model_executor.layers.utils as linear
+
+    # On a CPU with AMX, small layers ask for an operator that only the CPU wheel has.
+    if hasattr(linear, "check_cpu_sgl_kernel") and not hasattr(
+        torch.ops._C, "convert_weight_packed"
+    ):
+        linear.check_cpu_sgl_kernel = lambda *shape_and_dtype: False

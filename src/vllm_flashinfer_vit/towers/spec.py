@@ -61,6 +61,14 @@ class CheckpointError(TowerError):
     """A checkpoint directory lacks something, or holds something unreadable."""
 
 
+def cause(error: Exception) -> str:
+    """Return what an error of another library says, in one line."""
+    text = " ".join(str(error).split())
+    # Others may say no more than a key.
+    named = isinstance(error, OSError | ValueError)
+    return text if named else f"{type(error).__name__}: {text}"
+
+
 class Spec:
     """What all specs say.
 
@@ -121,13 +129,17 @@ class TowerSpec(Spec):
         return self.vision_config.get("patch_size", 14)
 
     @property
+    def temporal_patch_size(self) -> int:
+        """Frames per patch."""
+        return self.vision_config.get("temporal_patch_size", 2)
+
+    @property
     def patch_dim(self) -> int:
         """Values per row of `pixel_values`."""
         channels = self.vision_config.get(
             "in_channels", self.vision_config.get("in_chans", 3)
         )
-        frames = self.vision_config.get("temporal_patch_size", 2)
-        return channels * frames * self.patch_size**2
+        return channels * self.temporal_patch_size * self.patch_size**2
 
 
 def _qwen2_vl(hidden_size: int) -> dict[str, Any]:
@@ -316,16 +328,26 @@ def _read_config(folder: Path) -> tuple[Family, Mapping[str, Any]]:
     try:
         # A saved config leaves defaults out; the config class puts them back.
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        vision_config = config.vision_config.to_dict()
+    except ImportError:
+        # A package is missing, and no file.
+        raise
+    except Exception as error:
         raise CheckpointError(
-            f"{path} is not a model's config ({error}); download it again"
+            f"{path} is not a model's config ({cause(error)}); download it again"
         ) from error
-    vision_config = config.vision_config.to_dict()
     width = vision_config.get("embed_dim", vision_config["hidden_size"])
     if width % vision_config["num_heads"]:
         raise CheckpointError(
             f"{path}: vision_config has {width} channels, which "
             f"{vision_config['num_heads']} heads cannot share; download it again"
+        )
+    token = vision_config["patch_size"] * vision_config["spatial_merge_size"]
+    window = vision_config.get("window_size", token)
+    if window < token:
+        raise CheckpointError(
+            f"{path}: vision_config has windows of {window} pixels, smaller than a "
+            f"token's {token}; download it again"
         )
     return cast(Family, family), vision_config
 

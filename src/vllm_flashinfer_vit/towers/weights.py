@@ -117,7 +117,7 @@ def load_weights(visual: Any, spec: TowerSpec, folder: Path) -> None:
     try:
         visual.load_weights(weights())
     except (LookupError, ValueError, AssertionError, RuntimeError) as error:
-        if isinstance(error, TowerError):
+        if isinstance(error, TowerError | torch.OutOfMemoryError):
             raise
         # vLLM's own assertions say nothing.
         reason = str(error) or type(error).__name__
