@@ -4,7 +4,7 @@
 The host needs the same release of Python and CUDA's libraries of the same major version
 as wheels (`nvidia-cublas` and its kin); all else travels, in parts.
 
-    python tools/offline_stack.py pack .venv-0.33.0 out/stack
+    python tools/offline_stack.py pack .venv-0.33.0 out/stack --gpu 90
     # On the host, beside a copy of this repository and out/stack:
     mkdir stack; cat out/stack/part.* | tar xJf - -C stack
     eval "$(python3 tools/offline_stack.py env stack)"
@@ -13,11 +13,15 @@ as wheels (`nvidia-cublas` and its kin); all else travels, in parts.
 
 import argparse
 import shlex
+import shutil
 import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Collection, Iterator
 from importlib import metadata
 from pathlib import Path
+
+from device_code import keep_only
 
 ROOT = Path(__file__).resolve().parent.parent
 # QuACK 0.6 takes code as installed only in a folder of this name.
@@ -75,7 +79,13 @@ def normalised(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 
 
-def pack(site: Path, out: Path, part_mib: int, on_host: Collection[str]) -> list[Path]:
+def pack(
+    site: Path,
+    out: Path,
+    part_mib: int,
+    on_host: Collection[str],
+    gpu: int | None = None,
+) -> list[Path]:
     """Write what travels as one compressed archive, in parts.
 
     Args:
@@ -83,6 +93,8 @@ def pack(site: Path, out: Path, part_mib: int, on_host: Collection[str]) -> list
         out: For the parts; made if it does not exist.
         part_mib: Size of a part.
         on_host: As for `files`.
+        gpu: Compute capability times ten of the host's GPUs, whose code alone travels;
+            None for all.
 
     Returns:
         The parts, in order.
@@ -91,16 +103,44 @@ def pack(site: Path, out: Path, part_mib: int, on_host: Collection[str]) -> list
         CalledProcessError: tar, xz or split has failed.
     """
     out.mkdir(parents=True, exist_ok=True)
-    listing = out / "files"
     # A file may belong to two distributions.
-    names = dict.fromkeys(f"{SITE}/{name}" for name in files(site, on_host))
-    listing.write_text("\n".join(names), encoding="utf-8")
-    tar = f"tar cf - -C {shlex.quote(str(site.parent))} -T {shlex.quote(str(listing))}"
-    split = f"split -b {part_mib}M -d - {shlex.quote(str(out / 'part.'))}"
-    script = f"set -o pipefail; {tar} | xz -T0 -3 -c | {split}"
-    subprocess.run(["bash", "-c", script], check=True)
-    listing.unlink()
+    names = dict.fromkeys(files(site, on_host))
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        copies = Path(folder, SITE)
+        changed = set() if gpu is None else _with_code_of(gpu, site, names, copies)
+        sources = []
+        for source, kept in (
+            (site, [name for name in names if name not in changed]),
+            (copies, [name for name in names if name in changed]),
+        ):
+            listing = Path(folder, f"files{len(sources)}")
+            lines = (f"{SITE}/{name}" for name in kept)
+            listing.write_text("\n".join(lines), encoding="utf-8")
+            where = shlex.quote(str(source.parent))
+            sources.append(f"-C {where} -T {shlex.quote(str(listing))}")
+        tar = f"tar cf - {' '.join(sources)}"
+        split = f"split -b {part_mib}M -d - {shlex.quote(str(out / 'part.'))}"
+        script = f"set -o pipefail; {tar} | xz -T0 -3 -c | {split}"
+        subprocess.run(["bash", "-c", script], check=True)
     return sorted(out.glob("part.*"))
+
+
+def _with_code_of(
+    gpu: int, site: Path, names: Collection[str], copies: Path
+) -> set[str]:
+    """Copy libraries with code of other GPUs and empty that; return their names."""
+    changed = set()
+    for name in names:
+        if ".so" not in Path(name).name:
+            continue
+        copy = copies / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(site / name, copy)
+        if keep_only(copy, gpu):
+            changed.add(name)
+        else:
+            copy.unlink()
+    return changed
 
 
 def environment(stack: Path, host: Path) -> dict[str, str]:
@@ -138,6 +178,9 @@ def main() -> None:
     packing.add_argument(
         "--on-host", nargs="*", default=(), help="packages that the host has"
     )
+    packing.add_argument(
+        "--gpu", type=int, help="carry code for this GPU alone: 90 for an H100 or H200"
+    )
     showing = commands.add_parser("env", help="print variables for a shell")
     showing.add_argument("stack", type=Path, help="where the parts were unpacked")
     args = parser.parse_args()
@@ -147,7 +190,7 @@ def main() -> None:
             print(f"export {name}={shlex.quote(value)}")
         return
     (site,) = args.venv.resolve().glob(f"lib/python3.*/{SITE}")
-    for part in pack(site, args.out, args.part_mib, args.on_host):
+    for part in pack(site, args.out, args.part_mib, args.on_host, args.gpu):
         print(f"{part} {part.stat().st_size / 2**20:.1f} MiB")
 
 
