@@ -24,6 +24,7 @@ from vllm_flashinfer_vit.settings import (
     ENV_TUNED_DIR,
 )
 
+H20 = HOPPER._replace(name="NVIDIA H20")
 H100 = HOPPER._replace(name="NVIDIA H100 80GB HBM3")
 
 
@@ -79,7 +80,7 @@ def test_choices_that_were_measured_with_other_versions_are_noted(
     assert noted(stack, **env) == [f"{note} (For {FP8_DTYPE}/80.)"]
 
 
-@pytest.mark.parametrize("gpu", [AMPERE, ADA, BLACKWELL, BLACKWELL_RTX, H100])
+@pytest.mark.parametrize("gpu", [AMPERE, ADA, BLACKWELL, BLACKWELL_RTX, H20])
 def test_a_gpu_that_nobody_measured_is_told_how(gpu: Gpu, tmp_path: Path) -> None:
     stack = replace(STACK, gpus=(gpu,))
     env = {ENV_TUNED_DIR: str(tmp_path)}
@@ -91,6 +92,7 @@ def test_a_gpu_that_nobody_measured_is_told_how(gpu: Gpu, tmp_path: Path) -> Non
     assert note.startswith(f"Nobody measured these kernels on {gpu.name}. ")
     assert "`vllm-flashinfer-vit tune --quick`" in note
     assert not noted(STACK, env)
+    assert not noted(replace(STACK, gpus=(H100,)), env)
     assert not noted(NO_GPU, env)
     assert not noted(stack, {**env, ENV_KERNEL: "flash_attn"})
     path = tmp_path / tuned.file_name(gpu.name)
