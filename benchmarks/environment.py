@@ -79,13 +79,11 @@ def gpus_to_use(count: int) -> list[str]:
         SystemExit: There are fewer.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = (
-        visible.split(",") if visible else map(str, range(torch.cuda.device_count()))
-    )
-    found = list(names)
-    if count > len(found):
-        raise SystemExit(f"--gpus {count}, but there are {len(found)} here")
-    return found[:count]
+    count_here = torch.cuda.device_count()
+    names = visible.split(",") if visible else [str(i) for i in range(count_here)]
+    if count > len(names):
+        raise SystemExit(f"--gpus {count}, but there are {len(names)} here")
+    return names[:count]
 
 
 def commit() -> str:
