@@ -165,6 +165,14 @@ class Server:
         return errors[-1].strip() if errors else f"no error in {self._log}"
 
 
+def stop_as_by_ctrl_c() -> None:
+    """Let SIGTERM raise KeyboardInterrupt: servers are stopped, and do not stay behind.
+
+    They are in process groups of their own, which no signal to this one reaches.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def ask(url: str, tokenizer: Path, requests: Path, count: int, at_once: int) -> Any:
     """Send requests by `vllm bench serve`; return its result.
 
@@ -288,6 +296,8 @@ def measure(
     environment: Environment,
 ) -> None:
     """Time every workload on every server, in turns."""
+    if not servers:
+        return
     patch_size = NAMED_MODELS[model][1]["patch_size"]
     for name in args.workloads:
         workload = WORKLOADS[name]
@@ -372,6 +382,7 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit("no GPU here: the servers need one")
+    stop_as_by_ctrl_c()
     log = CsvLog(results_path("serve", environment.gpu, args.output), COLUMNS)
     failures = Failures()
     for model in args.models:

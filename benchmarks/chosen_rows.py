@@ -66,8 +66,9 @@ def speed_up(base: Row | None, row: Row | None, column: str = "p50_ms") -> float
 class Best:
     """Stock's best time of all backends and modes, and this package's over it.
 
-    The modes are all where this package replays a graph, and those without a graph
-    where it does not. Of each model only the rows of the commit count that measured
+    The modes are all of known sizes where this package replays a graph, those without
+    a graph where it does not, and those of new sizes where its own is one. Of each
+    model only the rows of the commit count that measured
     this package in that mode last. Towers with quantised linear layers are compared
     with each other alone.
     """
@@ -77,10 +78,11 @@ class Best:
     ) -> None:
         end = QUANTIZED if quantized else ""
         self._timed = what_is_timed(own_mode)
+        compared = {self._timed, "new" if self._timed == "new" else "eager"}
         rows = [
             row
             for row in rows
-            if what_is_timed(row["mode"]) in ("eager", self._timed)
+            if what_is_timed(row["mode"]) in compared
             and row["provider"].endswith(QUANTIZED) == quantized
             and (row["provider"].startswith("stock-") or row["mode"] == own_mode)
         ]
@@ -136,8 +138,11 @@ class Best:
 
 
 def what_is_timed(mode: str) -> str:
-    """Return what a mode times: `graph` replays, `eager` calls, or the `host` alone."""
-    return next((end for end in ("graph", "host") if mode.endswith(end)), "eager")
+    """Return what a mode times: `graph` replays, `eager` calls, the `host` alone, or
+    calls with `new` sizes.
+    """
+    ends = ("graph", "host", "new")
+    return next((end for end in ends if mode.endswith(end)), "eager")
 
 
 def mean(values: Sequence[float]) -> str:

@@ -12,7 +12,11 @@ from chosen_rows import QUANTIZED
 
 # How the blocks run: vLLM's default, its fused ops on as by `enforce_eager`, compiled.
 BLOCKS = ("eager", "fused", "compiled")
-MODES = ("eager", "graph", "fused", "fused_graph", "compiled", "compiled_graph")
+MODES = (
+    *("eager", "new", "graph"),
+    *("fused", "fused_new", "fused_graph"),
+    *("compiled", "compiled_new", "compiled_graph"),
+)
 PACKAGE = "vllm_flashinfer_vit"
 REFERENCE = "reference"
 # A backend, and a version of FlashAttention where it is not vLLM's choice.
@@ -129,8 +133,9 @@ def check_promises(
 
 def blocks_of(mode: str) -> str:
     """Return which of `BLOCKS` a mode runs, eager ones if it names none."""
-    blocks = mode.removesuffix("graph").removesuffix("host").removesuffix("_")
-    return blocks or "eager"
+    for end in ("graph", "host", "new"):
+        mode = mode.removesuffix(end)
+    return mode.removesuffix("_") or "eager"
 
 
 def default_providers(on_gpu: bool) -> tuple[str, ...]:

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's encoder as one call, by its graphs and in eager mode, compared."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from correctness import relative_error
 from engines import random_pixels
 from graph_requests import MERGE, Request, patches
 from vllm_flashinfer_vit.graphs.sizes import is_cu_seqlens
+
+# Functions whose tensors hold whatever was in their memory before.
+_EMPTY = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 
 
 class Captured(NamedTuple):
@@ -155,6 +159,10 @@ class Encoder:
         FA3 splits keys by how many sequences there are. cuBLAS, and who runs a GEMM, go
         by the number of rows. So eager mode gets the bounds that the graph was captured
         with, the sequences that it read, and as many rows.
+
+        Rows of no sequence are for graphs alone, which clear them in each layer. In
+        eager mode a kernel leaves them as they are, and a NaN from unwritten memory
+        would reach the sequences. So all memory begins as zeros here.
         """
         items: dict[int, torch.Tensor] = {}
         for batch in batches:
@@ -162,7 +170,7 @@ class Encoder:
                 output = self.eager(batch.inputs)
             else:
                 inputs = _filled(batch.inputs, batch.graph.patches)
-                with self._told(batch.graph.metadata):
+                with self._told(batch.graph.metadata), _Zeros():
                     output = self.eager(inputs)
             output = output[: sum(batch.tokens)]
             items |= zip(batch.items, output.split(batch.tokens), strict=True)
@@ -179,6 +187,20 @@ class Encoder:
 
         with mock.patch.object(visual, "prepare_encoder_metadata", told):
             yield
+
+
+class _Zeros(TorchFunctionMode):
+    """Within it no tensor holds what was in its memory before."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func in _EMPTY else made
 
 
 def _filled(inputs: dict[str, Any], count: int) -> dict[str, Any]:

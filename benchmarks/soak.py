@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from bench_serve import stop_as_by_ctrl_c
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment
 from failures import Failures
@@ -333,6 +334,7 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit("no GPU here: the servers need one")
+    stop_as_by_ctrl_c()
     path = results_path("soak", environment.gpu, args.output)
     logs = {
         "soak": CsvLog(path, COLUMNS),

@@ -33,6 +33,7 @@ KINDS: Mapping[str, Callable[[list[Row]], str]] = {
     "encoder": lambda rows: case_table(rows, "model"),
     "best": best_table,
     "best_eager": lambda rows: best_table(rows, "eager"),
+    "best_new": lambda rows: best_table(rows, "new"),
     "best_quantized": lambda rows: best_table(rows, quantized=True),
     "best_quantized_eager": lambda rows: best_table(rows, "eager", quantized=True),
     "modes": modes_table,

@@ -3,8 +3,9 @@
 
 A time is taken on an idle device with a cold L2 cache, by CUDA events around one call:
 in the modes `eager` and `compiled` from the moment when the host begins to launch, in
-`graph` and `compiled_graph` around the replay of a CUDA graph. Providers take turns, so
-that clocks and heat hit all alike.
+`graph` and `compiled_graph` around the replay of a CUDA graph. `new` and `compiled_new`
+are `eager` and `compiled` with an image size that is new in each call; in all others
+each call is the same. Providers take turns, so that clocks and heat hit all alike.
 """
 
 import time
@@ -50,6 +51,11 @@ class Clock:
 def is_replay(mode: str) -> bool:
     """Return whether a mode replays a CUDA graph."""
     return mode.endswith("graph")
+
+
+def is_new(mode: str) -> bool:
+    """Return whether each call of a mode has a size that the tower has not seen."""
+    return mode.endswith("new")
 
 
 def is_host(mode: str) -> bool:

@@ -12,7 +12,7 @@ from csv_log import CsvLog, print_row, result_row
 from environment import Environment
 from failures import Failures
 from host_load import watched_load
-from timing import is_host, is_replay, rounds_within
+from timing import is_host, is_new, is_replay, rounds_within
 from tower_cases import Grids
 from tower_worker import RemoteTower
 from vllm_flashinfer_vit.choices.clock import order_of_turn
@@ -142,7 +142,7 @@ class Bench:
                         dtype=self.dtype,
                         mode=mode,
                         samples_ms=taken,
-                        flops=0 if is_host(mode) else flops,
+                        flops=0 if is_host(mode) or is_new(mode) else flops,
                         rel_err=errors[remote],
                     )
                     self.log.add(row)

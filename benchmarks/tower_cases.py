@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmarks of towers run: models, and the grids of each case."""
 
+import itertools
+import random
+from collections.abc import Iterator
+
 Grids = tuple[tuple[int, int, int], ...]
 
 # Frames, rows and columns of patches of each image. 8160 patches are 1920 x 1080 pixels
@@ -39,3 +43,22 @@ MODELS = (
     "Qwen/Qwen2.5-VL-7B-Instruct",
     "Qwen/Qwen3-VL-8B-Instruct",
 )
+
+
+def like(grids: Grids) -> Iterator[Grids]:
+    """Yield batches like one, each with another size of its last image or video.
+
+    It has up to a quarter of its patches more or less, and half to twice its rows. The
+    order is random, and always the same; once all sizes have been, they come again.
+    """
+    *others, (frames, rows, columns) = grids
+    area = rows * columns
+    sizes = [
+        (height, width)
+        for height in range(rows // 4 * 2, 2 * rows + 1, 2)
+        for width in range(2, 4 * columns, 2)
+        if 0 < abs(height * width - area) <= area // 4
+    ]
+    random.Random(0).shuffle(sizes)
+    for height, width in itertools.cycle(sizes):
+        yield (*others, (frames, height, width))

@@ -2,6 +2,7 @@
 """The benchmark of towers: its cases, its contenders, and their turns."""
 
 import csv
+import itertools
 import math
 import os
 from dataclasses import replace
@@ -53,6 +54,33 @@ def test_encoder_cases_hold_the_stated_patches(case, patches):
     assert all(h % 2 == w % 2 == 0 for _, h, w in grids)
     frames = [h * w for t, h, w in grids for _ in range(t)]
     assert tuple(frames) == op_problems.CASES[case]
+
+
+@pytest.mark.parametrize("case", ["1x256", "1x35344", "20x400", "video16x1024"])
+def test_batches_like_a_case_have_other_sizes(case):
+    grids = tower_cases.CASES[case]
+    found = list(itertools.islice(tower_cases.like(grids), 50))
+    assert len(set(found)) == 50
+    assert found == list(itertools.islice(tower_cases.like(grids), 50))
+    frames, rows, columns = grids[-1]
+    for *others, (t, h, w) in found:
+        assert tuple(others) == grids[:-1]
+        assert t == frames
+        assert h % 2 == w % 2 == 0
+        assert 0.75 <= h * w / (rows * columns) <= 1.25
+
+
+def test_each_call_of_a_new_size_gets_its_pixels():
+    seen = []
+    worker = object.__new__(tower_worker.Worker)
+    worker.tower = SimpleNamespace(visual=lambda x, grids: seen.append((x, grids)))
+    worker._pixels = torch.arange(16 * 16.0)[:, None]
+    worker._grids = [[1, 16, 16]]
+    run = worker._of_new_sizes()
+    for _ in range(20):
+        run()
+    assert len({str(grids) for _, grids in seen}) == 20
+    assert [len(x) for x, _ in seen] == [math.prod(grids[0]) for _, grids in seen]
 
 
 def test_encoder_cases_are_complete():
@@ -173,7 +201,7 @@ def test_a_contender_is_what_its_name_says():
 def test_modes_name_how_the_blocks_run():
     blocks = [contenders.blocks_of(mode) for mode in contenders.MODES]
     assert list(dict.fromkeys(blocks)) == list(contenders.BLOCKS)
-    assert blocks == [name for name in contenders.BLOCKS for _ in range(2)]
+    assert blocks == [name for name in contenders.BLOCKS for _ in range(3)]
 
 
 def test_host_modes_run_the_same_blocks_as_others():

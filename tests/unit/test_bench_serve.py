@@ -4,7 +4,9 @@
 import base64
 import io
 import json
+import os
 import shlex
+import signal
 import sys
 import threading
 import time
@@ -237,6 +239,32 @@ def test_servers_are_spread_over_gpus(
         )
         seen[bool(given)] = [log.read_text().split()[1] for log in logs]
     assert seen == {False: ["4,6"] * 3, True: ["4", "6", "4"]}
+
+
+def test_no_server_stays_behind_a_benchmark_that_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    code = "import time; time.sleep(600)"
+    monkeypatch.setattr(
+        bench_serve, "server_command", lambda *_: [sys.executable, "-c", code]
+    )
+    monkeypatch.setattr(Server, "wait", lambda *_: None)
+    args = bench_serve.parse_args(["--logs", str(tmp_path)])
+    setups = [Setup.of("plugin:eager")]
+    held = bench_serve.serving(setups, tmp_path, MODEL, "0.33.0", args, Failures())
+    bench_serve.stop_as_by_ctrl_c()
+    try:
+        with pytest.raises(KeyboardInterrupt), held as (server,):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert server._process.poll() is not None
+
+
+def test_nothing_is_asked_where_no_server_came_up() -> None:
+    args = bench_serve.parse_args([])
+    bench_serve.measure([], Path("none"), MODEL, args, None, Failures(), ENVIRONMENT)
 
 
 def test_a_server_that_ends_says_why(tmp_path: Path) -> None:

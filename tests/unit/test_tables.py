@@ -74,6 +74,20 @@ def test_best_without_graphs():
     assert line.endswith("| 1x4096 | 1 | flash_attn graph | 0.5 | 2.00 |")
 
 
+def test_new_sizes_are_compared_with_each_other_alone():
+    rows = [
+        make_row(provider="stock-flash_attn", mode="eager", samples_ms=[1.0]),
+        make_row(provider="plugin", mode="eager", samples_ms=[0.5]),
+        make_row(provider="stock-flash_attn", mode="new", samples_ms=[9.0]),
+        make_row(provider="stock-flash_attn4", mode="compiled_new", samples_ms=[6.0]),
+        make_row(provider="plugin", mode="new", samples_ms=[4.0]),
+    ]
+    line = table.KINDS["best_new"](rows).splitlines()[2]
+    assert line.endswith("| 1x4096 | 6 | flash_attn4 compiled_new | 4 | 1.50 |")
+    line = table.KINDS["best_eager"](rows).splitlines()[2]
+    assert line.endswith("| 1x4096 | 1 | flash_attn eager | 0.5 | 2.00 |")
+
+
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [("best", "eager"), ("best_eager", "graph"), ("modes", "host"), ("best", "host")],
