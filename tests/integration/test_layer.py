@@ -17,7 +17,7 @@ from _models import engine, noise, offsets
 from _towers import DEVICE, HAS_GPU, cpu_only
 
 from cases import Case, attention_eager, make_qkv, relative_error
-from vllm_flashinfer_vit import plugin
+from vllm_flashinfer_vit import __version__, plugin
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.engine import layer as layers
 from vllm_flashinfer_vit.patches.fingerprints import left_out
@@ -38,8 +38,11 @@ def test_compiled_code_is_kept_apart_by_ops_patches_and_plan(
     config = SimpleNamespace(additional_config={})
     monkeypatch.setattr(layers, "get_current_vllm_config_or_none", lambda: config)
     layers._name_in_compile_cache(("a patch",), "a plan")
-    _, *ops, patch, plan = config.additional_config["vllm_flashinfer_vit"]
-    assert (patch, plan) == ("a patch", "a plan")
+    # Of a second tower.
+    layers._name_in_compile_cache(("a patch",), "b plan")
+    names = config.additional_config["vllm_flashinfer_vit"]
+    assert {"a patch", "a plan", "b plan", __version__} < set(names)
+    ops = [name for name in names if "::" in name]
     # Code that calls an op with other arguments would fail.
     assert [re.findall(r"::(\w+)\(", op) for op in ops] == [
         ["attention"],

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from _stacks import STACK
+from _stacks import ADA, HOPPER, STACK
 
 from vllm_flashinfer_vit.choices import resolve
 from vllm_flashinfer_vit.choices.resolve import choices_here
 from vllm_flashinfer_vit.choices.usable import NotServedError
+from vllm_flashinfer_vit.machine.stack import Gpu
 
 
 @pytest.mark.parametrize(("fp8", "kernel"), [(False, "triton"), (True, "triton_fp8")])
@@ -47,3 +48,40 @@ def test_cuda_without_a_gpu_in_nvml_is_not_served_by_plain_pytorch(
     reference = "reference_fp8" if fp8 else "reference"
     (choice,) = choices_here(80, torch.bfloat16, reference, None, fp8=fp8)
     assert choice.kernel == reference
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fp8", "kernel"),
+    [
+        (HOPPER, False, "triton"),
+        (HOPPER, True, "hopper_fp8"),
+        (ADA, True, "triton_fp8"),
+    ],
+)
+def test_one_kernel_serves_all_lengths_where_bits_must_not_depend_on_the_batch(
+    gpu: Gpu,
+    fp8: bool,
+    kernel: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resolve, "attempt", lambda kernel, **_: None)
+    monkeypatch.setattr(resolve, "probe", lambda libraries: replace(STACK, gpus=(gpu,)))
+    assert len(choices_here(80, torch.bfloat16, None, None, fp8=fp8)) > 1
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    (choice,) = choices_here(80, torch.bfloat16, None, None, fp8=fp8)
+    assert choice[:2] == (kernel, None)
+    assert choice.many is None
+    assert choice.reason.startswith("VLLM_BATCH_INVARIANT is set")
+    # What a user forces stays.
+    forced = "triton_fp8" if fp8 else "flash_attn"
+    (choice,) = choices_here(80, torch.bfloat16, forced, None, fp8=fp8)
+    assert choice.kernel == forced
+
+
+def test_a_head_dim_without_such_a_kernel_is_not_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(resolve, "probe", lambda libraries: STACK)
+    with pytest.raises(NotServedError, match="triton: .*head dim"):
+        choices_here(160, torch.bfloat16, None, None)

@@ -444,5 +444,7 @@ def _name_in_compile_cache(patches: tuple[str, ...], plan: str) -> None:
     config = get_current_vllm_config_or_none()
     if config is None or not isinstance(config.additional_config, dict):
         return
-    names = [__version__, *ops.schemas(), *patches, plan]
-    config.additional_config["vllm_flashinfer_vit"] = names
+    # Of all layers: another tower's may have another plan.
+    known = config.additional_config.get("vllm_flashinfer_vit", ())
+    names = {__version__, *ops.schemas(), *patches, plan, *known}
+    config.additional_config["vllm_flashinfer_vit"] = sorted(names)
