@@ -19,6 +19,7 @@ from torch import nn
 
 from vllm_flashinfer_vit.blocks.program import BlockProgram
 from vllm_flashinfer_vit.ops import attention as ops
+from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
@@ -90,10 +91,14 @@ def encode(encoder: "Encoder", tower: Tower) -> "Result":
     ):
         encoder_module, call = encoder.build(module)
         _finish(encoder_module, tower)
-        with OpCount() as count, _counted_programs() as programs:
+        with (
+            OpCount() as count,
+            _counted_programs() as programs,
+            _noted_layouts() as layouts,
+        ):
             out = call()
     layers = {type(m).__name__ for m in encoder_module.modules()} & LAYERS
-    return Result(_flat(out), layers, count.calls, len(programs))
+    return Result(_flat(out), layers, count.calls, len(programs), layouts)
 
 
 @contextmanager
@@ -108,6 +113,35 @@ def _counted_programs() -> Iterator[list[int]]:
 
     with patch.object(BlockProgram, "run", noting):
         yield places
+
+
+@contextmanager
+def _noted_layouts() -> Iterator[list[tuple[str, tuple[str, ...]]]]:
+    """Collect how q, k and v lie for cuDNN, and how the layer says that they may."""
+    from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
+    from vllm_flashinfer_vit.kernels.cudnn import _are_read
+
+    found: list[tuple[str, tuple[str, ...]]] = []
+    checked = FlashInferViTAttention._checked
+
+    def noting(self: Any, batch: Batch) -> Batch:
+        q, k, v = batch[:3]
+        if batch.cos is not None:
+            q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+        width = sum(x.shape[1] for x in (q, k, v)) * v.shape[2]
+        are_views = [
+            is_read and x.stride(0) == width
+            for x, is_read in zip((q, k, v), _are_read(q, k, v), strict=True)
+        ]
+        layout = "views" if all(are_views) else "turned" if are_views[2] else "packed"
+        layouts = self.layouts
+        if self.rotary_dtype is not None:
+            layouts = tuple("turned" if x == "views" else x for x in layouts)
+        found.append((layout, layouts))
+        return checked(self, batch)
+
+    with patch.object(FlashInferViTAttention, "_checked", noting):
+        yield found
 
 
 @contextmanager
@@ -215,12 +249,14 @@ class Result:
         layers: Names of the classes of its attention layers.
         ops: Calls of this package's custom op.
         programs: Blocks that ran as programs.
+        layouts: How q, k and v lay in each call, and how the layer says they may.
     """
 
     out: torch.Tensor
     layers: set[str]
     ops: int
     programs: int
+    layouts: list[tuple[str, tuple[str, ...]]]
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,9 @@ def build():
     out = tower.encode(pixels, grids)
     found = attach.program_of(tower.visual.get_submodule("blocks.0"))
     assert found.steps["attn.proj"] == "vLLM's own RowParallelLinear"
+    # Which plans the warm-up builds: where ranks gather heads, v is copied.
+    layouts = {layer.layouts for layer in tower.attention_layers().values()}
+    assert layouts == {("packed",) if found.spec.split else ("views",)}
     return tower, out, found.steps
 
 

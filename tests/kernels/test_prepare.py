@@ -15,6 +15,7 @@ from _quantized import make_inputs
 from cases import Case
 from vllm_flashinfer_vit.kernels import (
     add_norm,
+    cudnn,
     flash,
     flash_fp8,
     hopper_fp8,
@@ -90,6 +91,35 @@ def _flash() -> Made:
         lambda: (flash.attention(*args),),
         lambda: _one(flash.prepare(*args)),
     )
+
+
+def _cudnn(hand_over: Callable[..., tuple[torch.Tensor, ...]]) -> Made:
+    q, k, v, cu_seqlens, *_ = _inputs(0)
+    q, k, v = hand_over(q, k, v)
+    args = q, k, v, cu_seqlens, LONGEST, SCALE
+    # Outside of a graph, rows of no sequence hold anything.
+    tokens = min(case.tokens for case in BATCHES)
+
+    def settle() -> Call:
+        call = cudnn.prepare(*args)
+        rows = call()[:tokens]
+        return _one(returning(call, rows))
+
+    return Made(
+        _stage(q, k, v, cu_seqlens, None, None),
+        lambda: (cudnn.attention(*args)[:tokens],),
+        settle,
+    )
+
+
+def _packed(*qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x.contiguous() for x in qkv)
+
+
+def _unaligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+    """Return what is copied by each call."""
+    wide = torch.nn.functional.pad(v, (0, 1))
+    return q, k, wide[..., : v.shape[2]]
 
 
 def _window(interleaved: bool) -> Made:
@@ -198,6 +228,9 @@ def _sum_norm() -> Made:
 
 KERNELS = {
     "flash": _flash,
+    "cudnn": functools.partial(_cudnn, lambda *qkv: qkv),
+    "cudnn packed": functools.partial(_cudnn, _packed),
+    "cudnn copied": functools.partial(_cudnn, _unaligned),
     "window": functools.partial(_window, False),
     "window interleaved": functools.partial(_window, True),
     "window without rope": _window_as_it_is,
@@ -210,11 +243,12 @@ KERNELS = {
     "hopper_fp8": _fp8(hopper_fp8),
     "sum_norm": _sum_norm,
 }
+ON_A_GPU = ("cudnn", "hopper_fp8")
 
 
 @pytest.fixture(
     params=[
-        pytest.param(name, marks=[pytest.mark.gpu] * (name == "hopper_fp8"))
+        pytest.param(name, marks=[pytest.mark.gpu] * name.startswith(ON_A_GPU))
         for name in KERNELS
     ]
 )
@@ -353,7 +387,9 @@ def test_settled_on_a_side_stream(make):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
-def test_settled_on_a_second_device(make):
+def test_settled_on_a_second_device(make, request):
+    if request.node.callspec.params["make"].startswith("cudnn"):
+        pytest.skip("cuDNN's plans and workspace are of one device")
     for device in (0, 1, 0):
         with torch.cuda.device(device):
             made = make()

@@ -2,6 +2,7 @@
 """What a warm-up runs, and what is counted; on a GPU, that requests build nothing."""
 
 import gc
+import inspect
 import json
 import logging
 from types import SimpleNamespace
@@ -11,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_flashinfer_vit.engine import warmup
 from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
-from vllm_flashinfer_vit.ops.batch import Batch
+from vllm_flashinfer_vit.ops.batch import LAYOUTS, Batch, Layout
 from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.settings import Settings
 
@@ -76,10 +78,16 @@ def test_counters_are_one_line_of_json() -> None:
     }
 
 
+# What a layer's q and k are turned by: the dtype, and whether pairs are interleaved.
+Turned = tuple[torch.dtype | None, bool]
+# A count of sequences, the longest length, how q, k and v lie, and what turns q and k.
+Run = tuple[int, int, Layout, Turned]
+
+
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """What warm-ups run instead: counts of sequences, lengths, and whether q turns."""
-    seen: list[tuple[int, int, bool]] = []
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """What warm-ups run instead."""
+    seen: list[Run] = []
     monkeypatch.setattr(
         warmup,
         "_run",
@@ -96,11 +104,11 @@ def an_engine() -> Any:
     return SimpleNamespace(compilation_config=SimpleNamespace())
 
 
-# What a layer's q and k are turned by: the dtype, and whether pairs are interleaved.
-Turned = tuple[torch.dtype | None, bool]
-
-
-def a_layer(plan: str, turned: Turned = (None, False)) -> Any:
+def a_layer(
+    plan: str,
+    turned: Turned = (None, False),
+    layouts: tuple[Layout, ...] = ("views",),
+) -> Any:
     decoded = Plan.decode(plan)
     return SimpleNamespace(
         signature=(plan,),
@@ -108,6 +116,7 @@ def a_layer(plan: str, turned: Turned = (None, False)) -> Any:
         kernel_for=decoded.kernel_for,
         rotary_dtype=turned[0],
         is_interleaved=turned[1],
+        layouts=layouts,
     )
 
 
@@ -115,11 +124,13 @@ WINDOWS = "128:triton_window,*:flash_attn"
 
 
 def test_equal_layers_warm_up_once(
-    runs: list[tuple[int, int, Turned]],
+    runs: list[Run],
 ) -> None:
     engine = WarmUp(an_engine())
     engine.run(a_layer(WINDOWS))
-    assert runs == [(1, length, (None, False)) for length in warmup.lengths((128,))]
+    assert runs == [
+        (1, length, "views", (None, False)) for length in warmup.lengths((128,))
+    ]
     engine.run(a_layer(WINDOWS))
     assert len(runs) == len(warmup.lengths((128,)))
     engine.run(a_layer("*:cudnn"))
@@ -127,7 +138,7 @@ def test_equal_layers_warm_up_once(
 
 
 def test_layers_that_turn_q_are_not_equal_to_those_that_do_not(
-    runs: list[tuple[int, int, Turned]],
+    runs: list[Run],
 ) -> None:
     engine = WarmUp(an_engine())
     kinds = [(dtype, False) for dtype in (torch.float32, torch.bfloat16, None)]
@@ -135,13 +146,95 @@ def test_layers_that_turn_q_are_not_equal_to_those_that_do_not(
     for kind in kinds:
         engine.run(a_layer(WINDOWS, kind))
     for kind in kinds:
-        assert [(n, length) for n, length, turned in runs if turned == kind] == [
+        assert [(n, length) for n, length, _, turned in runs if turned == kind] == [
             (1, length) for length in warmup.lengths((128,))
         ]
 
 
+def test_plans_are_built_for_each_layout(runs: list[Run]) -> None:
+    """Others run what is compiled for any strides, in one."""
+    engine = WarmUp(an_engine())
+    engine.run(a_layer("128:triton_window,*:cudnn", layouts=LAYOUTS))
+    shapes = warmup.plan_shapes(8192, 129)
+    for layout in LAYOUTS:
+        found = [run[:2] for run in runs if run[2] == layout]
+        assert found[-len(shapes) :] == shapes
+        others = [] if layout != LAYOUTS[0] else warmup.lengths((128,))
+        assert len(found) == len(shapes) + len(others)
+    runs.clear()
+    # A layer that gets them in another way only is not equal to those.
+    engine.run(a_layer("128:triton_window,*:cudnn", layouts=("packed",)))
+    assert {layout for _, _, layout, _ in runs} == {"packed"}
+    runs.clear()
+    engine.run(a_layer("*:cudnn_fp8", layouts=LAYOUTS))
+    assert {layout for _, _, layout, _ in runs} == {"views"}
+
+
+def test_no_plans_for_lengths_that_no_call_reaches(
+    runs: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for most in (0, 128):
+        monkeypatch.setattr(warmup, "_max_patches", lambda most=most: most)
+        WarmUp(an_engine()).run(a_layer("128:triton_window,*:cudnn"))
+    assert [run[:2] for run in runs] == [(1, n) for n in warmup.lengths((128,))] * 2
+
+
+def test_one_token_is_real_whatever_is_declared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its work grows with the square of that, and no plan or variant reads it."""
+    batches: list[Batch] = []
+    layer = SimpleNamespace(
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        dtype=torch.float16,
+        rotary_dtype=None,
+        is_interleaved=False,
+        attend=batches.append,
+    )
+    monkeypatch.setattr(warmup, "_DEVICE", "cpu")
+    for num_seqs in (1, 8):
+        warmup._run(layer, num_seqs, 300, "views")
+        batch = batches.pop()
+        assert batch.cu_seqlens.tolist() == [0] + [1] * num_seqs
+        assert batch.max_seqlen == len(batch.q) == len(batch.k) == len(batch.v) == 300
+
+
+def test_calls_are_as_large_as_the_encoder_budget_of_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long requests may be."""
+    from vllm import config
+    from vllm.multimodal import MULTIMODAL_REGISTRY, encoder_budget
+
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=262144),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+    )
+    resets: list[None] = []
+
+    class Budget(encoder_budget.MultiModalBudget):
+        def __init__(self, *args: Any) -> None:
+            inspect.signature(encoder_budget.MultiModalBudget).bind(*args)
+            assert args == (engine, MULTIMODAL_REGISTRY)
+            assert torch.get_default_dtype() == torch.float32
+            assert torch.empty(1).is_cpu
+            self.encoder_compute_budget = self.encoder_cache_size = 16384
+
+        def reset_cache(self) -> None:
+            resets.append(None)
+
+    monkeypatch.setattr(config, "get_current_vllm_config", lambda: engine)
+    with monkeypatch.context() as context:
+        context.setattr(encoder_budget, "MultiModalBudget", Budget)
+        with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+            assert warmup._max_patches() == 4 * 16384
+    assert resets == [None]
+
+
 def test_an_engine_warms_up_by_itself(
-    runs: list[tuple[int, int, Turned]],
+    runs: list[Run],
 ) -> None:
     first, second = an_engine(), an_engine()
     one, other = WarmUp.of(first), WarmUp.of(second)
@@ -159,8 +252,8 @@ def test_an_engine_warms_up_by_itself(
 
 def test_the_kernel_for_many_sequences_warms_up() -> None:
     layer = a_layer("600:triton,*:flash_attn_4/flash_attn")
-    shapes = warmup.shapes_of(layer, 8192)
-    ran = [(length, layer.kernel_for(length, length / n)) for n, length in shapes]
+    shapes = warmup.shapes_of(layer)
+    ran = [(length, layer.kernel_for(length, length / n)) for n, length, _ in shapes]
     assert len(ran) == len(set(ran))
     for kernel in ("flash_attn_4", "flash_attn"):
         lengths = [length for length, name in ran if name == kernel]
@@ -197,6 +290,7 @@ def test_no_call_compiles_after_it(
         kernel_for=plan.kernel_for,
         rotary_dtype=rotary_dtype,
         is_interleaved=interleaved,
+        layouts=("views",),
         num_heads=16,
         num_kv_heads=16,
         head_size=head_dim,
@@ -217,5 +311,54 @@ def test_no_call_compiles_after_it(
         cu = torch.arange(0, tokens + 1, length, dtype=torch.int32, device="cuda")
         longest = torch.tensor(length)
         attend(Batch(q, k, v, cos, sin, cu, longest, interleaved=interleaved))
+    torch.cuda.synchronize()
+    assert warmup.counters() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8,
+    reason="cuDNN attention needs capability 8.0",
+)
+@pytest.mark.parametrize("rotary_dtype", [None, torch.float32], ids=["own", "program"])
+def test_no_call_builds_a_plan_after_it(
+    monkeypatch: pytest.MonkeyPatch, rotary_dtype: torch.dtype | None
+) -> None:
+    """Of layers that turn q and k themselves, or have a program do it."""
+    from vllm_flashinfer_vit.ops.attention import attention
+
+    heads, head_dim, plan = 4, 72, Plan.of("cudnn")
+    layouts: tuple[Layout, ...] = ("views",) if rotary_dtype else LAYOUTS
+    layer: Any = SimpleNamespace(
+        signature=(plan.text,),
+        bounds=plan.bounds,
+        kernel_for=plan.kernel_for,
+        rotary_dtype=rotary_dtype,
+        is_interleaved=False,
+        layouts=layouts,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=head_dim,
+        dtype=torch.bfloat16,
+        attend=lambda batch: attention(batch, head_dim**-0.5, plan),
+    )
+    monkeypatch.setattr(warmup, "_max_patches", lambda: 512)
+    WarmUp(an_engine()).run(layer)
+    before = warmup.counters()
+    for lengths in ((100, 28), (300,), (1,) * 40, (500, 0, 12)):
+        on: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+        tokens = sum(lengths)
+        q, k, v = torch.randn(tokens, 3 * heads, head_dim, **on).split(heads, dim=1)
+        cos = sin = None
+        if rotary_dtype is not None:
+            on["dtype"] = rotary_dtype
+            cos = sin = torch.randn(tokens, head_dim // 2, **on)
+        cu = torch.tensor((0, *lengths), device="cuda").cumsum(0).int()
+        for layout in layouts:
+            if layout != "views":
+                q, k = q.contiguous(), k.contiguous()
+            if layout == "packed":
+                v = v.contiguous()
+            layer.attend(Batch(q, k, v, cos, sin, cu, torch.tensor(max(lengths))))
     torch.cuda.synchronize()
     assert warmup.counters() == before

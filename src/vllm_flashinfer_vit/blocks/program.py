@@ -27,7 +27,7 @@ from vllm_flashinfer_vit.blocks.norms import Norm
 from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled, TowerProgram, Widths
-from vllm_flashinfer_vit.ops.batch import Batch
+from vllm_flashinfer_vit.ops.batch import Batch, Layout
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -59,6 +59,7 @@ class Attention(Protocol):
     dtype: torch.dtype
     rotary_dtype: torch.dtype | None
     is_interleaved: bool
+    layouts: tuple[Layout, ...]
     is_watched: bool
 
     @property
@@ -150,6 +151,8 @@ class BlockProgram:
         self._split = None
         if spec.split is not None and getattr(self._part(spec.qkv), "tp_size", 1) > 1:
             self._split = spec.split(self._block)
+        # Rows of what ranks gather are as wide as all heads: v is copied.
+        attention.layouts = ("views",) if self._split is None else ("packed",)
         qk_norms = self._qk_norms()
         self._turn = Turn(qk_norms) if qk_norms else None
         self._group = None

@@ -30,7 +30,7 @@ from vllm_flashinfer_vit.fp8 import policy as fp8
 from vllm_flashinfer_vit.fp8.state import EngineScales, ScaleState
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.ops import attention as ops
-from vllm_flashinfer_vit.ops.batch import Batch
+from vllm_flashinfer_vit.ops.batch import LAYOUTS, Batch, Layout
 from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -55,12 +55,14 @@ class FlashInferViTAttention(MMEncoderAttention):
         rotary_dtype: That of the cos and sin that q and k arrive with, unturned; None
             where they are turned, or never are.
         is_interleaved: Which of their columns turn together; see `Batch`.
+        layouts: How q, k and v may arrive; a program knows.
     """
 
     activation: ClassVar[Activation] = Activation()
     program: BlockProgram | None = None
     rotary_dtype: torch.dtype | None = None
     is_interleaved: bool = False
+    layouts: tuple[Layout, ...] = LAYOUTS
     _watch: Watch | None = None
 
     def __init__(

@@ -17,7 +17,7 @@ import torch
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine.per_engine import PerEngine
-from vllm_flashinfer_vit.ops.batch import Batch
+from vllm_flashinfer_vit.ops.batch import Batch, Layout
 
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
@@ -28,6 +28,7 @@ _PACKAGE = f"{__name__.partition('.')[0]}."
 _SHORTEST, _LONGEST = 16, 4096
 # More images, frames or windows in one call are rare; their plan is built on demand.
 _MAX_SEQS = 1024
+_DEVICE = "cuda"
 
 
 class Layer(Protocol):
@@ -49,6 +50,9 @@ class Layer(Protocol):
 
     @property
     def is_interleaved(self) -> bool: ...
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]: ...
 
     def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str: ...
 
@@ -170,15 +174,16 @@ class WarmUp(PerEngine):
         Args:
             layer: Its weights are loaded; the GPU is the current one.
         """
-        key = (*layer.signature, layer.rotary_dtype, layer.is_interleaved)
+        turned = layer.rotary_dtype, layer.is_interleaved
+        key = (*layer.signature, *turned, layer.layouts)
         if not self.is_wanted or key in self._done:
             return
         self._done.add(key)
         before, start = counters(), time.perf_counter()
-        shapes = shapes_of(layer, _max_patches())
+        shapes = shapes_of(layer)
         with torch.inference_mode():
-            for num_seqs, length in shapes:
-                _run(layer, num_seqs, length)
+            for shape in shapes:
+                _run(layer, *shape)
         torch.cuda.synchronize()
         after = counters()
         logger.info(
@@ -193,47 +198,67 @@ class WarmUp(PerEngine):
         logger.debug("after warm-up: %s", after.to_json())
 
 
-def shapes_of(layer: Layer, longest: int) -> list[tuple[int, int]]:
-    """Return counts of sequences and longest lengths that meet every class of calls.
+def shapes_of(layer: Layer) -> list[tuple[int, int, Layout]]:
+    """Return what meets every class of calls.
 
     Args:
         layer: The layer.
-        longest: Tokens of the largest batch.
+
+    Returns:
+        Counts of sequences, longest lengths, and how q, k and v lie.
     """
-    shapes = [(1, length) for length in lengths(layer.bounds)]
+    layout, *others = layer.layouts
+    found = [(1, length, layout) for length in lengths(layer.bounds)]
     # Batches of many sequences may have a kernel of their own, as graphs do.
-    shapes += [
-        (length, length)
-        for _, length in shapes
+    found += [
+        (length, length, layout)
+        for _, length, _ in found
         if layer.kernel_for(length, 1) != layer.kernel_for(length)
     ]
-    if KERNELS[layer.kernel_for(longest)].builds_plans:
-        last = layer.bounds[-1] if layer.bounds else 0
-        shapes += plan_shapes(longest, min(last + 1, longest))
-    return shapes
+    shortest = layer.bounds[-1] + 1 if layer.bounds else 1
+    last = KERNELS[layer.kernel_for(shortest)]
+    if last.builds_plans and (longest := _max_patches()) >= shortest:
+        # What is quantised lies in one way, however its input did.
+        layouts = (layout,) if last.is_fp8 else (layout, *others)
+        shapes = plan_shapes(longest, shortest)
+        found += [(*shape, layout) for layout in layouts for shape in shapes]
+    return found
 
 
 def _max_patches() -> int:
-    """Return the most patches of one encoder call, of four to a token."""
+    """Return the most patches of one encoder call, of four to a token.
+
+    vLLM never schedules more tokens for the encoder in one step, nor takes an item of
+    more. The longest request, in tokens, may be far more.
+    """
     from vllm.config import get_current_vllm_config
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.encoder_budget import MultiModalBudget
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
-    config = get_current_vllm_config()
-    tokens = config.scheduler_config.max_num_batched_tokens
-    return 4 * max(tokens, config.model_config.max_model_len)
+    # Models are loaded with their own dtype as the default, image processors are not.
+    with torch.device("cpu"), set_default_torch_dtype(torch.float32):
+        budget = MultiModalBudget(get_current_vllm_config(), MULTIMODAL_REGISTRY)
+    # It may keep the largest item, which it made to count its tokens.
+    budget.reset_cache()
+    return 4 * budget.get_encoder_budget()
 
 
-def _run(layer: Layer, num_seqs: int, length: int) -> None:
+def _run(layer: Layer, num_seqs: int, length: int, layout: Layout) -> None:
     heads, kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_size
-    on: dict[str, Any] = {"dtype": layer.dtype, "device": "cuda"}
-    # The layout of most models: q, k and v are views of one projection.
+    on: dict[str, Any] = {"dtype": layer.dtype, "device": _DEVICE}
     qkv = torch.zeros(length, heads + 2 * kv_heads, head_dim, **on)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    if layout != "views":
+        q, k = q.contiguous(), k.contiguous()
+    if layout == "packed":
+        v = v.contiguous()
     cos = sin = None
     if layer.rotary_dtype is not None:
         on["dtype"] = layer.rotary_dtype
         cos = sin = torch.ones(length, head_dim // 2, **on)
-    # One real sequence; the rest of a plan's batch is empty.
-    cu_seqlens = torch.full((num_seqs + 1,), length, dtype=torch.int32, device="cuda")
+    # One token: what is compiled and built depends on what is declared alone.
+    cu_seqlens = torch.ones(num_seqs + 1, dtype=torch.int32, device=_DEVICE)
     cu_seqlens[0] = 0
     max_seqlen = torch.tensor(length, dtype=torch.int32)
     batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen)

@@ -123,6 +123,7 @@ KERNELS: dict[str, Kernel] = {
             "strides",
             sequences="any",
             entry="cudnn:attention",
+            prepare="cudnn:prepare",
             # The support matrix on docs.nvidia.com/cudnn/operations/Attention.
             needs=Needs("cudnn", head_dims=(8, 256)),
             builds_plans=True,

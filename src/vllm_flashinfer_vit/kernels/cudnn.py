@@ -6,8 +6,9 @@ FlashInfer's graph cache, whose key leaves out the scale (before 0.6.16) and str
 dtypes and V's dims (before 0.7.1), and which drops its oldest plan after 256, although
 a captured CUDA graph may still run its kernels.
 
-Sequences are found by int64 element offsets, so tensors may pass 2^31 elements, and
-each tensor has its own strides. Declared shapes are bucketed (`buckets.py`). The
+Sequences are found by int64 element offsets, so tensors may pass 2^31 elements. q, k
+and v are read as views of one projection, or packed, v perhaps a view; other layouts
+are copied. Declared shapes are bucketed (`buckets.py`). The
 shape override of FlashInfer, 25 times slower on Hopper, wants token offsets: it is
 never used.
 
@@ -76,7 +77,7 @@ def _backend() -> _Backend:
         ) from error
 
 
-def _attention(
+def _prepare(
     plans: PlanCache,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -84,16 +85,21 @@ def _attention(
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     scale: float,
-) -> torch.Tensor:
-    from vllm_flashinfer_vit.kernels.seqlens import derive_seqlens
+) -> Callable[[], torch.Tensor]:
+    from vllm_flashinfer_vit.kernels.seqlens import prepare as prepare_seqlens
 
     _check(q, k, v, cu_seqlens)
     num_tokens, heads, _ = q.shape
     num_seqs = cu_seqlens.shape[0] - 1
     shape = (num_tokens, heads, v.shape[2])
     if num_tokens == 0 or num_seqs == 0:
-        return torch.zeros(shape, dtype=q.dtype, device=q.device)
-    q, k, v = _loadable(q), _loadable(k), _loadable(v)
+        return torch.empty(shape, dtype=q.dtype, device=q.device).zero_
+    given = (q, k, v)
+    q, k, v = (
+        x if is_read else x.new_empty(x.shape)
+        for x, is_read in zip(given, _are_read(*given), strict=True)
+    )
+    copies = [(to, x) for to, x in zip((q, k, v), given, strict=True) if to is not x]
     key = PlanKey(
         num_seqs=bucket_num_seqs(num_seqs),
         max_len=bucket_max_len(max(1, min(max_seqlen, num_tokens))),
@@ -105,19 +111,33 @@ def _attention(
         scale=scale,
     )
     row_strides = (q.stride(0), k.stride(0), v.stride(0), heads * v.shape[2])
-    derived = derive_seqlens(cu_seqlens, num_tokens, key.num_seqs, row_strides)
+    derive, derived = prepare_seqlens(cu_seqlens, num_tokens, key.num_seqs, row_strides)
     is_capturing = torch.cuda.is_current_stream_capturing()
     allocate = torch.zeros if is_capturing else torch.empty
     out = allocate(shape, dtype=q.dtype, device=q.device)
     tensors = (q, k, v, out, derived.lengths, derived.lengths, *derived.offsets)
     backend = _backend()
     plan = plans.plan(key, q.device, lambda: _build(key, tensors))
-    plan.execute(
+    execute = functools.partial(
+        plan.execute,
         dict(zip(backend.uids, tensors, strict=True)),
         workspace=plans.workspace,
-        handle=backend.handle(torch.cuda.current_stream(q.device)),
     )
-    return out
+    stream = torch.cuda.current_stream(q.device)
+    if is_capturing:
+        # Once in the graph: each replay derives anew.
+        derive()
+
+    def call() -> torch.Tensor:
+        for to, x in copies:
+            to.copy_(x)
+        if not is_capturing:
+            derive()
+        # The handle is shared, and others may have moved it to their stream.
+        execute(handle=backend.handle(stream))
+        return out
+
+    return call
 
 
 def _build(key: PlanKey, tensors: tuple[torch.Tensor, ...]) -> Plan:
@@ -156,8 +176,8 @@ def attention(
     milliseconds and cannot happen during capture.
 
     Args:
-        q: `[T, H, D]` bf16 or fp16. Any strides; copied first where D-stride is not 1,
-            rows are not outermost, or 16-byte loads would be misaligned.
+        q: `[T, H, D]` bf16 or fp16, any strides. q, k and v are copied first unless
+            they lie as the module says, aligned to 16 bytes.
         k: `[T, H_kv, D]` like q, H a multiple of H_kv.
         v: `[T, H_kv, D_v]` like k.
         cu_seqlens: `[N + 1] int32` on q's device, contiguous token prefix sums. A tail
@@ -174,7 +194,38 @@ def attention(
         RuntimeError: cuDNN has no kernel for them, FlashInfer or cuDNN is missing, a
             plan would have to be built during capture, or a second GPU is used.
     """
-    return _attention(PLANS, q, k, v, cu_seqlens, max_seqlen, scale)
+    return prepare(q, k, v, cu_seqlens, max_seqlen, scale)()
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> Callable[[], torch.Tensor]:
+    """Settle `attention` for what these tensors will hold.
+
+    Whether a CUDA graph captures the calls is asked here, once. If one does, cu_seqlens
+    is read here, too, at each replay, and else by each call.
+
+    Args:
+        q: As for `attention`, like the other arguments.
+        k: See `q`.
+        v: See `q`.
+        cu_seqlens: See `q`.
+        max_seqlen: See `q`.
+        scale: See `q`.
+
+    Returns:
+        The call, for the current stream. Its output is the same tensor every time.
+
+    Raises:
+        ValueError: As `attention`.
+        RuntimeError: As `attention`.
+    """
+    return _prepare(PLANS, q, k, v, cu_seqlens, max_seqlen, scale)
 
 
 def plan_stats() -> PlanStats:
@@ -182,16 +233,23 @@ def plan_stats() -> PlanStats:
     return replace(PLANS.stats)
 
 
-def _loadable(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a contiguous copy if cuDNN or the plan cache could not cope.
+def _are_read(*qkv: torch.Tensor) -> tuple[bool, ...]:
+    """Say of q, k and v which a plan reads where they lie; of others it reads copies.
 
-    cuDNN moves 16-byte vectors and does not check that it may. Heads outside of rows
-    are copied too: their stride grows with T, and each T would need a plan of its own.
+    cuDNN moves 16-byte vectors and does not check that it may. A plan is for one layout
+    only: without copies each odd one, and each T of strides that grow with T, would
+    need plans of its own.
     """
-    row, head, last = x.stride()
-    if last == 1 and head <= row and is_aligned(x):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    projected = sum(x.shape[1] * x.shape[2] for x in qkv)
+    views = tuple(_has_rows(x, projected) for x in qkv)
+    if all(views):
+        return views
+    q, k, v = (_has_rows(x, x.shape[1] * x.shape[2]) for x in qkv)
+    return q, k, v or views[2]
+
+
+def _has_rows(x: torch.Tensor, stride: int) -> bool:
+    return x.stride() == (stride, x.shape[2], 1) and is_aligned(x)
 
 
 def _check(

@@ -7,6 +7,8 @@ zeros, as vLLM pads cu_seqlens for a graph, reads as empty sequences, and no ker
 sent outside of its tensors.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -132,6 +134,31 @@ def derive_seqlens(
     Raises:
         ValueError: An argument breaks a demand above.
     """
+    derive, derived = prepare(cu_seqlens, num_tokens, num_slots, row_strides)
+    derive()
+    return derived
+
+
+def prepare(
+    cu_seqlens: torch.Tensor,
+    num_tokens: int,
+    num_slots: int,
+    row_strides: tuple[int, int, int, int],
+) -> tuple[Callable[[], None], SeqLens]:
+    """Settle `derive_seqlens` for what cu_seqlens will hold.
+
+    Args:
+        cu_seqlens: As for `derive_seqlens`, like the other arguments.
+        num_tokens: See `cu_seqlens`.
+        num_slots: See `cu_seqlens`.
+        row_strides: See `cu_seqlens`.
+
+    Returns:
+        The call; and the tensors, every element of which each call writes.
+
+    Raises:
+        ValueError: As `derive_seqlens`.
+    """
     launch = _launch(cu_seqlens, num_tokens, num_slots, row_strides)
     device = cu_seqlens.device
     lengths = torch.empty((num_slots, 1, 1, 1), dtype=torch.int32, device=device)
@@ -140,8 +167,8 @@ def derive_seqlens(
         for stride in dict.fromkeys(row_strides)
     }
     offsets = tuple(by_stride[stride] for stride in row_strides)
-    launch(cu_seqlens, lengths, *offsets)
-    return SeqLens(lengths, offsets)
+    derive = functools.partial(launch, cu_seqlens, lengths, *offsets)
+    return derive, SeqLens(lengths, offsets)
 
 
 @cached_by_layout

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch as the ops take it."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+
+# How q, k and v lie in memory where plans are built for it: all are views of one
+# projection; q and k, which the model turned, are packed and v is a view; all are
+# packed, or are copied to be so.
+Layout = Literal["views", "turned", "packed"]
+LAYOUTS: tuple[Layout, ...] = ("views", "turned", "packed")
 
 
 class Batch(NamedTuple):
