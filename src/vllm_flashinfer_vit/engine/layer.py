@@ -52,10 +52,9 @@ class FlashInferViTAttention(MMEncoderAttention):
         activation: What every layer calls while it is built.
         counts: Counts passes through its tower.
         program: What runs the block that the layer is a part of, if anything does.
-        rotary_dtype: That of the cos and sin that q and k arrive with, unturned; None
-            where they are turned, or never are.
+        rotary_dtype: Of the cos and sin that unturned q and k arrive with, else None.
         is_interleaved: Which of their columns turn together; see `Batch`.
-        layouts: How q, k and v may arrive; a program knows.
+        layouts: How q, k and v may arrive.
     """
 
     activation: ClassVar[Activation] = Activation()
@@ -440,13 +439,12 @@ def _prepare_stock(settings: Settings) -> None:
 def _name_in_compile_cache(patches: tuple[str, ...], plan: str) -> None:
     """Keep code that vLLM compiled with other patches, plans or ops out of this engine.
 
-    Its cache goes by the engine's configuration and by sources that did not change. A
-    configuration that another plugin made an object of its own stays as it is.
+    Its cache goes by the engine's configuration and by sources that did not change. One
+    that another plugin made an object of its own stays as it is. All layers are named.
     """
     config = get_current_vllm_config_or_none()
     if config is None or not isinstance(config.additional_config, dict):
         return
-    # Of all layers: another tower's may have another plan.
     known = config.additional_config.get("vllm_flashinfer_vit", ())
-    names = {__version__, *ops.schemas(), *patches, plan, *known}
-    config.additional_config["vllm_flashinfer_vit"] = sorted(names)
+    names = sorted({__version__, *ops.schemas(), *patches, plan, *known})
+    config.additional_config["vllm_flashinfer_vit"] = names
