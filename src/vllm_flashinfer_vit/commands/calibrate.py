@@ -36,10 +36,10 @@ from vllm_flashinfer_vit.commands.job import (
     memory_hint,
     prepare,
     progress_bar,
-    quiet_vllm,
     report_header,
     versions,
 )
+from vllm_flashinfer_vit.commands.quiet import quiet_vllm
 from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.kernels.catalog import fp8_names

@@ -34,9 +34,9 @@ from vllm_flashinfer_vit.commands.job import (
     memory_hint,
     prepare,
     progress_bar,
-    quiet_vllm,
     report_header,
 )
+from vllm_flashinfer_vit.commands.quiet import quiet_vllm
 from vllm_flashinfer_vit.fp8 import scale_files
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.machine import files
