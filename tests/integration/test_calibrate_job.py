@@ -174,15 +174,16 @@ class TestCalibrate:
         with pytest.raises(ValueError, match=what):
             calibrate.run(options(image, **changes))
 
-    @pytest.mark.parametrize("name", ["scales.json", "image.png", "merge.json"])
+    @pytest.mark.parametrize("name", ["scales.svg", "image.svg", "merge.svg"])
     def test_a_plot_on_another_file(self, name: str, image: Path) -> None:
         pytest.importorskip("matplotlib")
-        merge = image.with_name("merge.json")
+        image = image.rename(image.with_name("image.svg"))
+        output, merge = (image.with_name(f"{stem}.svg") for stem in ("scales", "merge"))
         merge.write_text(json.dumps({NAME: {"q": 1, "k": 1, "v": 1}}))
         plot = image.with_name(name)
         before = {one.name: one.read_bytes() for one in image.parent.iterdir()}
         with pytest.raises(FileError, match=rf"{name} cannot be written: .*also uses"):
-            calibrate.run(options(image, plot=plot, merge=merge))
+            calibrate.run(options(image, plot=plot, merge=merge, output=output))
         after = {one.name: one.read_bytes() for one in image.parent.iterdir()}
         assert after == before
 
@@ -192,15 +193,45 @@ class TestCalibrate:
             calibrate.run(options(image, output=image))
         assert image.read_bytes() == before
 
-    @pytest.mark.parametrize("what", ["output", "plot"])
-    def test_a_file_of_the_checkpoint(self, what: str, image: Path) -> None:
+    @pytest.mark.parametrize(
+        ("what", "name"), [("output", "config.json"), ("plot", "drawing.svg")]
+    )
+    def test_a_file_of_the_checkpoint(self, what: str, name: str, image: Path) -> None:
         pytest.importorskip("matplotlib")
         folder = image.with_name("checkpoint")
         folder.mkdir()
-        config = folder / "config.json"
-        config.write_text('{"model_type": "qwen2_5_vl"}')
+        (folder / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+        (folder / "drawing.svg").write_text("<svg/>")
         with pytest.raises(FileError, match="also uses it as"):
-            calibrate.run(options(image, model=str(folder), **{what: config}))
+            calibrate.run(options(image, model=str(folder), **{what: folder / name}))
+
+    @pytest.mark.parametrize("name", ["plot.png", "plot", "svg"])
+    def test_a_plot_of_another_format(
+        self, name: str, image: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Said before the options are looked at further.
+        monkeypatch.setattr(calibrate, "prepare", None)
+        with pytest.raises(JobError, match=rf"{name} cannot be the plot, .*\.svg"):
+            calibrate.run(options(image, plot=image.with_name(name)))
+
+    @pytest.mark.parametrize("text", ["notes", "{}", '{"model_type": "qwen2_5_vl"}'])
+    def test_a_file_of_another_kind_is_not_replaced(
+        self, text: str, image: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(calibrate, "build", None)
+        output = image.with_name("scales.json")
+        output.write_text(text)
+        with pytest.raises(FileError, match=r"holds no FP8 scales .*; delete it, or"):
+            calibrate.run(options(image))
+        assert output.read_text() == text
+
+    def test_replaces_scales_and_an_empty_file(self, image: Path) -> None:
+        output = image.with_name("scales.json")
+        output.touch()
+        calibrate.run(options(image))
+        first = output.read_text()
+        calibrate.run(options(image, margin=2.0))
+        assert scales.read(output).margin == 2.0 and output.read_text() != first
 
     def test_output_in_no_folder(self, image: Path) -> None:
         with pytest.raises(FileError, match="/nowhere/scales.json"):

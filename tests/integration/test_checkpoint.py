@@ -11,6 +11,7 @@ from _towers import FAMILIES, SMALL, cpu_only, pixels
 from safetensors.torch import load_file, save_file
 
 from cases import relative_error
+from vllm_flashinfer_vit.towers import weights
 from vllm_flashinfer_vit.towers.spec import CheckpointError, resolve_spec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 from vllm_flashinfer_vit.towers.weights import load_weights
@@ -142,6 +143,30 @@ class TestDamagedCheckpoint:
         shard.unlink()
         with pytest.raises(CheckpointError, match=rf"{shard.name} does not exist"):
             _build(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("opener", "error", "name"),
+        [
+            (f"{weights.__name__}.read_json", PermissionError, r"index\.json"),
+            # safetensors takes the one for the other.
+            ("safetensors.safe_open", FileNotFoundError, r"\.safetensors"),
+        ],
+    )
+    def test_file_that_may_not_be_read(
+        self,
+        checkpoint: tuple[Path, Any],
+        opener: str,
+        error: type[OSError],
+        name: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise error("No")
+
+        # Root may read anything.
+        monkeypatch.setattr(opener, refuse)
+        with pytest.raises(CheckpointError, match=rf"{name} may not be read by this"):
+            _build(checkpoint[0])
 
     def test_missing_tensor(self, checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
         shard, name = _vision_shard(_copy(checkpoint[0], tmp_path))

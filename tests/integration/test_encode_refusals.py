@@ -10,6 +10,7 @@ import pytest
 import torch
 from _encode import MODEL, cpu_only, options, save_image
 from PIL import Image
+from safetensors.torch import save_file
 
 from vllm_flashinfer_vit.commands import calibrate, encode, images
 from vllm_flashinfer_vit.commands.encode import run
@@ -40,6 +41,17 @@ class TestBadInput:
         path = tmp_path / "a.png"
         path.write_text("no image")
         self.refused(r"a\.png cannot be read as an image", path)
+
+    def test_image_that_may_not_be_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(path: Path) -> None:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        # Root may read anything.
+        monkeypatch.setattr(Image, "open", refuse)
+        path = save_image(tmp_path / "a.png", 60, 60)
+        self.refused(r"a\.png may not be read by this user; change its perm", path)
 
     @pytest.mark.parametrize("name", ["a.png", "a.jpg"])
     def test_truncated_image(self, tmp_path: Path, name: str) -> None:
@@ -76,7 +88,7 @@ class TestBadInput:
         ("change", "message"),
         [
             ({"model": "Qwen/Qwen9"}, r"neither a folder nor a known model"),
-            ({"random_weights": False}, r"no weights are downloaded"),
+            ({"random_weights": False}, r"no weights are .* \(--random-weights, or "),
             ({"depth": 0}, r"depth 0 is out of range; .* 1 to 32"),
             ({"depth": 33}, r"depth 33 is out of range"),
             ({"backends": []}, r"no backend was given"),
@@ -127,6 +139,15 @@ class TestBadInput:
         )
         with pytest.raises(FileError, match="also uses it as"):
             run(wanted)
+
+    def test_an_output_of_another_kind_is_not_replaced(self, tmp_path: Path) -> None:
+        path = save_image(tmp_path / "a.png", 60, 60)
+        output = tmp_path / "model.safetensors"
+        save_file({"visual.weight": torch.zeros(2)}, output, {"format": "pt"})
+        before = output.read_bytes()
+        with pytest.raises(FileError, match=r"holds no embeddings .*; delete it, or"):
+            run(options(path, output=output))
+        assert output.read_bytes() == before
 
     def test_output_that_cannot_be_written(self, tmp_path: Path) -> None:
         path = save_image(tmp_path / "a.png", 60, 60)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from _towers import FAMILIES, SMALL, cpu_only, pixels, small_spec, small_tower
 
+from vllm_flashinfer_vit.towers import spec as towers_spec
 from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
 from vllm_flashinfer_vit.towers.spec import (
     NAMED_MODELS,
@@ -154,7 +155,7 @@ class TestSpec:
             resolve_spec("Qwen/Qwen9", random_weights=True)
 
     def test_name_without_weights(self) -> None:
-        with pytest.raises(TowerError, match=r"no weights are downloaded"):
+        with pytest.raises(TowerError, match=r"random_weights=True"):
             resolve_spec("Qwen/Qwen2-VL-2B-Instruct")
 
     @pytest.mark.parametrize(
@@ -189,6 +190,17 @@ class TestSpec:
         if text is not None:
             (tmp_path / "config.json").write_text(text)
         with pytest.raises(CheckpointError, match=message):
+            resolve_spec(str(tmp_path))
+
+    def test_config_that_may_not_be_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(path: Path) -> None:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        # Root may read anything.
+        monkeypatch.setattr(towers_spec, "read_json", refuse)
+        with pytest.raises(CheckpointError, match=r"config\.json may not be read by"):
             resolve_spec(str(tmp_path))
 
 

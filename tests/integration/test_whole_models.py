@@ -232,7 +232,7 @@ class TestResolve:
         assert "known are Qwen/" in str(caught.value)
 
     def test_weights_are_random(self) -> None:
-        with pytest.raises(TowerError, match=r"ask for random weights.*engine only"):
+        with pytest.raises(TowerError, match=r"--random-weights.*engine only"):
             resolve(self.NAME)
 
     @pytest.mark.parametrize("depth", [0, 25])

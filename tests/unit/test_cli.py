@@ -3,6 +3,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -117,6 +118,53 @@ def test_encode_prints_only_the_result_on_stdout(
     result = runner.invoke(main, ["encode", "a.png", "--json"])
     assert json.loads(result.stdout) == {"images": []}
     assert result.stderr == "progress\n"
+
+
+# Like the fixture, in a process whose standard output can be anything.
+ENCODE = """
+import sys, types
+from vllm_flashinfer_vit.commands.cli import main
+status = int(sys.argv.pop())
+report = types.SimpleNamespace(to_json=lambda: "x" * 100_000, exit_status=status)
+sys.modules["vllm_flashinfer_vit.commands.encode"] = types.SimpleNamespace(
+    Options=dict,
+    run=lambda options, console: report,
+    render=lambda report, console: console.print("x" * 100_000),
+)
+main()
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+class TestStandardOutput:
+    def encode(
+        self, stdout: Any, options: list[str], status: int = 0
+    ) -> tuple[int, str]:
+        command = [sys.executable, "-c", ENCODE, "encode", "a.png", *options]
+        done = subprocess.run(
+            [*command, str(status)], stdout=stdout, stderr=subprocess.PIPE, text=True
+        )
+        return done.returncode, done.stderr
+
+    def test_a_full_disk_is_one_line_and_2(self, options: list[str]) -> None:
+        with open("/dev/full", "w") as full:
+            status, errors = self.encode(full, options)
+        assert status == 2
+        assert errors == (
+            "error: the result cannot be written to standard output: "
+            "[Errno 28] No space left on device\n"
+        )
+
+    @pytest.mark.parametrize("status", [0, 1])
+    def test_a_reader_that_has_seen_enough_changes_no_status(
+        self, options: list[str], status: int
+    ) -> None:
+        reading, writing = os.pipe()
+        os.close(reading)
+        try:
+            assert self.encode(writing, options, status) == (status, "")
+        finally:
+            os.close(writing)
 
 
 def test_a_name_that_is_not_utf_8_is_printed_escaped(

@@ -118,6 +118,21 @@ class TestCheck:
             files.check(path, keep=keep or [])
         assert str(path) in str(caught.value)
 
+    def test_a_file_of_another_kind(self, tmp_path: Path) -> None:
+        def read(path: Path) -> None:
+            if path.read_text() != "ours":
+                raise ValueError("not ours")
+
+        path = tmp_path / "a.json"
+        files.check_replaceable(path, "numbers", read)
+        path.touch()
+        files.check_replaceable(path, "numbers", read)
+        path.write_text("ours")
+        files.check_replaceable(path, "numbers", read)
+        path.write_text("theirs")
+        with pytest.raises(FileError, match="holds no numbers .*; delete it, or"):
+            files.check_replaceable(path, "numbers", read)
+
     def test_a_device(self) -> None:
         self.refused(Path("/dev/null"), "it is a device")
 

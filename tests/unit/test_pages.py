@@ -204,6 +204,81 @@ def test_engines_differ_from_stock_by_what_the_pages_say() -> None:
     assert "other scales of rows, within 0.15" in said
 
 
+def quantised_and_not() -> dict[tuple[str, str], tuple[chosen_rows.Row, ...]]:
+    """Return, by model and case, the quantised tower's newest row and the other's."""
+    fp8 = chosen_rows.PLUGIN_FP8
+    found = {
+        (row["model"], row["case"], row["provider"]): row
+        for row in rows("encoder", "0.33.0")
+        if row["mode"] == "graph"
+    }
+    return {
+        (model, case): (row, found[model, case, fp8])
+        for (model, case, provider), row in found.items()
+        if provider == fp8 + chosen_rows.QUANTIZED
+    }
+
+
+def test_the_page_of_quantised_towers_has_their_times() -> None:
+    page = (ROOT / "docs" / "quantized_towers.md").read_text()
+    text = " ".join(page.partition("\n## Measured\n")[2].split())
+    changes: dict[str, dict[str, float]] = defaultdict(dict)
+    for (model, case), (row, sixteen) in quantised_and_not().items():
+        ratio = float(row["p50_ms"]) / float(sixteen["p50_ms"])
+        changes[model][case] = 100 * ratio - 100
+    assert set(changes) == set(tower_cases.MODELS)
+    for model, by_case in changes.items():
+        name = model.removeprefix("Qwen/").rpartition("-VL-")[0] + "-VL"
+        assert f"{by_case.pop('1x256'):+.0f} % for {name}" in text
+        best, *_, worst = sorted(by_case, key=lambda case: by_case[case])
+        assert worst == "1x1024"
+        span = f"{by_case[best]:+.0f} to {by_case[worst]:+.0f} % for {name}"
+        assert span in text
+
+
+def test_the_page_of_quantised_towers_has_stocks_compiled_mode() -> None:
+    page = (ROOT / "docs" / "quantized_towers.md").read_text()
+    model = "Qwen/Qwen3-VL-8B-Instruct"
+    best = chosen_rows.Best(rows("encoder", "0.33.0"), quantized=True)
+    compiled = {
+        row["case"]: float(row["p50_ms"])
+        for row in rows("encoder", "0.33.0")
+        if row["model"] == model
+        and row["mode"] == "compiled_graph"
+        and row["provider"] == chosen_rows.BASELINE + chosen_rows.QUANTIZED
+    }
+    stock = {case: best.stock(model, case) for case in best.cases(model)}
+    assert set(stock) - set(compiled) == {"1x35344"}
+    faster = [
+        c
+        for c, row in stock.items()
+        if row and compiled.get(c, 1e9) < float(row["p50_ms"])
+    ]
+    ours = best.of(chosen_rows.PLUGIN + chosen_rows.QUANTIZED, model, "1x256")
+    assert faster == ["1x256"] and ours is not None
+    ratio = compiled["1x256"] / float(ours["p50_ms"])
+    said = f"{compiled['1x256']:.2f} ms, with which `plugin-q8` is {ratio:.2f} times"
+    assert said in " ".join(page.split())
+
+
+def test_pages_have_the_errors_of_quantised_towers() -> None:
+    errors: dict[str, list[float]] = defaultdict(list)
+    for (model, _), (row, sixteen) in quantised_and_not().items():
+        kind = "Qwen2.5-VL" if "Qwen2.5-VL" in model else "others"
+        errors[kind].append(100 * float(row["rel_err"]))
+        errors["16 bits"].append(100 * float(sixteen["rel_err"]))
+    errors["all"] = errors["Qwen2.5-VL"] + errors["others"]
+    span = {kind: f"{min(x):.0f} to {max(x):.0f} %" for kind, x in errors.items()}
+    said = {
+        "docs/quantized_towers.md": f"an error of {span['others']}, and of "
+        f"{span['Qwen2.5-VL']} for Qwen2.5-VL, as in stock's quantised tower. It is "
+        f"{span['16 bits']} in 16 bits",
+        "README.md": f"off by {span['all']}",
+    }
+    for page, text in said.items():
+        assert text in " ".join((ROOT / page).read_text().split())
+
+
 def test_result_files_keep_the_newest_rows_of_each_stack() -> None:
     import prune
 
@@ -266,6 +341,13 @@ def test_files_that_pages_name_exist(page: Path) -> None:
             continue
         places = (ROOT, package, page.parent, ROOT / "out")
         assert any((place / name).exists() for place in places), name
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    for folder in ("benchmarks", "src", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in re.findall(r"\bdocs/[\w/.]+\.md", path.read_text()):
+                assert (ROOT / name).is_file(), f"{path}: {name}"
 
 
 @by_page

@@ -2,6 +2,8 @@
 """What the command `tune` takes, and what it says before it measures."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,36 @@ def test_without_a_gpu_tune_says_so_and_exits_with_2(
     assert result.exit_code == 2
     assert result.stderr.startswith("error: tune needs an NVIDIA GPU")
     assert not (tmp_path / "tuned").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [["--dtypes", "foo"], ["--only", "foo"], ["--gemms", "7x7"]]
+)
+def test_a_mistyped_option_is_refused_before_imports_of_seconds(
+    options: list[str],
+) -> None:
+    code = (
+        "import sys\n"
+        "from vllm_flashinfer_vit.commands.cli import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "finally:\n"
+        "    assert 'vllm' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, "tune", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(rf"error: {options[0]} has '{options[1]}': .*\n", done.stderr)
+
+
+@pytest.mark.extended
+def test_a_refusal_is_all_that_is_printed() -> None:
+    command = [sys.executable, "-m", "vllm_flashinfer_vit.commands.cli", "tune"]
+    # With a GPU, too, nothing is measured.
+    command += ["--output", "/dev/null"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch("error: .*\n", done.stderr) and not done.stdout
 
 
 class TestBeforeMeasuring:

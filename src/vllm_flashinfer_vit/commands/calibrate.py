@@ -6,7 +6,6 @@ absolute values of each layer's rotated q and k, and of v; once to attend in FP8
 the resulting scales beside the layer's own attention, on the same inputs.
 """
 
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from rich.text import Text
 
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices.lookup import PORTABLE_FP8
+from vllm_flashinfer_vit.commands.calibrate_plot import draw, import_figure
 from vllm_flashinfer_vit.commands.images import (
     ImageFile,
     JobError,
@@ -36,10 +36,10 @@ from vllm_flashinfer_vit.commands.job import (
     memory_hint,
     prepare,
     progress_bar,
-    quiet_vllm,
     report_header,
     versions,
 )
+from vllm_flashinfer_vit.commands.quiet import quiet_vllm
 from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
@@ -65,7 +65,7 @@ class Options(Inputs):
         margin: Head room over the largest absolute value, as
             `--mm-encoder-fp8-scale-save-margin`.
         merge: A file of scales to widen, or None; may be `output`.
-        plot: An SVG file to draw, or None.
+        plot: An SVG file to draw, or None; its name ends in `.svg`.
     """
 
     output: Path = Path("fp8_scales.json")
@@ -127,23 +127,27 @@ def run(options: Options, console: Console | None = None) -> Report:
 
     Raises:
         TowerError: An option, image or checkpoint cannot be used.
-        FileError: A file cannot be written, or another process is making it.
+        FileError: A file cannot be written, another process is making it, or the
+            output holds something else than scales.
         NotServedError: This machine cannot run FLASHINFER, or not in FP8.
         ScaleError: The file to merge cannot be used.
     """
     if not (math.isfinite(options.margin) and options.margin > 0):
         raise JobError(f"margin is {options.margin}; it must be positive")
-    figure_class = None if options.plot is None else _import_figure()
+    figure = None if options.plot is None else import_figure(options.plot)
     job = prepare(options)
     files.check(options.output, keep=job.reads)
+    files.check_replaceable(options.output, "FP8 scales", scales.read)
     if options.plot is not None:
         merge = [] if options.merge is None else [options.merge]
         files.check(options.plot, keep=[*job.reads, options.output, *merge])
     with files.locked(options.output):
         report, new = _calibrate(options, job, console)
         scales.write(new, options.output)
-    if figure_class is not None and options.plot is not None:
-        files.write(options.plot, _draw(report, figure_class))
+    if figure is not None and options.plot is not None:
+        title = f"{report.model}, {report.images} images"
+        amax = [layer.amax for layer in report.layers]
+        files.write(options.plot, draw(figure, title, amax))
     return report
 
 
@@ -417,31 +421,3 @@ def _differences(old: ScaleFile, new: ScaleFile, path: Path | None) -> list[str]
             f"is {worst}, {ratios[worst]:.2g} times beyond."
         )
     return notes
-
-
-def _import_figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise JobError(
-            f"a plot needs matplotlib, which is not installed ({error}); "
-            'pip install "matplotlib>=3.8", or leave --plot out'
-        ) from error
-    return Figure
-
-
-def _draw(report: Report, figure_class: Any) -> bytes:
-    figure = figure_class(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for part in QKV._fields:
-        values = [getattr(layer.amax, part) for layer in report.layers]
-        axes.plot(values, marker="o", markersize=3, label=part)
-    axes.set_yscale("log")
-    axes.set_xlabel("attention layer")
-    axes.set_ylabel("largest absolute value")
-    axes.set_title(f"{report.model}, {report.images} images")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    content = io.BytesIO()
-    figure.savefig(content, format="svg")
-    return content.getvalue()

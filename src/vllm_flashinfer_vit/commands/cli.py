@@ -4,11 +4,12 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -100,9 +101,33 @@ _AsJson = Annotated[
 ]
 
 
-def _show(document: Any) -> None:
-    # Other programs cannot read JSON with NaN in it.
-    typer.echo(json.dumps(document, indent=2, allow_nan=False))
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # rich would exit with 1, which is a verdict of `doctor`.
+        raise BrokenPipeError
+
+
+def _end(
+    document: Any, render: Callable[[Console], None], as_json: bool, status: int
+) -> NoReturn:
+    """Print a command's result and exit, with 2 if it cannot be printed."""
+    try:
+        if as_json:
+            # Other programs cannot read JSON with NaN in it.
+            print(json.dumps(document, indent=2, allow_nan=False), flush=True)
+        else:
+            render(_Console())
+    except OSError as error:
+        # Python would print what is left at its end, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # A reader that has seen enough, as `head`, is no failure.
+        if not isinstance(error, BrokenPipeError):
+            print(
+                f"error: the result cannot be written to standard output: {error}",
+                file=sys.stderr,
+            )
+            status = 2
+    raise typer.Exit(status)
 
 
 @main.command()
@@ -143,6 +168,7 @@ def encode(
 ) -> None:
     """Encode images with vLLM's own vision tower; show kernels, time and error.
 
+    --output replaces embeddings of an earlier run, and no other file.
     A file from a folder that cannot be read is left out and named.
     Embeddings that are not finite are named and not saved.
     Exits with 1 after either, with 2 if nothing could be done.
@@ -167,11 +193,7 @@ def encode(
             output=output,
         )
         report = run(options, console)
-    if as_json:
-        _show(report.to_json())
-    else:
-        render(report, Console())
-    raise typer.Exit(report.exit_status)
+    _end(report.to_json(), partial(render, report), as_json, report.exit_status)
 
 
 @main.command()
@@ -205,6 +227,7 @@ def calibrate(
     """Make a file of FP8 scales from images; show each layer's clip rate and error.
 
     The file is replaced when all is done; --merge keeps what it held.
+    A file that holds anything but scales is not replaced.
     A second run with the same file, at the same time, ends at once.
     A file from a folder that cannot be read is left out and named.
     Exits with 1 then, with 2 if no scales could be made.
@@ -226,11 +249,7 @@ def calibrate(
             max_pixels=max_pixels,
         )
         report = run(options, console)
-    if as_json:
-        _show(report.to_json())
-    else:
-        render(report, Console())
-    raise typer.Exit(report.exit_status)
+    _end(report.to_json(), partial(render, report), as_json, report.exit_status)
 
 
 @main.command()
@@ -248,11 +267,8 @@ def doctor(
         from vllm_flashinfer_vit.commands.doctor_text import render
 
         report = examine(console)
-    if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2))
-    else:
-        render(report, Console())
-    raise typer.Exit(0 if report.ok else 1)
+    status = 0 if report.ok else 1
+    _end(report.to_json(), partial(render, report), as_json, status)
 
 
 @main.command()
@@ -320,17 +336,20 @@ def tune(
     The file that it writes replaces the one of an earlier run, unless --add is given.
     """
     with _command() as console:
-        from vllm_flashinfer_vit.commands.tune import Options, run
-        from vllm_flashinfer_vit.commands.tune_text import render, to_json
+        from vllm_flashinfer_vit.commands.quiet import quiet_vllm
+        from vllm_flashinfer_vit.commands.tune_options import Options
 
         options = Options(
             dtypes, head_dims, output, time_limit, quick, add, gemms, only
         )
-        report = run(options, console)
-    if as_json:
-        typer.echo(json.dumps(to_json(report), indent=2))
-    else:
-        render(report, Console())
+        # Before imports of seconds.
+        options.check()
+        with quiet_vllm():
+            from vllm_flashinfer_vit.commands.tune import run
+            from vllm_flashinfer_vit.commands.tune_text import render, to_json
+
+            report = run(options, console)
+    _end(to_json(report), partial(render, report), as_json, 0)
 
 
 if __name__ == "__main__":

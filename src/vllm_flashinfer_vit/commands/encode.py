@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.text import Text
-from safetensors import SafetensorError
-from safetensors.torch import save
 
+from vllm_flashinfer_vit.commands import embeddings
 from vllm_flashinfer_vit.commands.images import (
     JobError,
     Patches,
@@ -34,12 +33,11 @@ from vllm_flashinfer_vit.commands.job import (
     memory_hint,
     prepare,
     progress_bar,
-    quiet_vllm,
     report_header,
 )
+from vllm_flashinfer_vit.commands.quiet import quiet_vllm
 from vllm_flashinfer_vit.fp8 import scale_files
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
-from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.towers.built import Built
 from vllm_flashinfer_vit.towers.config import check_quantization
 from vllm_flashinfer_vit.towers.linear_layers import check_unquantized, how_layers_run
@@ -146,7 +144,7 @@ def run(options: Options, console: Console | None = None) -> Report:
 
     Raises:
         TowerError: An option, image or checkpoint cannot be used.
-        FileError: The output cannot be written.
+        FileError: The output cannot be written, or holds something else.
         NotServedError: FLASHINFER was asked for, and this machine cannot serve it.
         ScaleError: The file of scales cannot be used.
     """
@@ -156,7 +154,7 @@ def run(options: Options, console: Console | None = None) -> Report:
     check_quantizable(job.spec, options.quantization, options.unquantized)
     if options.output is not None:
         scales = [] if options.fp8_scale_path is None else [options.fp8_scale_path]
-        files.check(options.output, keep=[*job.reads, *scales])
+        embeddings.check(options.output, keep=[*job.reads, *scales])
     failures: list[str] = []
     notes: list[str] = []
     with progress_bar(console) as progress:
@@ -441,8 +439,4 @@ def _save(
         "device": report.device,
         "versions": " ".join(f"{name}=={v}" for name, v in report.versions.items()),
     }
-    try:
-        content = save(tensors, metadata)
-    except (SafetensorError, UnicodeError) as error:
-        raise JobError(f"embeddings cannot be saved to {path}: {error}") from error
-    files.write(path, content)
+    embeddings.write(path, tensors, metadata)

@@ -13,7 +13,13 @@ import torch
 from PIL import Image, ImageOps
 
 from vllm_flashinfer_vit.commands.model_images import ModelProcessor
-from vllm_flashinfer_vit.towers.spec import Spec, TowerError, TowerSpec, cause
+from vllm_flashinfer_vit.towers.spec import (
+    Spec,
+    TowerError,
+    TowerSpec,
+    cause,
+    not_allowed,
+)
 from vllm_flashinfer_vit.towers.whole import ModelSpec
 
 # Of a folder's files. What else Pillow opens may be a film or a table of numbers, or
@@ -327,6 +333,8 @@ def _read_image(path: Path) -> Image.Image:
             return image.convert("RGB")
     except JobError:
         raise
+    except PermissionError:
+        raise JobError(not_allowed(path)) from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise JobError(
             f"{path} cannot be read as an image ({error}); it is damaged or no image"

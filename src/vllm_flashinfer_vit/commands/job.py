@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands that run a tower on images share: options, report, quiet."""
+"""What the commands that run a tower on images share: options and report."""
 
-import logging
 import math
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -295,33 +292,6 @@ def _resolve_tower(
         raise JobError(f"max_pixels is {max_pixels}; it must be positive")
     spec = resolve(options.model, random_weights=options.random_weights, depth=depth)
     return spec, max_pixels, notes
-
-
-@contextmanager
-def quiet_vllm() -> Iterator[None]:
-    """Keep vLLM's log off standard output, and down to what a user can act on."""
-    verbose = os.environ.get("VLLM_LOGGING_LEVEL", "").upper() in ("DEBUG", "INFO")
-    with ExitStack() as stack:
-
-        def set_level(name: str, level: int) -> None:
-            logger = logging.getLogger(name)
-            stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(level)
-
-        if not verbose:
-            set_level("torch", logging.ERROR)
-        # Its import sets level and stream of vLLM's logger.
-        import vllm.logger  # noqa: F401
-
-        for handler in logging.getLogger("vllm").handlers:
-            if getattr(handler, "stream", None) is sys.stdout:
-                assert isinstance(handler, logging.StreamHandler)
-                stack.callback(handler.setStream, sys.stdout)
-                handler.setStream(sys.stderr)
-        if not verbose:
-            set_level("vllm", logging.ERROR)
-            set_level("vllm.plugins.flashinfer_vit", logging.WARNING)
-        yield
 
 
 def progress_bar(console: Console | None) -> Progress:

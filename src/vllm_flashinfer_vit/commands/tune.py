@@ -42,6 +42,8 @@ from vllm_flashinfer_vit.choices.gemm_table import (
     GemmMeasurement,
 )
 from vllm_flashinfer_vit.choices.measure import (
+    COUNTS,
+    LENGTHS,
     Cell,
     candidates,
     grid,
@@ -93,8 +95,7 @@ def run(options: Options, console: Console) -> Report:
         TableError: The file that is to be added to cannot be used.
         FileError: The file cannot be written; that is said before anything is measured.
     """
-    options.combinations()
-    options.layers()
+    options.check()
     stack = probe()
     if not stack.gpus or not torch.cuda.is_available():
         raise TuneError(
@@ -259,7 +260,10 @@ def build_table(
         return rows, refused + failures
 
     with bar, torch.inference_mode():
-        batches = lengths or effort.lengths, counts or effort.counts
+        batches = (
+            lengths or effort.lengths or LENGTHS,
+            counts or effort.counts or COUNTS,
+        )
         plans = [(*c, grid(c[1], *batches)) for c in options.combinations()]
         total = sum(len(cells) for *_, cells in plans)
         total += len(layers) * len(effort.rows)

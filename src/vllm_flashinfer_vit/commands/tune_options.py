@@ -10,7 +10,6 @@ import torch
 
 from vllm_flashinfer_vit.choices.derive import TuneError
 from vllm_flashinfer_vit.choices.gemm_table import GemmLayer
-from vllm_flashinfer_vit.choices.measure import COUNTS, LENGTHS
 from vllm_flashinfer_vit.choices.measure_gemms import ROWS, SIZES
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS
 from vllm_flashinfer_vit.kernels.formats import dtype_name
@@ -28,20 +27,21 @@ class Effort(NamedTuple):
 
     Attributes:
         dtypes: Keys of `DTYPES`.
-        lengths: Longest sequences, ascending, in tokens.
-        counts: Numbers of sequences.
+        lengths: Longest sequences, ascending, in tokens; None for `measure.LENGTHS`,
+            whose module takes seconds to import.
+        counts: Numbers of sequences; None for `measure.COUNTS`.
         time_limit_s: Seconds until what is not measured yet is left out.
         rows: Numbers of rows of GEMMs, ascending.
     """
 
     dtypes: Sequence[str]
-    lengths: Sequence[int]
-    counts: Sequence[int]
+    lengths: Sequence[int] | None
+    counts: Sequence[int] | None
     time_limit_s: float
     rows: Sequence[int] = ROWS
 
 
-FULL = Effort(tuple(DTYPES), LENGTHS, COUNTS, 660.0)
+FULL = Effort(tuple(DTYPES), None, None, 660.0)
 # A quarter of the batches of a head dim. Towers run in bf16 unless told otherwise, and
 # few kernels win for a range of lengths that is shorter than a doubling.
 QUICK = Effort(
@@ -91,6 +91,15 @@ class Options:
         if self.time_limit_s is not None:
             effort = effort._replace(time_limit_s=self.time_limit_s)
         return effort
+
+    def check(self) -> None:
+        """Check all options.
+
+        Raises:
+            TuneError: An option is not valid, or could not act.
+        """
+        self.combinations()
+        self.layers()
 
     def combinations(self) -> list[tuple[torch.dtype, int]]:
         """Return dtypes and head dims in the order in which they are measured.

@@ -29,8 +29,8 @@ Run = Callable[..., None]
 Recorded = tuple[Callable[..., Any], tuple[Any, ...]]
 
 # By the head dim that is computed, version 4's queries and keys of a tile, and whether
-# the weights stay in registers: the fastest of twelve on an H200 (docs/results.md). It
-# has its own choice for the others.
+# the weights stay in registers: the fastest of twelve on an H200
+# (docs/experiments.md). It has its own choice for the others.
 _TILES_4: Mapping[int, Mapping[str, Any]] = MappingProxyType(
     {80: {"tile_mn": (192, 112), "mma_pv_is_rs": True, "intra_wg_overlap": True}}
 )

@@ -8,7 +8,7 @@ error leaves the old one. Through a symlink, the file that it leads to is replac
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -64,6 +64,28 @@ def check(path: Path, *, keep: Iterable[Path] = ()) -> Path:
                 "choose another name"
             )
     return target
+
+
+def check_replaceable(path: Path, what: str, read: Callable[[Path], object]) -> None:
+    """Check that a file is new, empty, or holds what is to be written to it.
+
+    Args:
+        path: See `check`.
+        what: What is to be written, for the message.
+        read: Raises an OSError or a ValueError where a file holds something else.
+
+    Raises:
+        FileError: It holds something else.
+    """
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    try:
+        read(path)
+    except (OSError, ValueError):
+        raise FileError(
+            f"{path} is not replaced: it is not empty, and holds no {what} that can be "
+            "read; delete it, or choose another name"
+        ) from None
 
 
 def _kind(mode: int) -> str:

@@ -4,6 +4,7 @@
 from pathlib import Path
 
 from vllm_flashinfer_vit.towers.spec import (
+    ASK_FOR_RANDOM,
     NAMED_MODELS,
     Spec,
     TowerError,
@@ -39,8 +40,8 @@ def resolve(
         )
     if not random_weights:
         raise TowerError(
-            f"{model} is a name, and no weights are downloaded: ask for random "
-            "weights. Checkpoints of its family are read in an engine only"
+            f"{model} is a name, and no weights are downloaded: {ASK_FOR_RANDOM}. "
+            "Checkpoints of its family are read in an engine only"
         )
     whole = WHOLE_MODELS[model]
     full_depth = whole.vision[whole.depth]

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm_flashinfer_vit.machine.documents import read_json, validated
 
 Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
+# For people who run a command, and for those who call a function.
+ASK_FOR_RANDOM = "ask for random weights (--random-weights, or random_weights=True)"
 
 
 class Classes(NamedTuple):
@@ -67,6 +69,11 @@ def cause(error: Exception) -> str:
     # Others may say no more than a key.
     named = isinstance(error, OSError | ValueError)
     return text if named else f"{type(error).__name__}: {text}"
+
+
+def not_allowed(path: Path) -> str:
+    """Return what to say of a file that is there and cannot be opened."""
+    return f"{path} may not be read by this user; change its permissions"
 
 
 class Spec:
@@ -249,7 +256,7 @@ def resolve_spec(
         if not random_weights:
             raise TowerError(
                 f"{model} is a name, and no weights are downloaded: give the folder "
-                "of a local checkpoint, or ask for random weights"
+                f"of a local checkpoint, or {ASK_FOR_RANDOM}"
             )
         family, config = NAMED_MODELS[model]
     else:
@@ -314,6 +321,8 @@ def _read_config(folder: Path) -> tuple[Family, Mapping[str, Any]]:
         raise CheckpointError(
             f"{path} does not exist; give the folder of a Hugging Face checkpoint"
         ) from None
+    except PermissionError:
+        raise CheckpointError(not_allowed(path)) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not a model's config ({error}); download it again"

@@ -19,6 +19,7 @@ from vllm_flashinfer_vit.towers.spec import (
     TowerError,
     TowerSpec,
     model_module,
+    not_allowed,
 )
 
 # Transformers' class, which stock attends by where others have MMEncoderAttention.
@@ -157,6 +158,9 @@ def _read_weights(
                         _refuse_quantized(path, name, tensor)
                         yield own_name, tensor
         except FileNotFoundError:
+            # safetensors says so, too, where it may not read.
+            if path.exists():
+                raise CheckpointError(not_allowed(path)) from None
             raise CheckpointError(
                 f"{path} does not exist, but the checkpoint's index lists it; download "
                 "the checkpoint again"
@@ -192,6 +196,8 @@ def _files_with_vision_weights(
         )
     try:
         weight_map = validated(_Index, read_json(index_path)).weight_map
+    except PermissionError:
+        raise CheckpointError(not_allowed(index_path)) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{index_path} is not an index of safetensors files ({error}); download "
