@@ -129,7 +129,7 @@ report = types.SimpleNamespace(to_json=lambda: "x" * 100_000, exit_status=status
 sys.modules["vllm_flashinfer_vit.commands.encode"] = types.SimpleNamespace(
     Options=dict,
     run=lambda options, console: report,
-    render=lambda report, console: console.print("x" * 100_000),
+    render=lambda report, console: console.print("x\\n" * 10_000),
 )
 main()
 """
