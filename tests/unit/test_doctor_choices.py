@@ -39,6 +39,16 @@ def test_a_kernel_that_is_dropped_from_the_table_is_noted(
     assert not any("multiples" in note for note in report.notes)
 
 
+def test_one_kernel_serves_where_bits_must_not_depend_on_the_batch() -> None:
+    stack = replace(STACK, vllm="0.30.0")
+    report = judge(stack, env={"VLLM_BATCH_INVARIANT": "1"})
+    found = {row["dtype"] == FP8_DTYPE: row["kernel"] for row in report.choices}
+    assert found == {False: "triton", True: "hopper_fp8"}
+    assert {row["max_len"] for row in report.choices} == {None}
+    assert not any("here 0.30.0" in note for note in report.notes)
+    assert any("here 0.30.0" in note for note in judge(stack, env={}).notes)
+
+
 def test_the_users_choices_are_shown_with_their_origin(tmp_path: Path) -> None:
     table = tuned.Table(
         {"gpu": HOPPER.name, "vllm": "0.25.1"},

@@ -22,10 +22,6 @@ from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
-# By FP8 or not, the fastest first: kernels of which the bits of a row depend on its own
-# sequence alone, at any length.
-_INVARIANT = {False: ("triton",), True: ("hopper_fp8", "triton_fp8")}
-
 
 def choices_here(
     head_dim: int,
@@ -37,8 +33,7 @@ def choices_here(
 ) -> tuple[Choice, ...]:
     """Return the choices that this machine can run; it may run kernels to find out.
 
-    Where `VLLM_BATCH_INVARIANT` is set and no kernel is forced, one kernel serves every
-    batch on a GPU: choices by length would let an image's bits depend on the others.
+    Where `VLLM_BATCH_INVARIANT` is set they are those of `usable_choices` for that.
 
     Args:
         head_dim: Head dim in elements.
@@ -60,31 +55,23 @@ def choices_here(
             "vLLM runs on CUDA, but NVML shows this process no GPU; "
             "`vllm-flashinfer-vit doctor` says more"
         )
-    invariant = forced is None and bool(stack.gpus) and envs.VLLM_BATCH_INVARIANT
-    refusals: dict[str, str] = {}
-    for name in _INVARIANT[fp8] if invariant else (forced,):
-        choices, refused = usable_choices(
-            stack,
-            head_dim,
-            dtype,
-            name,
-            tuned_dir,
-            fp8=fp8,
-            attempt=functools.partial(attempt, head_dim=head_dim, dtype=dtype),
-        )
-        refusals |= refused
-        if choices:
-            break
-    if invariant:
-        reason = "VLLM_BATCH_INVARIANT is set: its bits do not depend on the batch"
-        choices = tuple(choice._replace(reason=reason) for choice in choices)
+    choices, refusals = usable_choices(
+        stack,
+        head_dim,
+        dtype,
+        forced,
+        tuned_dir,
+        fp8=fp8,
+        invariant=envs.VLLM_BATCH_INVARIANT,
+        attempt=functools.partial(attempt, head_dim=head_dim, dtype=dtype),
+    )
     if not (serves_fp8(choices, refusals) if fp8 else choices):
         raise NotServedError("; ".join(refusals.values()))
     for refusal in refusals.values():
         logger.warning_once("vllm-flashinfer-vit does not use the kernel %s", refusal)
     measured = FP8_DTYPE if fp8 else dtype
     note = other_versions(stack, measured, head_dim, tuned_dir)
-    if note and not (forced or invariant):
+    if note and not (forced or envs.VLLM_BATCH_INVARIANT):
         logger.info_once("vllm-flashinfer-vit: %s", note)
     return choices
 

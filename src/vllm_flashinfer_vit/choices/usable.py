@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     import torch
 
 
+# By FP8 or not, the fastest first: kernels of which the bits of a row depend on its own
+# sequence alone, at any length.
+_INVARIANT = {False: ("triton",), True: ("hopper_fp8", "triton_fp8")}
+
+
 class NotServedError(ValueError):
     """FLASHINFER or FP8 was asked for, and nothing in this package can serve it."""
 
@@ -48,6 +53,7 @@ def usable_choices(
     tuned_dir: Path | None = None,
     *,
     fp8: bool = False,
+    invariant: bool = False,
     attempt: Callable[[str], str | None] = lambda kernel: None,
 ) -> tuple[tuple[Choice, ...], dict[str, str]]:
     """Drop from a GPU's table of choices what this machine cannot run.
@@ -65,6 +71,9 @@ def usable_choices(
         forced: The kernel that the user forces, or None.
         tuned_dir: Folder of the user's measurements, or None to ignore them.
         fp8: The layer is one with FP8 attention. What is left may have no FP8 kernel.
+        invariant: Whether an image's bits must not depend on the others of a batch, as
+            by `VLLM_BATCH_INVARIANT`: one kernel serves every length then, unless one
+            is forced or there is no GPU.
         attempt: Runs a kernel once whose record asks for that, and which should run by
             all that is known; says what went wrong, or None.
 
@@ -75,6 +84,8 @@ def usable_choices(
     Raises:
         TableError: A file of measured choices cannot be used.
     """
+    if invariant and forced is None and stack.gpus:
+        return _invariant_choices(stack, head_dim, dtype, tuned_dir, fp8, attempt)
     gpu_name = stack.gpus[0].name if stack.gpus else None
     look_up = lookup.fp8_choices_for if fp8 else lookup.choices_for
     capability, vllm = stack.capability, stack.vllm
@@ -120,6 +131,26 @@ def usable_choices(
         else:
             choices = lookup.without(choices, kernel)
     return choices, refusals
+
+
+def _invariant_choices(
+    stack: Stack,
+    head_dim: int,
+    dtype: "torch.dtype | str",
+    tuned_dir: Path | None,
+    fp8: bool,
+    attempt: Callable[[str], str | None],
+) -> tuple[tuple[Choice, ...], dict[str, str]]:
+    refusals: dict[str, str] = {}
+    for kernel in _INVARIANT[fp8]:
+        choices, refused = usable_choices(
+            stack, head_dim, dtype, kernel, tuned_dir, fp8=fp8, attempt=attempt
+        )
+        refusals |= refused
+        if choices:
+            reason = "VLLM_BATCH_INVARIANT is set: its bits do not depend on the batch"
+            return tuple(c._replace(reason=reason) for c in choices), refusals
+    return (), refusals
 
 
 def _names(choices: Sequence[Choice]) -> list[str]:

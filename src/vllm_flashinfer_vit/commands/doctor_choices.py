@@ -32,11 +32,13 @@ def examine_choices(
     Returns:
         A row for each class of calls, what is wrong, and what is worth knowing.
     """
-    rows, problems, notes = _choices(stack, settings)
-    fp8_rows, fp8_note = _fp8_choices(stack, settings)
+    # As vLLM reads it.
+    invariant = env.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+    rows, problems, notes = _choices(stack, settings, invariant)
+    fp8_rows, fp8_note = _fp8_choices(stack, settings, invariant)
     single = [
         fp8_note,
-        *_version_notes(stack, settings),
+        *([] if invariant else _version_notes(stack, settings)),
         _unmeasured_note(stack, settings),
         _tuned_dir_note(stack, settings, env),
     ]
@@ -69,7 +71,7 @@ def gemm_rows(stack: Stack, settings: Settings | None) -> list[dict[str, Any]]:
 
 
 def _choices(
-    stack: Stack, settings: Settings | None
+    stack: Stack, settings: Settings | None, invariant: bool
 ) -> tuple[list[dict[str, Any]], list[Problem], list[str]]:
     """Return the rows of layers without FP8, with problems and notes."""
     forced = settings.kernel if settings else None
@@ -86,6 +88,7 @@ def _choices(
                     dtype,
                     forced,
                     settings.tuned_dir if settings else None,
+                    invariant=invariant,
                 )
             except TableError as error:
                 problems.append(Problem(str(error), None, True))
@@ -113,7 +116,7 @@ def _choices(
 
 
 def _fp8_choices(
-    stack: Stack, settings: Settings | None
+    stack: Stack, settings: Settings | None, invariant: bool
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Return the rows of FP8 layers, and why there are none for some head dims."""
     forced = settings.kernel if settings else None
@@ -130,6 +133,7 @@ def _fp8_choices(
                 forced,
                 settings.tuned_dir if settings else None,
                 fp8=True,
+                invariant=invariant,
             )
         except TableError:
             # Reported for the other dtypes already.
