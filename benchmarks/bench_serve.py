@@ -8,6 +8,8 @@ contender's name, as in contenders.py, and how its encoder runs: `graph` with vL
 encoder CUDA graphs, stock's blocks compiled where that vLLM can, or `eager`, vLLM's
 default. With `-q8` at its end a contender serves `--quantization fp8`.
 
+A server in bf16 takes up to 30 GB of its GPU, so two at a time fit on one of 80 GB.
+
     python benchmarks/bench_serve.py --models Qwen/Qwen3-VL-8B-Instruct
     python benchmarks/bench_serve.py --setups stock-flash_attn:eager plugin:eager
     python benchmarks/bench_serve.py --serve-args "--api-server-count 4"
