@@ -68,9 +68,8 @@ class Best:
 
     The modes are all of known sizes where this package replays a graph, those without
     a graph where it does not, and those of new sizes where its own is one. Of each
-    model only the rows of the commit count that measured
-    this package in that mode last. Towers with quantised linear layers are compared
-    with each other alone.
+    model only the rows of the commit count that measured this package in that mode
+    last. Towers with quantised linear layers are compared with each other alone.
     """
 
     def __init__(
