@@ -5,15 +5,9 @@ It attends as it was declared: by the strides, offsets and scale of the plan's b
 not by those of the call. A plan used for the wrong layout gives wrong numbers here.
 """
 
-import contextlib
-from collections.abc import Iterator
-from types import SimpleNamespace
-
-import pytest
 import torch
 
 from cases import TOLERANCES, Case, relative_error
-from vllm_flashinfer_vit.kernels import cudnn as kernel
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 
 IMAGES = Case("two-images", (100, 28))
@@ -121,32 +115,6 @@ class Graph:
             declared.stride[1:],
             data.storage_offset() + offsets[i].item(),
         )
-
-
-@contextlib.contextmanager
-def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Replace the cuDNN of FlashInfer's prefill module; skips where that is missing."""
-    try:
-        from flashinfer.cudnn import prefill
-    except Exception as error:
-        pytest.skip(f"this FlashInfer does not load: {type(error).__name__}: {error}")
-    if not prefill.CUDNN_AVAILABLE:
-        pytest.skip("cudnn-frontend does not load")
-    graphs = []
-
-    @contextlib.contextmanager
-    def graph(handle):
-        graphs.append(Graph())
-        yield graphs[-1], []
-
-    monkeypatch.setattr(prefill.cudnn, "graph", graph)
-    monkeypatch.setattr(prefill, "_create_cudnn_handle", lambda stream: "handle")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    load = kernel._backend
-    load.cache_clear()
-    yield SimpleNamespace(prefill=prefill, graphs=graphs, monkeypatch=monkeypatch)
-    load.cache_clear()
 
 
 def assert_close(out, qkv, case, scale):

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from _cudnn_graph import IMAGES, Graph, assert_close, replaced
+from _cudnn_graph import IMAGES, Graph, assert_close
 from packaging.version import Version
 
 from cases import CASES, Case, make_qkv, params
@@ -19,12 +19,6 @@ pytestmark = [
     pytest.mark.usefixtures("nan_empty"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the real cuDNN"),
 ]
-
-
-@pytest.fixture
-def flashinfer(monkeypatch):
-    with replaced(monkeypatch) as found:
-        yield found
 
 
 def _layouts():

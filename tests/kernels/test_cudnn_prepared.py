@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from _cudnn_graph import IMAGES, assert_close, replaced
+from _cudnn_graph import IMAGES, assert_close
 
 from cases import Case, make_qkv
 from vllm_flashinfer_vit.engine import warmup
@@ -20,12 +20,6 @@ pytestmark = [
     pytest.mark.usefixtures("nan_empty"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the real cuDNN"),
 ]
-
-
-@pytest.fixture
-def flashinfer(monkeypatch):
-    with replaced(monkeypatch) as found:
-        yield found
 
 
 def _gathered(v, ranks=2):

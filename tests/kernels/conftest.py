@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the kernels' tests."""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from _cudnn_graph import Graph
+
+from vllm_flashinfer_vit.kernels import cudnn
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Replace the cuDNN of FlashInfer's prefill module; skips where that is missing."""
+    try:
+        from flashinfer.cudnn import prefill
+    except Exception as error:
+        pytest.skip(f"this FlashInfer does not load: {type(error).__name__}: {error}")
+    if not prefill.CUDNN_AVAILABLE:
+        pytest.skip("cudnn-frontend does not load")
+    graphs = []
+
+    @contextlib.contextmanager
+    def graph(handle):
+        graphs.append(Graph())
+        yield graphs[-1], []
+
+    monkeypatch.setattr(prefill.cudnn, "graph", graph)
+    monkeypatch.setattr(prefill, "_create_cudnn_handle", lambda stream: "handle")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    load = cudnn._backend
+    load.cache_clear()
+    yield SimpleNamespace(prefill=prefill, graphs=graphs, monkeypatch=monkeypatch)
+    load.cache_clear()
