@@ -7,7 +7,7 @@ tables to the output. A kernel that is too far from fp32 is not timed.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,9 +21,11 @@ from vllm_flashinfer_vit.kernels.catalog import KERNELS, Kernel
 from vllm_flashinfer_vit.kernels.formats import DynamicScales, dtype_name
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 from vllm_flashinfer_vit.machine.stack import Stack
-from vllm_flashinfer_vit.ops.attention import Fp8, attention, fp8_attention
 from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
+
+if TYPE_CHECKING:
+    from vllm_flashinfer_vit.ops.attention import Fp8
 
 LENGTHS = (16, 32, 64, 96, 128, 192, 256, 400, 512, 768, *(2**i for i in range(10, 17)))
 COUNTS = (1, 4, 16, 64, 256, 1024)
@@ -203,6 +205,9 @@ def draw(cell: Cell, dtype: torch.dtype, head_dim: int, device: torch.device) ->
 
 def call(kernel: Kernel, batch: Batch) -> Run:
     """Return the call of the layer's op with a kernel; FP8 has scales of its own."""
+    # It imports vLLM, for seconds that `tune` does not need to refuse an option.
+    from vllm_flashinfer_vit.ops.attention import attention, fp8_attention
+
     scale, plan = batch.q.shape[2] ** -0.5, Plan.of(kernel.name)
     if not kernel.is_fp8:
         return lambda: attention(batch, scale, plan)
@@ -210,8 +215,10 @@ def call(kernel: Kernel, batch: Batch) -> Run:
     return lambda: fp8_attention(batch, scale, plan, fp8)
 
 
-def own_scales(kernel: Kernel, device: torch.device) -> Fp8:
+def own_scales(kernel: Kernel, device: torch.device) -> "Fp8":
     """Return where an FP8 kernel's scales come from if no file has them."""
+    from vllm_flashinfer_vit.ops.attention import Fp8
+
     if kernel.takes_block_scales:
         return Fp8("block")
     return Fp8("dynamic", state=DynamicScales.on(device))

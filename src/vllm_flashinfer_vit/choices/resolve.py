@@ -69,9 +69,10 @@ def choices_here(
         raise NotServedError("; ".join(refusals.values()))
     for refusal in refusals.values():
         logger.warning_once("vllm-flashinfer-vit does not use the kernel %s", refusal)
+    if forced or envs.VLLM_BATCH_INVARIANT:
+        return choices
     measured = FP8_DTYPE if fp8 else dtype
-    note = other_versions(stack, measured, head_dim, tuned_dir)
-    if note and not (forced or envs.VLLM_BATCH_INVARIANT):
+    if note := other_versions(stack, measured, head_dim, tuned_dir):
         logger.info_once("vllm-flashinfer-vit: %s", note)
     return choices
 

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 
-# By FP8 or not, the fastest first: kernels of which the bits of a row depend on its own
-# sequence alone, at any length.
-_INVARIANT = {False: ("triton",), True: ("hopper_fp8", "triton_fp8")}
-
-
 class NotServedError(ValueError):
     """FLASHINFER or FP8 was asked for, and nothing in this package can serve it."""
 
@@ -142,9 +137,11 @@ def _invariant_choices(
     attempt: Callable[[str], str | None],
 ) -> tuple[tuple[Choice, ...], dict[str, str]]:
     refusals: dict[str, str] = {}
-    for kernel in _INVARIANT[fp8]:
+    for name, kernel in KERNELS.items():
+        if not kernel.is_batch_invariant or kernel.is_fp8 != fp8:
+            continue
         choices, refused = usable_choices(
-            stack, head_dim, dtype, kernel, tuned_dir, fp8=fp8, attempt=attempt
+            stack, head_dim, dtype, name, tuned_dir, fp8=fp8, attempt=attempt
         )
         refusals |= refused
         if choices:

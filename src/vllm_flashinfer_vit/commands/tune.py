@@ -42,8 +42,6 @@ from vllm_flashinfer_vit.choices.gemm_table import (
     GemmMeasurement,
 )
 from vllm_flashinfer_vit.choices.measure import (
-    COUNTS,
-    LENGTHS,
     Cell,
     candidates,
     grid,
@@ -260,10 +258,7 @@ def build_table(
         return rows, refused + failures
 
     with bar, torch.inference_mode():
-        batches = (
-            lengths or effort.lengths or LENGTHS,
-            counts or effort.counts or COUNTS,
-        )
+        batches = lengths or effort.lengths, counts or effort.counts
         plans = [(*c, grid(c[1], *batches)) for c in options.combinations()]
         total = sum(len(cells) for *_, cells in plans)
         total += len(layers) * len(effort.rows)

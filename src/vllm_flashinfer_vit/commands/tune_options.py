@@ -10,6 +10,7 @@ import torch
 
 from vllm_flashinfer_vit.choices.derive import TuneError
 from vllm_flashinfer_vit.choices.gemm_table import GemmLayer
+from vllm_flashinfer_vit.choices.measure import COUNTS, LENGTHS
 from vllm_flashinfer_vit.choices.measure_gemms import ROWS, SIZES
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS
 from vllm_flashinfer_vit.kernels.formats import dtype_name
@@ -27,21 +28,20 @@ class Effort(NamedTuple):
 
     Attributes:
         dtypes: Keys of `DTYPES`.
-        lengths: Longest sequences, ascending, in tokens; None for `measure.LENGTHS`,
-            whose module takes seconds to import.
-        counts: Numbers of sequences; None for `measure.COUNTS`.
+        lengths: Longest sequences, ascending, in tokens.
+        counts: Numbers of sequences.
         time_limit_s: Seconds until what is not measured yet is left out.
         rows: Numbers of rows of GEMMs, ascending.
     """
 
     dtypes: Sequence[str]
-    lengths: Sequence[int] | None
-    counts: Sequence[int] | None
+    lengths: Sequence[int]
+    counts: Sequence[int]
     time_limit_s: float
     rows: Sequence[int] = ROWS
 
 
-FULL = Effort(tuple(DTYPES), None, None, 660.0)
+FULL = Effort(tuple(DTYPES), LENGTHS, COUNTS, 660.0)
 # A quarter of the batches of a head dim. Towers run in bf16 unless told otherwise, and
 # few kernels win for a range of lengths that is shorter than a doubling.
 QUICK = Effort(

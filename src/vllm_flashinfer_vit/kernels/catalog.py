@@ -44,6 +44,8 @@ class Kernel:
         builds_plans: Whether the host builds a plan for each new bucket of shapes.
         for_few: Whether batches of many sequences, most of which may be empty, have
             another kernel.
+        is_batch_invariant: Whether the bits of a row depend on its own sequence alone,
+            of any length, as `VLLM_BATCH_INVARIANT` asks. Of several the first serves.
         is_reference: Whether it is plain PyTorch: no candidate on a GPU.
         decides: `module:function` like `entry`, or None. It is called with the head dim
             while a layer is built: what it decides follows vLLM's configuration, which
@@ -64,6 +66,7 @@ class Kernel:
     needs_trial: bool = False
     builds_plans: bool = False
     for_few: bool = False
+    is_batch_invariant: bool = False
     is_reference: bool = False
     decides: str | None = None
 
@@ -189,6 +192,7 @@ KERNELS: dict[str, Kernel] = {
             quantized="blocks",
             fallback="triton_fp8",
             needs_trial=True,
+            is_batch_invariant=True,
         ),
         Kernel(
             name="reference",
@@ -216,6 +220,7 @@ KERNELS: dict[str, Kernel] = {
             entry="flash:attention",
             prepare="flash:prepare",
             needs=_HALF_ON_TRITON,
+            is_batch_invariant=True,
         ),
         Kernel(
             name="triton_fp8",
@@ -226,6 +231,7 @@ KERNELS: dict[str, Kernel] = {
             needs=Needs("triton", dtypes=_FP8, head_dims=(32, 128), capability=(8, 9)),
             quantized="blocks",
             needs_trial=True,
+            is_batch_invariant=True,
         ),
         Kernel(
             name="triton_window",

@@ -8,9 +8,8 @@ a captured CUDA graph may still run its kernels.
 
 Sequences are found by int64 element offsets, so tensors may pass 2^31 elements. q, k
 and v are read as views of one projection, or packed, v perhaps a view; other layouts
-are copied. Declared shapes are bucketed (`buckets.py`). The
-shape override of FlashInfer, 25 times slower on Hopper, wants token offsets: it is
-never used.
+are copied. Declared shapes are bucketed (`buckets.py`). The shape override of
+FlashInfer, 25 times slower on Hopper, wants token offsets: it is never used.
 
 Numerics: fp32 scores and softmax, weights rounded to the input dtype, one rounding of
 the output. Nothing is causal.
