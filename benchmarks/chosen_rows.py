@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from tower_cases import CASES, DENSE_CASES, SMOKE_CASES
+
 Row = Mapping[str, str]
 BASELINE = "stock-flash_attn"
 PLUGIN = "plugin"
@@ -68,8 +70,8 @@ class Best:
 
     The modes are all of known sizes where this package replays a graph, those without
     a graph where it does not, and those of new sizes where its own is one. Of each
-    model only the rows of the commit count that measured this package in that mode
-    last. Towers with quantised linear layers are compared with each other alone.
+    case of a model only the rows of the commit count that measured this package in that
+    mode last. Towers with quantised linear layers are compared with each other alone.
     """
 
     def __init__(
@@ -86,11 +88,15 @@ class Best:
             and (row["provider"].startswith("stock-") or row["mode"] == own_mode)
         ]
         last = {
-            row["model"]: row["commit"]
+            (row["model"], row["case"]): row["commit"]
             for row in rows
             if row["provider"] == PLUGIN + end
         }
-        rows = [row for row in rows if row["commit"] == last.get(row["model"])]
+        rows = [
+            row
+            for row in rows
+            if row["commit"] == last.get((row["model"], row["case"]))
+        ]
         self.rows = newest(rows, lambda row: tuple(row[name] for name in KEYS))
         present = {row["provider"] for row in self.rows}
         challengers = PLUGIN + end, PLUGIN_FP8 + end
@@ -99,14 +105,15 @@ class Best:
 
     def cases(self, model: str) -> list[str]:
         """Return a model's cases that stock runs in a mode like this package's."""
-        mine = (
+        mine = {
             row["case"]
             for row in self.rows
             if row["model"] == model
             and row["provider"].startswith("stock-")
             and what_is_timed(row["mode"]) == self._timed
-        )
-        return list(dict.fromkeys(mine))
+        }
+        known = {**CASES, **DENSE_CASES, **SMOKE_CASES}
+        return [case for case in known if case in mine]
 
     def stock(self, model: str, case: str) -> Row | None:
         """Return stock's fastest row."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws what servers did, from the rows of bench_serve.py and nothing else.
 
-    python benchmarks/plot_serve.py benchmarks/results/h200/serve.csv \\
-        docs/figures/serve.svg --vllm 0.33.0
+    python benchmarks/plot_serve.py benchmarks/results/h100-80gb-hbm3/serve.csv \\
+        docs/figures/serve.svg --vllm 0.33.0 --serve-args "--api-server-count 4"
 """
 
 import argparse

@@ -2,6 +2,7 @@
 """What the benchmarks of towers run: models, and the grids of each case."""
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 
@@ -49,7 +50,8 @@ def like(grids: Grids) -> Iterator[Grids]:
     """Yield batches like one, each with another size of its last image or video.
 
     It has up to a quarter of its patches more or less, and half to twice its rows. The
-    order is random, and always the same; once all sizes have been, they come again.
+    first has the most. The order of the others is random, and always the same; once all
+    sizes have been, they come again.
     """
     *others, (frames, rows, columns) = grids
     area = rows * columns
@@ -60,5 +62,7 @@ def like(grids: Grids) -> Iterator[Grids]:
         if 0 < abs(height * width - area) <= area // 4
     ]
     random.Random(0).shuffle(sizes)
-    for height, width in itertools.cycle(sizes):
+    largest = max(sizes, key=math.prod)
+    sizes.remove(largest)
+    for height, width in itertools.cycle([largest, *sizes]):
         yield (*others, (frames, height, width))

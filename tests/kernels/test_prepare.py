@@ -399,3 +399,5 @@ def test_settled_on_a_second_device(make, request):
                 out = call()
                 assert out[0].device.index == device
                 _assert_same(out, made)
+                # The next batch has other blocks of no sequence.
+                _poison(out)

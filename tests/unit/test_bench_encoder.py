@@ -15,6 +15,7 @@ from _benchmarks import ENVIRONMENT
 import contenders
 import op_problems
 import remote as remote_process
+import timing
 import tower_bench
 import tower_cases
 import tower_worker
@@ -63,6 +64,8 @@ def test_batches_like_a_case_have_other_sizes(case):
     assert len(set(found)) == 50
     assert found == list(itertools.islice(tower_cases.like(grids), 50))
     frames, rows, columns = grids[-1]
+    areas = [h * w for *_, (_, h, w) in found]
+    assert areas[0] == max(areas)
     for *others, (t, h, w) in found:
         assert tuple(others) == grids[:-1]
         assert t == frames
@@ -81,6 +84,26 @@ def test_each_call_of_a_new_size_gets_its_pixels():
         run()
     assert len({str(grids) for _, grids in seen}) == 20
     assert [len(x) for x, _ in seen] == [math.prod(grids[0]) for _, grids in seen]
+
+
+def test_other_new_sizes_come_before_those_that_are_timed(monkeypatch):
+    monkeypatch.setattr(tower_worker, "SEEN_S", 0.02)
+    seen = []
+
+    def visual(x, grids):
+        seen.append(len(x))
+        return x
+
+    worker = object.__new__(tower_worker.Worker)
+    worker.tower = SimpleNamespace(visual=visual)
+    worker._clock = timing.Clock(torch.device("cpu"))
+    worker._pixels = worker._reference = torch.ones(16 * 16, 1)
+    worker._grids, worker._gate, worker._runs = [[1, 16, 16]], 0.1, {}
+    worker.check("new")
+    known, *before = seen
+    assert known == 256 and before[0] == max(before) > 256
+    worker.sample("new", 1, False)
+    assert len(seen) == len(before) + 2
 
 
 def test_encoder_cases_are_complete():

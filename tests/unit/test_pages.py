@@ -149,12 +149,14 @@ def test_readme_says_what_an_h100_gains() -> None:
 
 
 def test_pages_say_what_servers_gain() -> None:
-    lines = engine_tables.serve_table(rows("serve", "0.33.0")).splitlines()
+    found = rows("serve", "0.33.0", H100_RESULTS)
+    lines = engine_tables.serve_table(found).splitlines()
     del lines[1]
     head, *rest = ([cell.strip() for cell in line.split("|")] for line in lines)
-    many = [dict(zip(head, cells, strict=True)) for cells in rest]
-    # With more arguments stock ran in one of its modes.
-    many = [r for r in many if r["at once"] == "64" and not r["more arguments"]]
+    lines_of = [dict(zip(head, cells, strict=True)) for cells in rest]
+    # With other arguments stock ran in one of its modes.
+    four = [r for r in lines_of if r["more arguments"] == "`--api-server-count 4`"]
+    many = [r for r in four if r["at once"] == "64"]
     texts = []
     for provider in (chosen_rows.PLUGIN, chosen_rows.PLUGIN_FP8):
         gains = [
@@ -165,6 +167,18 @@ def test_pages_say_what_servers_gain() -> None:
         texts.append(f"{min(gains)} to {max(gains)} %")
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"{texts[0]} more requests in bf16, {texts[1]} with FP8 attention" in text
+    page = " ".join((ROOT / "docs" / "serving.md").read_text().split())
+    slower = [r for r in lines_of if float(r["best over stock's best"]) < 1]
+    assert [(r["workload"], r["at once"]) for r in slower] == [("page", "1")]
+    alone = [r for r in lines_of if r["at once"] == "1"]
+    assert len(alone) == 8 and "in one case of eight later" in page
+    losses = [
+        round(100 - 100 * float(r["stock-flash_attn graph"]) / stock)
+        for r in many
+        for stock in [float(r["stock-flash_attn eager"])]
+    ]
+    said = f"{min(losses)} to {max(losses)} % fewer requests with its graphs"
+    assert said in page
 
 
 @pytest.mark.parametrize("vllm", ["0.25.1", "0.33.0"])
@@ -287,7 +301,8 @@ def test_pages_have_the_errors_of_quantised_towers() -> None:
 def test_result_files_keep_the_newest_rows_of_each_stack() -> None:
     import prune
 
-    for path in sorted(RESULTS.glob("*.csv")):
+    folders = RESULTS, H100_RESULTS
+    for path in sorted(path for folder in folders for path in folder.glob("*.csv")):
         if path.stem != "bits":
             found = [dict(row) for row in chosen_rows.read(path)]
             assert prune.newest_rows(found) == found, f"prune {path.name}"

@@ -220,6 +220,26 @@ def test_rows_of_two_commits_are_not_compared():
     assert best.mean(chosen_rows.PLUGIN, stock["model"]) == "2.00"
 
 
+def test_a_case_that_no_later_run_measured_stays():
+    def rows_of(commit, case, stock_ms, plugin_ms):
+        both = (("stock-flash_attn", stock_ms), ("plugin", plugin_ms))
+        return [
+            {**make_row(provider=name, case=case, samples_ms=[ms]), "commit": commit}
+            for name, ms in both
+        ]
+
+    rows = [
+        *rows_of("old", "1x4096", 9.0, 1.0),
+        *rows_of("old", "1x256", 4.0, 2.0),
+        *rows_of("new", "1x4096", 9.0, 3.0),
+    ]
+    best = chosen_rows.Best(rows)
+    model = rows[0]["model"]
+    # In the order of the cases, not of the file.
+    assert best.cases(model) == ["1x256", "1x4096"]
+    assert best.mean(chosen_rows.PLUGIN, model) == f"{6**0.5:.2f}"
+
+
 def test_tables_are_of_one_vllm(tmp_path):
     path = tmp_path / "encoder.csv"
     log = CsvLog(path)
