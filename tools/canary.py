@@ -20,18 +20,27 @@ ROOT = Path(__file__).resolve().parent.parent
 _CUT = 200
 
 
-def rows_of_patches(
-    patches: Iterable[Mapping[str, Any]],
+# States of what fits, by `doctor --json`.
+_FITTING = frozenset({"applied", "not applied", "disabled", "enabled"})
+
+
+def rows_of_doctor(
+    kind: str, found: Iterable[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str, str]]:
-    """Return what `doctor --json` says of patches: what, state, why."""
+    """Return what `doctor --json` says of patches: what, state, why.
+
+    Args:
+        kind: What they are called, `patch` or `optimisation`.
+        found: Its rows of them.
+    """
     fitting = 0
-    for patch in patches:
-        state, _, why = patch["state"].partition(": ")
-        if state == "unavailable":
-            yield f"patch {patch['name']}", "left out", why
-        else:
+    for one in found:
+        state, _, why = one["state"].partition(": ")
+        if state in _FITTING:
             fitting += 1
-    yield f"{fitting} patches", "fit", ""
+        else:
+            yield f"{kind} {one['name']}", "left out", why or state
+    yield f"{fitting} {'patches' if kind == 'patch' else f'{kind}s'}", "fit", ""
 
 
 def rows_of_tests(
@@ -88,7 +97,11 @@ def main() -> None:
             raise SystemExit(f"pytest ended with {status}, see above")
         # Written by pytest just now.
         cases = list(ElementTree.parse(path).iter("testcase"))  # noqa: S314
-    rows = [*rows_of_patches(report["patches"]), *rows_of_tests(cases)]
+    rows = [
+        *rows_of_doctor("patch", report["patches"]),
+        *rows_of_doctor("optimisation", report["optimisations"]),
+        *rows_of_tests(cases),
+    ]
     if not report["ok"]:
         fatal = (p["what"] for p in report["problems"] if p["fatal"])
         rows += [("doctor", "fails", what) for what in fatal]

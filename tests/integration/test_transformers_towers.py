@@ -187,7 +187,7 @@ def test_a_transformers_that_was_not_read(
         ("rotate_third", "there is no"),
     ]:
         with monkeypatch.context() as patch:
-            patch.setattr(gemma4, "_READ", {name: "0"})
+            patch.setattr(gemma4, "_READ", {name: ("0",)})
             built = model(flashinfer)
             reason = gemma4.unfit(built.vision_tower)
         assert reason is not None and why in reason

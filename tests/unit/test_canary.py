@@ -13,6 +13,11 @@ PATCHES = [
     {"name": "a-blocks", "state": "not applied"},
     {"name": "b-blocks", "state": "unavailable: patch b-blocks: it | differs"},
     {"name": "c-blocks", "state": "applied"},
+    {"name": "d-blocks", "state": "not for this vLLM"},
+]
+OPTIMISATIONS = [
+    {"name": "add_norm", "state": "enabled"},
+    {"name": "gemma4_blocks", "state": "unavailable: it was not read"},
 ]
 TESTS = """
 <testsuites><testsuite>
@@ -38,13 +43,20 @@ TESTS = """
 
 def test_one_table_tells_it_all() -> None:
     cases = ElementTree.fromstring(TESTS).iter("testcase")
-    rows = [*canary.rows_of_patches(PATCHES), *canary.rows_of_tests(cases)]
+    rows = [
+        *canary.rows_of_doctor("patch", PATCHES),
+        *canary.rows_of_doctor("optimisation", OPTIMISATIONS),
+        *canary.rows_of_tests(cases),
+    ]
     assert canary.table("0.34.0", rows).splitlines() == [
         "| vLLM 0.34.0 | state | why |",
         "|---|---|---|",
         "| 2 patches | fit |  |",
+        "| 1 optimisations | fit |  |",
         "| 2 tests | fit |  |",
         "| patch b-blocks | left out | patch b-blocks: it / differs |",
+        "| patch d-blocks | left out | not for this vLLM |",
+        "| optimisation gemma4_blocks | left out | it was not read |",
         "| 2 tests | left out | needs a GPU |",
         "| tests.unit.test_b::test_fails | fails | assert 1 == 2 |",
         "| tests.unit.test_b::test_errs | fails | no such fixture |",

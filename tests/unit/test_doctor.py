@@ -116,6 +116,15 @@ def test_a_disabled_patch_is_shown_as_its_state() -> None:
     assert "disabled" in text_of(report)
 
 
+def test_an_optimisation_that_does_not_fit_the_libraries() -> None:
+    unfit = {"gemma4_blocks": "of this Transformers"}
+    report = judge(plugin={"active": True, "unfit": unfit})
+    states = {row["name"]: row["state"] for row in report.optimisations}
+    assert states.pop("gemma4_blocks") == "unavailable: of this Transformers"
+    assert set(states.values()) == {"enabled"}
+    assert "unavailable: of this Transformers" in text_of(report)
+
+
 def test_optimisations_are_listed_with_their_state() -> None:
     report = judge(env={ENV_DISABLE_PATCHES: "quack_mlp"})
     assert report.ok

@@ -214,7 +214,10 @@ def test_what_is_known_not_to_be_for_this_vllm(
     revert_group(group)
 
 
-@pytest.mark.parametrize("release, expected", [("0.28.0", True), ("99.0", False)])
+@pytest.mark.parametrize(
+    "release, expected",
+    [("0.28.0", True), ("0.28.0+cu129", True), ("0.28.0rc1", True), ("99.0", False)],
+)
 def test_releases_say_what_is_not_for_them(
     release: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,7 +195,7 @@ def diagnose(
         choices=tuple(choices),
         gemms=tuple(gemm_rows(stack, settings)),
         patches=patches,
-        optimisations=tuple(_optimisation_rows(disabled)),
+        optimisations=tuple(_optimisation_rows(disabled, plugin.get("unfit", {}))),
         problems=tuple(dict.fromkeys(problems)),
         notes=tuple(notes),
     )
@@ -207,8 +207,9 @@ def report_plugin(emit: Callable[[dict[str, Any]], object]) -> None:
     Neither vLLM's models nor its workers are imported, which takes seconds.
 
     Args:
-        emit: Called with `active` (whether vLLM's selection and layer are replaced) and
-            `patches` (a row for each patch).
+        emit: Called with `active` (whether vLLM's selection and layer are replaced),
+            `patches` (a row for each patch) and `unfit` (why an optimisation cannot be
+            had with these libraries, by its name).
     """
     from vllm_flashinfer_vit import register
     from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
@@ -223,7 +224,7 @@ def report_plugin(emit: Callable[[dict[str, Any]], object]) -> None:
 
         emit({"active": selection_is_wrapped() and layer_is_registered()})
     finally:
-        emit({"patches": _rows_of_patches()})
+        emit({"patches": _rows_of_patches(), "unfit": _unfit_optimisations()})
 
 
 def _rows_of_patches() -> list[dict[str, Any]]:
@@ -241,6 +242,13 @@ def _rows_of_patches() -> list[dict[str, Any]]:
         }
         for patch in all_patches()
     ]
+
+
+def _unfit_optimisations() -> dict[str, str]:
+    from vllm_flashinfer_vit.models import gemma4
+
+    reason = gemma4.unread()
+    return {} if reason is None else {"gemma4_blocks": reason}
 
 
 def _run_plugin(env: Mapping[str, str]) -> tuple[dict[str, Any], str | None]:
@@ -339,8 +347,11 @@ def _disabled(env: Mapping[str, str]) -> frozenset[str]:
     return Settings.from_env(names).disabled_patches
 
 
-def _optimisation_rows(disabled: frozenset[str]) -> list[dict[str, str]]:
-    states = {name: "disabled" for name in disabled}
+def _optimisation_rows(
+    disabled: frozenset[str], unfit: Mapping[str, str]
+) -> list[dict[str, str]]:
+    states = {name: f"unavailable: {reason}" for name, reason in unfit.items()}
+    states |= {name: "disabled" for name in disabled}
     return [
         {"name": name, "what": what, "state": states.get(name, "enabled")}
         for name, what in OPTIMISATIONS.items()

@@ -18,27 +18,48 @@ import torch
 
 from vllm_flashinfer_vit.patches.source import fingerprint
 
-# What was read, in Transformers 5.20 and 5.23: the work that `Encoder` does.
+# What was read, in Transformers 5.16 to 5.24: the work that `Encoder` does. Forms differ
+# in decorators, and in how the rotary tables are written down.
 _MODULE = "transformers.models.gemma4.modeling_gemma4"
-_READ: Mapping[str, str] = {
-    "Gemma4VisionEncoder.__init__": "1785d64aba7f",
-    "Gemma4VisionEncoder.forward": "d1a5c655fd9a",
-    "Gemma4VisionEncoderLayer.__init__": "3b4cc29c4cb2",
-    "Gemma4VisionEncoderLayer.forward": "74b85f5bc463",
-    "Gemma4VisionAttention.__init__": "cc7638acd1b7",
-    "Gemma4VisionAttention.forward": "e0560a408691",
-    "Gemma4VisionMLP.__init__": "507cbe420b23",
-    "Gemma4VisionMLP.forward": "d53cb3e4f854",
-    "Gemma4RMSNorm.__init__": "bf2eff494265",
-    "Gemma4RMSNorm.forward": "1710b1dc7aa2",
-    "Gemma4RMSNorm._norm": "b8568170345a",
-    "Gemma4VisionRotaryEmbedding.forward": "bda0c3ab1541",
-    "Gemma4VisionRotaryEmbedding.recomposition_frequencies": "04c369ed5acb",
-    "apply_multidimensional_rope": "50d59453a1f5",
-    "apply_rotary_pos_emb": "81657c8e019a",
-    "rotate_half": "f224148c2150",
+_ROTARY = "Gemma4VisionRotaryEmbedding"
+_ABSENT = ""
+_READ: Mapping[str, tuple[str, ...]] = {
+    "Gemma4VisionEncoder.__init__": ("1785d64aba7f",),
+    "Gemma4VisionEncoder.forward": ("d1a5c655fd9a",),
+    "Gemma4VisionEncoderLayer.__init__": ("3b4cc29c4cb2",),
+    "Gemma4VisionEncoderLayer.forward": ("74b85f5bc463", "7ca19a0ee521"),
+    "Gemma4VisionAttention.__init__": ("cc7638acd1b7",),
+    "Gemma4VisionAttention.forward": ("e0560a408691", "320e5e1c63c7"),
+    "Gemma4VisionMLP.__init__": ("507cbe420b23",),
+    "Gemma4VisionMLP.forward": ("d53cb3e4f854",),
+    "Gemma4RMSNorm.__init__": ("bf2eff494265",),
+    "Gemma4RMSNorm.forward": ("1710b1dc7aa2",),
+    "Gemma4RMSNorm._norm": ("b8568170345a",),
+    f"{_ROTARY}.forward": (
+        *("717891f6bcd1", "68df3684fd0e"),
+        *("bda0c3ab1541", "d7888756c72d"),
+    ),
+    # The first form of `forward` does not call it.
+    f"{_ROTARY}.recomposition_frequencies": ("04c369ed5acb", _ABSENT),
+    "apply_multidimensional_rope": ("50d59453a1f5",),
+    "apply_rotary_pos_emb": ("81657c8e019a",),
+    "rotate_half": ("f224148c2150",),
 }
 _ACTIVATION = "gelu_pytorch_tanh"
+
+
+def unread() -> str | None:
+    """Say in what the installed Transformers is not as it was read, None if it is."""
+    for name, marks in _READ.items():
+        try:
+            found = fingerprint(f"{_MODULE}:{name}")
+        except LookupError as error:
+            if _ABSENT in marks:
+                continue
+            return str(error.args[0])
+        if found not in marks:
+            return f"{name} of this Transformers is not as it was read"
+    return None
 
 
 def unfit(tower: Any) -> str | None:
@@ -54,14 +75,7 @@ def unfit(tower: Any) -> str | None:
     activation = tower.config.hidden_activation
     if activation != _ACTIVATION:
         return f"their activation is {activation}"
-    for name, mark in _READ.items():
-        try:
-            found = fingerprint(f"{_MODULE}:{name}")
-        except LookupError as error:
-            return str(error.args[0])
-        if found != mark:
-            return f"{name} of this Transformers is not as it was read"
-    return None
+    return unread()
 
 
 class _Kernels(NamedTuple):

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from vllm_flashinfer_vit.machine.documents import read_json
 from vllm_flashinfer_vit.machine.versions import vllm_version
 from vllm_flashinfer_vit.patches.source import fingerprint
@@ -76,9 +78,15 @@ def known() -> Fingerprints:
 
 
 def left_out() -> frozenset[str]:
-    """Return the patches that are not for this vLLM, if it is one that was read."""
-    release = known().releases.get(vllm_version())
-    return frozenset() if release is None else frozenset(release.left_out)
+    """Return the patches that are not for this vLLM, if it is one that was read.
+
+    A release candidate or a build of its own, as `0.31.0+cu129`, counts as its release.
+    """
+    found = Version(vllm_version()).release
+    for name, release in known().releases.items():
+        if Version(name).release == found:
+            return frozenset(release.left_out)
+    return frozenset()
 
 
 def difference(method: str) -> str | None:
