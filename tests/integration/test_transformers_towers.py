@@ -292,12 +292,18 @@ def test_offsets_without_waiting() -> None:
 
 
 @cpu_only
-def test_towers_that_are_not_known(
+def test_a_padded_batch_of_a_tower_that_is_not_known(
     flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where its padding is, only PyTorch's mask says."""
     monkeypatch.setattr(transformers_towers, "_KNOWN", frozenset())
-    built = model(flashinfer)
-    assert built.vision_tower.config._attn_implementation != transformers_towers.NAME
+    built, stock = model(flashinfer), engine("TORCH_SDPA")
+    assert built.vision_tower.config._attn_implementation == transformers_towers.MASKED
+    expected = encode(model(stock), stock)
+    with OpCount() as count:
+        found = encode(built, flashinfer)
+    assert count.calls == 0
+    assert relative_error(found, expected) < TOLERANCE
 
 
 @pytest.mark.gpu

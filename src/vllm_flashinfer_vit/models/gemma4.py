@@ -18,8 +18,8 @@ import torch
 
 from vllm_flashinfer_vit.patches.source import fingerprint
 
-# What was read, in Transformers 5.16 to 5.24: the work that `Encoder` does. Forms differ
-# in decorators, and in how the rotary tables are written down.
+# What was read, in Transformers 5.16 to 5.24: the work that `Encoder` does. Forms of a
+# method differ in decorators, and in how the rotary tables are written down.
 _MODULE = "transformers.models.gemma4.modeling_gemma4"
 _ROTARY = "Gemma4VisionRotaryEmbedding"
 _ABSENT = ""

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Towers that vLLM takes from Transformers as they are: Gemma 4's.
+"""Towers that vLLM takes from Transformers as they are: Gemma 4's, and others.
 
 Transformers looks up what attends, and what makes the mask, by a name in the tower's
-config. Here both have a name of this package: attention is its layer, and in a mask's
-place the blocks get `cu_seqlens`, made once in a pass without waiting for the device.
-`gemma4` runs the rest of its blocks.
+config. Here both have a name of this package. Gemma 4's tower gets `cu_seqlens` in a
+mask's place, made once in a pass without waiting for the device, and `gemma4` runs the
+rest of its blocks. Other towers, which vLLM's Transformers backend builds, get the mask
+of PyTorch's SDPA; where there is one SDPA attends, as without this package.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.logger import init_logger
@@ -25,11 +27,24 @@ logger = init_logger("vllm.plugins.flashinfer_vit")
 MODULE = "vllm.model_executor.models.interfaces"
 # By which Transformers finds both functions.
 NAME = "vllm_flashinfer_vit"
+# The same with SDPA's mask. By "flash" in it, towers would pack images without a mask.
+MASKED = "vllm_encoder_attention"
 # Attribute of an attention module: the layer that attends for it.
 _LAYER = "vllm_flashinfer_vit_attention"
 _PATCH = "transformers-towers"
 # Classes whose attention takes no more than a mask of tokens after which rows end.
 _KNOWN = frozenset({"Gemma4VisionAttention"})
+# What PyTorch's SDPA can be given beside a mask, which no encoder's layer takes.
+_ELSE = ("position_bias", "cache")
+
+
+class _Heads(NamedTuple):
+    """What an attention module computes."""
+
+    heads: int
+    head_dim: int
+    scale: float
+    kv_heads: int
 
 
 def attend(
@@ -38,24 +53,51 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
-    **unread: Any,
+    **given: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend, as Transformers' attention functions do.
 
     Args:
-        module: An attention module that is served.
+        module: An attention module of a tower that is served.
         query: `[B, H, S, D]`, any strides.
         key: `[B, H_kv, S, D]`, any strides.
         value: As `key`.
-        attention_mask: What `offsets` returned.
-        **unread: The scale, which the module has, too, and what is for training.
+        attention_mask: What `offsets` returned, None, or a mask of PyTorch's SDPA.
+        **given: What that function takes, too.
 
     Returns:
         `[B, S, H, D]`, and no weights.
     """
+    if not _is_ours(module, query, key, attention_mask, given):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, **given
+        )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     layer = getattr(module, _LAYER)
     return layer(q, k, v, cu_seqlens=attention_mask, max_seqlen=q.shape[1]), None
+
+
+def _is_ours(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    given: dict[str, Any],
+) -> bool:
+    """Whether a module's layer computes what it is asked for."""
+    layer: Any = getattr(module, _LAYER, None)
+    # A mask of PyTorch's SDPA has four dimensions, and is of any form.
+    if layer is None or (attention_mask is not None and attention_mask.dim() != 1):
+        return False
+    if given.get("is_causal") or any(given.get(name) is not None for name in _ELSE):
+        return False
+    # Over ranks a module may have a part of its heads.
+    sizes = (query.shape[1], key.shape[1], query.shape[3], key.shape[2])
+    if sizes != (layer.num_heads, layer.num_kv_heads, layer.head_size, query.shape[2]):
+        return False
+    return given.get("scaling") in (None, layer.scale) and query.dtype == layer.dtype
 
 
 def offsets(
@@ -80,27 +122,35 @@ def offsets(
     return row_offsets(attention_mask.sum(-1, dtype=torch.int32), q_length)
 
 
-def serve(model: torch.nn.Module, off: frozenset[str] = frozenset()) -> None:
+def serve(
+    model: torch.nn.Module,
+    off: frozenset[str] = frozenset(),
+    targets: type | tuple[type, ...] | None = None,
+) -> None:
     """Have this package serve the Transformers towers among a model's parts.
 
     Args:
         model: The model.
         off: Names of `OPTIMISATIONS` that are left out.
+        targets: The towers' classes, anywhere in the model: vLLM's Transformers backend
+            names them. None: they are the model's direct parts.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-    from vllm.model_executor.layers.attention.mm_encoder_attention import (
-        MMEncoderAttention,
-    )
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
 
-    for name, tower in model.named_children():
-        if not isinstance(tower, PreTrainedModel):
+    for name, tower in _towers(model, targets):
+        modules = {path: module for path, module in tower.named_modules() if path}
+        # A model marks each of its towers, and has the earlier ones by then.
+        if any(hasattr(module, _LAYER) for module in modules.values()):
             continue
-        modules = [
-            (path, module)
-            for path, module in tower.named_modules()
-            if type(module).__name__ in _KNOWN
-        ]
-        if not modules:
+        heads = {path: found for path, m in modules.items() if (found := _heads_of(m))}
+        is_known = any(type(modules[path]).__name__ in _KNOWN for path in heads)
+        layers = {
+            path: layer
+            for path, found in heads.items()
+            if (layer := _layer(found, f"{name}.{path}", is_known)) is not None
+        }
+        if not layers:
             logger.info_once(
                 "%s is Transformers' own %s, which FLASHINFER does not serve: it "
                 "attends as without vllm-flashinfer-vit.",
@@ -108,24 +158,76 @@ def serve(model: torch.nn.Module, off: frozenset[str] = frozenset()) -> None:
                 type(tower).__name__,
             )
             continue
-        # A model marks each of its towers, and has the earlier ones by then.
-        if any(hasattr(module, _LAYER) for _, module in modules):
-            continue
+        for path, layer in layers.items():
+            setattr(modules[path], _LAYER, layer)
         AttentionInterface.register(NAME, attend)
+        AttentionInterface.register(MASKED, attend)
         AttentionMaskInterface.register(NAME, offsets)
-        for path, module in modules:
-            config: Any = module.config
-            layer = MMEncoderAttention(
-                config.num_attention_heads,
-                module.head_dim,
-                module.scaling,
-                config.num_key_value_heads,
-                prefix=f"{name}.{path}",
-            )
-            setattr(module, _LAYER, layer)
-        tower.config._attn_implementation = NAME
-        if "gemma4_blocks" not in off:
-            _serve_blocks(tower, [getattr(module, _LAYER) for _, module in modules])
+        AttentionMaskInterface.register(MASKED, sdpa_mask)
+        # Of a tower alone, and not of a whole model's parts: it is handed on to those.
+        configs = {id(c): c for path in layers if (c := modules[path].config)}
+        for config in configs.values():
+            config._attn_implementation = NAME if is_known else MASKED
+        # vLLM's backend puts its own layers in place of a block's afterwards.
+        if is_known and targets is None and "gemma4_blocks" not in off:
+            _serve_blocks(tower, list(layers.values()))
+
+
+def _towers(
+    model: torch.nn.Module, targets: type | tuple[type, ...] | None
+) -> Iterator[tuple[str, Any]]:
+    from transformers import PreTrainedModel
+
+    found = model.named_children() if targets is None else model.named_modules()
+    for name, tower in found:
+        is_meant = targets is None or isinstance(tower, targets)
+        if is_meant and isinstance(tower, PreTrainedModel):
+            yield name, tower
+
+
+def _heads_of(module: torch.nn.Module) -> _Heads | None:
+    """Return what a module attends with, None if a layer cannot attend for it."""
+    # By the name that Transformers' modules look attention up in.
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
+        return None
+    config: Any = getattr(module, "config", None)
+    # Transformers chooses another one where SDPA would not be right.
+    if getattr(config, "_attn_implementation", None) != "sdpa":
+        return None
+    if getattr(module, "is_causal", True):
+        return None
+    places = (module, "num_heads"), (config, "num_attention_heads")
+    heads = next((n for at, name in places if (n := getattr(at, name, None))), None)
+    head_dim = getattr(module, "head_dim", None)
+    scale = getattr(module, "scaling", getattr(module, "scale", None))
+    if not (heads and head_dim) or not isinstance(scale, float):
+        return None
+    groups = getattr(module, "num_key_value_groups", 1)
+    return _Heads(heads, head_dim, scale, heads // groups)
+
+
+def _layer(heads: _Heads, prefix: str, must_be: bool) -> torch.nn.Module | None:
+    """Return a layer that attends, None for what FLASHINFER cannot serve.
+
+    Args:
+        heads: What it computes.
+        prefix: Its name.
+        must_be: Whether the engine ends where it cannot, as for vLLM's own towers.
+    """
+    from vllm.model_executor.layers.attention.mm_encoder_attention import (
+        MMEncoderAttention,
+    )
+
+    from vllm_flashinfer_vit.engine.selection import NotServedError
+
+    try:
+        return MMEncoderAttention(*heads, prefix=prefix)
+    except NotServedError as error:
+        if must_be:
+            raise
+        logger.info_once("It attends as without vllm-flashinfer-vit: %s", error)
+        return None
 
 
 def _serve_blocks(tower: Any, attentions: list[torch.nn.Module]) -> None:
@@ -152,7 +254,7 @@ def _serve_what_is_marked(original: Callable[..., Any]) -> Callable[..., Any]:
             yield
         off = Settings.from_env().disabled_patches
         if flashinfer_requested() and _PATCH not in off:
-            serve(self, off)
+            serve(self, off, targets)
 
     return _mark_tower_model
 
