@@ -15,7 +15,7 @@ device (`enable_mm_processor_stats`); the rest is timed around it:
 
     python benchmarks/bench_request.py --models Qwen/Qwen3-VL-8B-Instruct
     python benchmarks/bench_request.py --setups stock-flash_attn:graph plugin:graph \\
-        --engine-args "--mm-processor-kwargs '{\\"device\\": \\"cuda\\"}'"
+        --engine-args "--mm-processor-cache-gb 0"     # images are new: no use for a cache
 """
 
 import argparse
@@ -39,7 +39,7 @@ from environment import ENVIRONMENT_COLUMNS, Environment
 from failures import Failures
 from make_checkpoint import make_checkpoint
 from remote import Remote
-from serve_inputs import WORKLOADS, write_requests
+from serve_inputs import IMAGE_WORKLOADS, WORKLOADS, write_requests
 from setups import Setup, setup_option
 from tower_cases import MODELS
 from vllm_flashinfer_vit.choices.clock import order_of_turn
@@ -192,7 +192,7 @@ def started(
         remotes = {}
         for setup in args.setups:
             given = (setup, str(folder), model, vllm, more)
-            remote = Remote(Engine, given, setup.environment, START_TIMEOUT_S)
+            remote = Remote(Engine, given, setup.environment(more), START_TIMEOUT_S)
             stack.callback(remote.close)
             remotes[setup] = remote
         up = {}
@@ -274,7 +274,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--setups", nargs="+", type=setup_option, default=[Setup.of(s) for s in SETUPS]
     )
     parser.add_argument(
-        "--workloads", nargs="+", choices=WORKLOADS, default=tuple(WORKLOADS)
+        "--workloads", nargs="+", choices=IMAGE_WORKLOADS, default=IMAGE_WORKLOADS
     )
     parser.add_argument("--requests", type=int, default=REQUESTS, help="of a turn")
     parser.add_argument("--turns", type=int, default=TURNS)

@@ -3,17 +3,22 @@
 
 Each setup is a server of its own, with a language model of true size and dummy weights.
 All of them stay up, and take turns: one is asked at a time, by vLLM's own
-`vllm bench serve`, for one token after images that no server has seen. A setup is a
-contender's name, as in contenders.py, and how its encoder runs: `graph` with vLLM's
-encoder CUDA graphs, stock's blocks compiled where that vLLM can, or `eager`, vLLM's
-default. With `-q8` at its end a contender serves `--quantization fp8`.
+`vllm bench serve`, for one token after images or a video that no server has seen. A
+setup is a contender's name, as in contenders.py, and how its encoder runs: `graph` with
+vLLM's encoder CUDA graphs, stock's blocks compiled where that vLLM can, or `eager`,
+vLLM's default. With `-q8` at its end a contender serves `--quantization fp8`.
 
-A server in bf16 takes up to 30 GB of its GPU, so two at a time fit on one of 80 GB.
+A server in bf16 takes up to 30 GB, so a GPU of 80 GB holds two: stock's graphs and this
+package's with FP8 attention, unless others are asked for. Name one of stock's among
+them: rows are compared with stock's of the same run. Two of one model are up in 2.5 to
+4 minutes; pages, photographs or thumbnails then take about a minute each.
 
     python benchmarks/bench_serve.py --models Qwen/Qwen3-VL-8B-Instruct
     python benchmarks/bench_serve.py --setups stock-flash_attn:eager plugin:eager
+    python benchmarks/bench_serve.py --workloads video
     python benchmarks/bench_serve.py --serve-args "--api-server-count 4"
-    python benchmarks/bench_serve.py --gpus 2         # in turns on two GPUs of a kind
+    python benchmarks/bench_serve.py --gpus 2 --setups stock-flash_attn:graph \\
+        stock-flash_attn:eager plugin:graph plugin-fp8:graph  # in turns on two GPUs
     python benchmarks/bench_serve.py --print          # no more than their commands
 """
 
@@ -41,19 +46,14 @@ from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment, gpus_to_use
 from failures import Failures
 from make_checkpoint import make_checkpoint
-from serve_inputs import WORKLOADS, image_tokens, write_requests
+from serve_inputs import WORKLOADS, image_tokens, write_dataset
 from setups import Setup, setup_option
 from tower_cases import MODELS
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 
-SETUPS = (
-    "stock-flash_attn:eager",
-    "stock-flash_attn:graph",
-    "plugin:eager",
-    "plugin:graph",
-    "plugin-fp8:graph",
-)
+# As many as one GPU of 80 GB holds.
+SETUPS = ("stock-flash_attn:graph", "plugin-fp8:graph")
 # Requests at once: the time to the first token, and what a server can do at most.
 CONCURRENCY = (1, 64)
 # Requests of a turn at that concurrency, at least.
@@ -101,6 +101,8 @@ def server_command(
     """
     main = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
     own = ["--served-model-name", NAME, "--port", str(port)]
+    # Requests with a video name its file, which is in this folder.
+    own += ["--allowed-local-media-path", str(checkpoint)]
     return [*main, str(checkpoint), *own, *setup.options(model, vllm), *more]
 
 
@@ -121,7 +123,7 @@ class Server:
             # A group of its own, so that what it starts can be ended with it.
             self._process = subprocess.Popen(
                 command,
-                env={**setup.environment, **(variables or {})},
+                env={**setup.environment(command), **(variables or {})},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -175,14 +177,16 @@ def stop_as_by_ctrl_c() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def ask(url: str, tokenizer: Path, requests: Path, count: int, at_once: int) -> Any:
+def ask(
+    url: str, tokenizer: Path, dataset: Sequence[str], count: int, at_once: int
+) -> Any:
     """Send requests by `vllm bench serve`; return its result.
 
     Args:
         url: The server's.
         tokenizer: A folder that holds it.
-        requests: What `write_requests` wrote.
-        count: How many it holds.
+        dataset: What `write_dataset` returned.
+        count: How many requests it holds.
         at_once: How many are under way at most.
     """
     from vllm.benchmarks.serve import add_cli_args, main
@@ -196,10 +200,7 @@ def ask(url: str, tokenizer: Path, requests: Path, count: int, at_once: int) -> 
         "--base-url": url,
         "--model": NAME,
         "--tokenizer": str(tokenizer),
-        "--dataset-name": "custom_image",
-        "--dataset-path": str(requests),
         "--num-prompts": str(count),
-        "--custom-output-len": "1",
         "--max-concurrency": str(at_once),
         "--percentile-metrics": "ttft",
         # Its test request would be one whose images the server then knows.
@@ -208,7 +209,7 @@ def ask(url: str, tokenizer: Path, requests: Path, count: int, at_once: int) -> 
     # Detailed results have the time of each request.
     flags = ["--disable-shuffle", "--no-oversample", "--ignore-eos", "--save-detailed"]
     flat = [part for item in arguments.items() for part in item]
-    return main(parser.parse_args([*flat, *flags]))
+    return main(parser.parse_args([*flat, *dataset, *flags]))
 
 
 class Samples:
@@ -312,10 +313,9 @@ def measure(
                     zlib.crc32(f"{name} {at_once} {turn} {place}".encode())
                     for place in range(count if turn >= 0 else min(count, 4))
                 ]
-                requests = checkpoint / "requests.jsonl"
-                write_requests(requests, workload, patch_size, seeds)
+                dataset = write_dataset(checkpoint, workload, patch_size, seeds)
                 for server in order_of_turn(servers, turn):
-                    result = ask(server.url, checkpoint, requests, len(seeds), at_once)
+                    result = ask(server.url, checkpoint, dataset, len(seeds), at_once)
                     if turn >= 0:
                         tokens = image_tokens(workload, seeds)
                         found[server].add(result, len(seeds), tokens)

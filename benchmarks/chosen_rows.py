@@ -105,15 +105,16 @@ class Best:
 
     def cases(self, model: str) -> list[str]:
         """Return a model's cases that stock runs in a mode like this package's."""
-        mine = {
+        mine = (
             row["case"]
             for row in self.rows
             if row["model"] == model
             and row["provider"].startswith("stock-")
             and what_is_timed(row["mode"]) == self._timed
-        }
-        known = {**CASES, **DENSE_CASES, **SMOKE_CASES}
-        return [case for case in known if case in mine]
+        )
+        known = list({**CASES, **DENSE_CASES, **SMOKE_CASES})
+        order = {case: place for place, case in enumerate(known)}
+        return sorted(dict.fromkeys(mine), key=lambda case: order.get(case, len(order)))
 
     def stock(self, model: str, case: str) -> Row | None:
         """Return stock's fastest row."""

@@ -69,6 +69,8 @@ class Setup:
             "--dtype": "bfloat16",
             "--max-model-len": str(MAX_TOKENS),
             "--max-num-batched-tokens": str(MAX_TOKENS),
+            # Videos keep vLLM's limit of 999. With one video, its encoder graphs would
+            # have room for 512 frames or more in place of 64, which slows images down.
             "--limit-mm-per-prompt": json.dumps({"image": 20}),
             "--gpu-memory-utilization": str(GPU_SHARE),
             "--kv-cache-memory-bytes": str(KV_CACHE_BYTES),
@@ -85,23 +87,31 @@ class Setup:
             options["--quantization"] = contender.quantization
         return [part for item in options.items() for part in item]
 
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """The environment variables that it adds to those of this process."""
+    def variables(self, arguments: Sequence[str]) -> Mapping[str, str]:
+        """Return the environment variables that it adds to those of this process.
+
+        Args:
+            arguments: All of vLLM's, which may need some.
+        """
+        needed = {}
+        # vLLM refuses tensors in shared memory unless its processes are spawned.
+        if any(part.rpartition("=")[2] == "torch_shm" for part in arguments):
+            needed["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         return {
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
             "VLLM_PLUGINS": "" if self.contender.is_stock else ENTRY_POINT,
             **self.contender.environment,
+            **needed,
         }
 
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """All environment variables of its process."""
-        return {**os.environ, **self.variables}
+    def environment(self, arguments: Sequence[str]) -> Mapping[str, str]:
+        """Return all environment variables of its process, with these arguments."""
+        return {**os.environ, **self.variables(arguments)}
 
     def printed(self, arguments: Sequence[str]) -> str:
         """Return `vllm` with arguments and its variables, for a shell."""
-        variables = (f"{name}={value}" for name, value in self.variables.items())
+        given = self.variables(arguments).items()
+        variables = (f"{name}={value}" for name, value in given)
         return shlex.join(["env", *variables, "vllm", *arguments])
 
 
