@@ -15,7 +15,7 @@ device (`enable_mm_processor_stats`); the rest is timed around it:
 
     python benchmarks/bench_request.py --models Qwen/Qwen3-VL-8B-Instruct
     python benchmarks/bench_request.py --setups stock-flash_attn:graph plugin:graph \\
-        --engine-args "--mm-processor-cache-gb 0"     # images are new: no use for a cache
+        --engine-args "--mm-processor-cache-gb 0"    # no image comes twice
 """
 
 import argparse

@@ -69,8 +69,8 @@ class Setup:
             "--dtype": "bfloat16",
             "--max-model-len": str(MAX_TOKENS),
             "--max-num-batched-tokens": str(MAX_TOKENS),
-            # Videos keep vLLM's limit of 999. With one video, its encoder graphs would
-            # have room for 512 frames or more in place of 64, which slows images down.
+            # Videos keep vLLM's limit of 999. With a limit of one, its encoder graphs
+            # would have room for 512 frames or more in place of 64, for images, too.
             "--limit-mm-per-prompt": json.dumps({"image": 20}),
             "--gpu-memory-utilization": str(GPU_SHARE),
             "--kv-cache-memory-bytes": str(KV_CACHE_BYTES),

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from csv_log import CsvLog
 from failures import Failures
 from remote import Remote, RemoteError
 from setups import Setup
+from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
 
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"
 SAID = {
@@ -45,6 +47,23 @@ def test_the_parts_are_the_whole() -> None:
     without = {key: value for key, value in SAID.items() if "encoder" not in key}
     with pytest.raises(RuntimeError, match="'encoder_forward_secs'"):
         bench_request.stages(1.0, 1.0, 1.0, without)
+
+
+def test_the_commands_of_its_docstring_are_ones_that_vllm_takes() -> None:
+    use_cpu_platform()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert bench_request.__doc__ is not None
+    lines = bench_request.__doc__.replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines if "python " in line]
+    assert len(commands) == 2
+    for command in commands:
+        args = bench_request.parse_args(command[2:])
+        found = parser.parse_args(shlex.split(args.engine_args))
+        # vLLM prepares no images on a GPU that also has the language model.
+        assert "device" not in (found.mm_processor_kwargs or {})
 
 
 def test_an_engine_gets_as_much_text_as_a_request_has_tokens(

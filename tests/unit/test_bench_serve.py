@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _benchmarks import ENVIRONMENT
@@ -31,6 +32,7 @@ from setups import Setup
 
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"
 ONE = Workload((((4, 6),),))
+ONE_VIDEO = Workload((((4, 6),),), frames=2)
 
 
 def command(text: str, vllm: str = "0.33.0", more: list[str] | None = None) -> str:
@@ -39,14 +41,26 @@ def command(text: str, vllm: str = "0.33.0", more: list[str] | None = None) -> s
 
 
 @pytest.mark.parametrize(
-    "setup", [*SETUPS, "stock-flash_attn4:graph", "plugin-q8:eager"]
+    "setup",
+    [*SETUPS, "stock-flash_attn:eager", "stock-flash_attn4:graph", "plugin-q8:eager"],
 )
 def test_vllm_takes_the_commands(setup: str) -> None:
+    from vllm.config.multimodal import MultiModalConfig
+
     more = ["--api-server-count", "4"]
     found = server_command(Setup.of(setup), Path("c"), MODEL, "0.33.0", 8100, more)
     args = serve_arguments(found[found.index("serve") + 1 :])
     assert args.port == 8100
     assert args.mm_encoder_attn_backend == Setup.of(setup).contender.backend
+    assert args.allowed_local_media_path == "c"
+    limits = MultiModalConfig(limit_per_prompt=args.limit_mm_per_prompt)
+    assert limits.get_limit_per_prompt("image") == 20
+    assert limits.get_limit_per_prompt("video") >= 1
+
+
+def test_by_default_a_gpu_holds_stock_and_this_package() -> None:
+    found = bench_serve.parse_args([]).setups
+    assert [setup.contender.is_stock for setup in found] == [True, False]
 
 
 def test_a_setup_is_what_its_name_says() -> None:
@@ -59,8 +73,28 @@ def test_a_setup_is_what_its_name_says() -> None:
     # It does not compile Qwen3-VL's encoder yet.
     assert "compile_mm_encoder" not in command("stock-flash_attn:graph", "0.25.1")
     assert command("plugin:eager", more=["--seed", "3"]).endswith("--seed 3")
-    plugins = (Setup.of(f"{name}:eager") for name in ("stock-flash_attn", "plugin"))
-    assert [s.environment["VLLM_PLUGINS"] for s in plugins] == ["", "flashinfer_vit"]
+    both = (Setup.of(f"{name}:eager") for name in ("stock-flash_attn", "plugin"))
+    assert [s.environment([])["VLLM_PLUGINS"] for s in both] == ["", "flashinfer_vit"]
+
+
+SPAWN = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+@pytest.mark.parametrize("given", ["--mm-tensor-ipc torch_shm", "--a=torch_shm"])
+def test_tensors_in_shared_memory_have_spawned_processes(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SPAWN, raising=False)
+    setup = Setup.of("stock-flash_attn:graph")
+    assert SPAWN not in setup.environment(["--mm-tensor-ipc", "direct_rpc"])
+    assert f"{SPAWN}=spawn" in setup.printed(["serve", *given.split()])
+    code = f"import os; print(os.environ['{SPAWN}'])"
+    command = [sys.executable, "-c", code, *given.split()]
+    log = tmp_path / "log"
+    server = Server(setup, command, 1, log)
+    with pytest.raises(RuntimeError, match="ended with 0"):
+        server.wait(until=time.monotonic() + 120)
+    assert log.read_text() == "spawn\n"
 
 
 @pytest.mark.parametrize(
@@ -141,15 +175,13 @@ def test_a_request_that_failed_is_an_error_and_no_row() -> None:
 
 
 class Answer(BaseHTTPRequestHandler):
-    """Says one token, as vLLM does, after the request's images."""
+    """Says one token, as vLLM does."""
 
-    seen: list[list[tuple[int, int]]] = []
+    seen: list[dict[str, Any]] = []
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        (message,) = body["messages"]
-        sizes = [image.size for image in images(json.dumps(message))]
-        self.seen.append(sizes)
+        self.seen.append(body)
         assert body["max_completion_tokens"] == 1
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -178,30 +210,62 @@ def answering() -> Iterator[int]:
     server.shutdown()
 
 
+def measured(name: str, port: int, folder: Path) -> dict[str, str]:
+    """Return the row of a workload that a server was asked for by vLLM."""
+    from make_checkpoint import make_checkpoint
+
+    make_checkpoint(folder, MODEL)
+    args = bench_serve.parse_args(
+        ["--workloads", name, "--concurrency", "2", "--requests", "5"]
+    )
+    log = CsvLog(folder / "serve.csv", bench_serve.COLUMNS)
+    failures = Failures()
+    server = started("import time; time.sleep(600)", folder, port)
+    bench_serve.measure([server], folder, MODEL, args, log, failures, ENVIRONMENT)
+    server.stop()
+    assert failures.lines == []
+    (row,) = chosen_rows.read(log.path)
+    return row
+
+
 def test_requests_are_sent_by_vllm(
     answering: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from make_checkpoint import make_checkpoint
-
-    make_checkpoint(tmp_path, MODEL)
     monkeypatch.setitem(WORKLOADS, "photograph", ONE)
-    args = bench_serve.parse_args(
-        ["--workloads", "photograph", "--concurrency", "2", "--requests", "5"]
-    )
-    log = CsvLog(tmp_path / "serve.csv", bench_serve.COLUMNS)
-    failures = Failures()
-    server = started("import time; time.sleep(600)", tmp_path, answering)
-    bench_serve.measure([server], tmp_path, MODEL, args, log, failures, ENVIRONMENT)
-    server.stop()
-    assert failures.lines == []
+    row = measured("photograph", answering, tmp_path)
+    sizes = []
+    for body in Answer.seen:
+        (message,) = body["messages"]
+        sizes.append([image.size for image in images(json.dumps(message))])
     # Four that warm up, and two turns.
-    assert Answer.seen == [[(96, 64)]] * 14
-    (row,) = chosen_rows.read(log.path)
+    assert sizes == [[(96, 64)]] * 14
+    assert not any("mm_processor_kwargs" in body for body in Answer.seen)
     assert (row["provider"], row["mode"]) == ("plugin", "eager")
     assert (row["requests"], row["completed"]) == ("10", "10")
     tokens = float(row["image_tokens_s"]) / float(row["req_s"])
     assert tokens == pytest.approx(6, rel=0.2)
     assert 0 < float(row["ttft_p50_ms"]) <= float(row["ttft_p99_ms"])
+
+
+def test_vllm_sends_videos_too(
+    answering: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cv2", reason="OpenCV writes the videos")
+    monkeypatch.setitem(WORKLOADS, "video", ONE_VIDEO)
+    row = measured("video", answering, tmp_path)
+    urls = []
+    for body in Answer.seen:
+        assert body["mm_processor_kwargs"]["size"]["longest_edge"] == 25165824
+        (message,) = body["messages"]
+        text, video = message["content"]
+        assert text == {"type": "text", "text": serve_inputs.QUESTION}
+        assert video["type"] == "video_url"
+        urls.append(video["video_url"]["url"])
+    written = {path.as_uri() for path in tmp_path.glob("*.mp4")}
+    assert len(urls) == 14 and set(urls) == written and len(written) == 14
+    assert row["completed"] == "10"
+    tokens = float(row["image_tokens_s"]) / float(row["req_s"])
+    assert tokens == pytest.approx(12, rel=0.2)
 
 
 def started(code: str, tmp_path: Path, port: int = 1) -> Server:
