@@ -53,6 +53,19 @@ class TestBadInput:
         path = save_image(tmp_path / "a.png", 60, 60)
         self.refused(r"a\.png may not be read by this user; change its perm", path)
 
+    def test_decoder_that_fails(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(path: Path) -> None:
+            raise RuntimeError("Failed to decode image")
+
+        # As some damaged AVIF make Pillow's decoder do.
+        monkeypatch.setattr(Image, "open", fail)
+        path = save_image(tmp_path / "a.png", 60, 60)
+        message = r"a\.png cannot be read as an image \(RuntimeError: Failed to decode"
+        self.refused(message, path)
+        self.refused(rf"^no image can be used\. Left out: .*{message}", tmp_path)
+
     @pytest.mark.parametrize("name", ["a.png", "a.jpg"])
     def test_truncated_image(self, tmp_path: Path, name: str) -> None:
         path = save_image(tmp_path / name, 200, 200)

@@ -4,6 +4,7 @@
 Images go through the model's Hugging Face image processor, as in an engine.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,13 @@ from PIL import Image, ImageOps
 
 from vllm_flashinfer_vit.commands.model_images import ModelProcessor
 from vllm_flashinfer_vit.towers.spec import (
+    OWN_CODE,
     Spec,
     TowerError,
     TowerSpec,
     cause,
     not_allowed,
+    wants_own_code,
 )
 from vllm_flashinfer_vit.towers.whole import ModelSpec
 
@@ -38,6 +41,9 @@ _PROCESSORS = {
     "qwen3_vl": (256 * 256, 4096 * 4096, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "glm4v": (112 * 112, 28 * 28 * 15000, _CLIP_MEAN, _CLIP_STD),
 }
+# Transformers takes any class of its own that a checkpoint names as image processor.
+# Its other Auto classes would ask again whether the checkpoint's code may run.
+_CLASS_NAME = re.compile(r"(?!Auto)\w+(ImageProcessor|FeatureExtractor)(Fast|Pil)?")
 
 
 class JobError(TowerError):
@@ -187,8 +193,12 @@ def image_processor(spec: Spec, max_pixels: int | None) -> Any:
 def _processor_of_folder(folder: Path, spec: TowerSpec, max_pixels: int | None) -> Any:
     from transformers import AutoImageProcessor
 
+    file = f"{folder}: its preprocessor_config.json, or processor_config.json,"
     try:
-        processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        _check_class_names(folder)
+        processor = AutoImageProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         for name, size in _patch_sizes(spec).items():
             if (found := getattr(processor, name, None)) != size:
                 raise ValueError(f"its {name} is {found}, and the tower's {size}")
@@ -201,12 +211,38 @@ def _processor_of_folder(folder: Path, spec: TowerSpec, max_pixels: int | None) 
         # A package is missing, and no file.
         raise
     except Exception as error:
+        if wants_own_code(error) or isinstance(error, _OwnClassError):
+            raise JobError(f"{file} {OWN_CODE}") from error
         raise JobError(
-            f"{folder}: its preprocessor_config.json, or processor_config.json, makes "
-            f"no image processor for this tower ({cause(error)}); copy the file from "
-            "the model's repository"
+            f"{file} makes no image processor for this tower ({cause(error)}); copy "
+            "the file from the model's repository"
         ) from error
     return processor
+
+
+class _OwnClassError(ValueError):
+    """A checkpoint names a class that is its own, or may load one that is."""
+
+
+def _check_class_names(folder: Path) -> None:
+    from transformers import ImageProcessingMixin, PreTrainedConfig
+
+    # What `AutoImageProcessor` reads, as it reads it.
+    of_images, _ = ImageProcessingMixin.get_image_processor_dict(
+        folder, local_files_only=True
+    )
+    of_model, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    names = (
+        of_images.get("image_processor_type"),
+        of_images.get("feature_extractor_type"),
+        of_model.get("image_processor_type"),
+    )
+    for name in names:
+        if name is None or _CLASS_NAME.fullmatch(str(name)):
+            continue
+        if "auto_map" in {**of_images, **of_model}:
+            raise _OwnClassError(name)
+        raise ValueError(f"{name} is no image processor of Transformers")
 
 
 def _patch_sizes(spec: TowerSpec) -> dict[str, int]:
@@ -335,7 +371,9 @@ def _read_image(path: Path) -> Image.Image:
         raise
     except PermissionError:
         raise JobError(not_allowed(path)) from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    # Of a damaged file decoders raise anything, AVIF's a RuntimeError.
+    except Exception as error:
         raise JobError(
-            f"{path} cannot be read as an image ({error}); it is damaged or no image"
+            f"{path} cannot be read as an image ({cause(error)}); it is damaged or no "
+            "image"
         ) from error

@@ -169,7 +169,11 @@ def vllm_config(
     with _inspected_here(architecture, model_cls):
         return VllmConfig(
             model_config=ModelConfig(
-                model=str(folder), dtype=dtype, skip_tokenizer_init=True, **model
+                model=str(folder),
+                dtype=dtype,
+                skip_tokenizer_init=True,
+                trust_remote_code=False,
+                **model,
             ),
             compilation_config=compilation,
             attention_config=AttentionConfig(flash_attn_version=flash_attn_version),

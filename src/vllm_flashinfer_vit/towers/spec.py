@@ -15,6 +15,11 @@ from vllm_flashinfer_vit.machine.documents import read_json, validated
 Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
 # For people who run a command, and for those who call a function.
 ASK_FOR_RANDOM = "ask for random weights (--random-weights, or random_weights=True)"
+# Of a file of a checkpoint that `wants_own_code`.
+OWN_CODE = (
+    "asks for code of the checkpoint's own to run (auto_map), which this package never "
+    "does; use that file of the model that the checkpoint was made from"
+)
 
 
 class Classes(NamedTuple):
@@ -69,6 +74,12 @@ def cause(error: Exception) -> str:
     # Others may say no more than a key.
     named = isinstance(error, OSError | ValueError)
     return text if named else f"{type(error).__name__}: {text}"
+
+
+def wants_own_code(error: Exception) -> bool:
+    """Return whether Transformers cannot go on without the checkpoint's own code."""
+    # The error has no class of its own; it names the argument that is False here.
+    return "trust_remote_code" in str(error)
 
 
 def not_allowed(path: Path) -> str:
@@ -336,12 +347,18 @@ def _read_config(folder: Path) -> tuple[Family, Mapping[str, Any]]:
 
     try:
         # A saved config leaves defaults out; the config class puts them back.
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         vision_config = config.vision_config.to_dict()
     except ImportError:
         # A package is missing, and no file.
         raise
     except Exception as error:
+        if wants_own_code(error):
+            raise CheckpointError(
+                f"{path}, or one of its configuration_files, {OWN_CODE}"
+            ) from error
         raise CheckpointError(
             f"{path} is not a model's config ({cause(error)}); download it again"
         ) from error
