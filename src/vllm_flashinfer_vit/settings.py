@@ -3,6 +3,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -236,8 +237,13 @@ def unknown_variables(env: Mapping[str, str] = os.environ) -> list[Problem]:
             if near
             else f"the names are {', '.join(sorted(names))}"
         )
-        what = f"{name} has no effect: vllm-flashinfer-vit has no variable of this name"
-        problems.append(Problem(f"{what}; {advice}", f"unset {name}"))
+        shown = name if name.isprintable() else repr(name)
+        what = (
+            f"{shown} has no effect: vllm-flashinfer-vit has no variable of this name"
+        )
+        # A shell unsets no other names, such as those with a hyphen.
+        remedy = f"unset {name}" if re.fullmatch(r"\w+", name, re.ASCII) else None
+        problems.append(Problem(f"{what}; {advice}", remedy))
     return problems
 
 

@@ -14,6 +14,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
+# What an argument or a variable of the environment may hold: no NUL, and bytes that are
+# no UTF-8. Linux takes 128 KiB of each.
+LONG = ["8" * 5000, "8" * 130_000, "~" + "x" * 5000, "[/red]" * 1000]
+WORDS = (
+    st.text(max_size=12).map(lambda text: text.replace("\0", ""))
+    | st.binary(max_size=8).map(lambda raw: os.fsdecode(raw.replace(b"\0", b"")))
+    | st.sampled_from(["", " ", "nan", "-1", "--", "\n", "\x1b[31m", "[/red]", *LONG])
+)
 
 
 def fuzz(examples: int) -> Callable[[Any], Any]:

@@ -46,7 +46,9 @@ def _command() -> Iterator[Console]:
     try:
         yield Console(stderr=True)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        # Names of files, too, may hold the end of a line, and what a terminal obeys.
+        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
+        print(f"error: {text}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 

@@ -3,6 +3,7 @@
 
 import difflib
 import os
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -286,7 +287,7 @@ def _entry_point_problems(
     return [
         Problem(
             f"{ENV_PLUGINS}={allowed!r} keeps vLLM from loading {ENTRY_POINT}",
-            f"export {ENV_PLUGINS}={names}",
+            f"export {ENV_PLUGINS}={shlex.quote(names)}",
             True,
         )
     ]

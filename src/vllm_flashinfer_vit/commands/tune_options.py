@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `tune` is asked to measure: its options, and what holds without them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import NamedTuple
 
 import torch
@@ -98,6 +100,8 @@ class Options:
         Raises:
             TuneError: An option is not valid, or could not act.
         """
+        if math.isnan(self.effort.time_limit_s):
+            raise TuneError("--time-limit has nan: use seconds, 1 or more")
         self.combinations()
         self.layers()
 
@@ -108,17 +112,10 @@ class Options:
             TuneError: An option is not valid, or could not act.
         """
         names = self._checked_dtypes()
-        dims = [text.strip() for text in self._head_dims.split(",")]
-        for text in dims:
-            if not text.isdecimal() or int(text) % 8 or not 8 <= int(text) <= 256:
-                raise TuneError(
-                    f"--head-dims has {text!r}: use multiples of 8 from 8 to 256"
-                )
+        dims = self._checked_head_dims()
         if self.only == "gemms":
             return []
-        return [
-            (DTYPES[name], int(text)) for name in names for text in dict.fromkeys(dims)
-        ]
+        return [(DTYPES[name], head_dim) for name in names for head_dim in dims]
 
     def layers(self) -> list[tuple[torch.dtype, GemmLayer]]:
         """Return the layers in FP8 whose GEMMs are measured, by the output's dtype.
@@ -139,11 +136,22 @@ class Options:
             for scales in SCALES
         ]
 
-    @property
-    def _head_dims(self) -> str:
+    def _checked_head_dims(self) -> Sequence[int]:
+        """Return the head dims, each once.
+
+        Raises:
+            TuneError: One is not valid.
+        """
         if self.head_dims is None:
-            return ",".join(map(str, HEAD_DIMS))
-        return self.head_dims
+            return HEAD_DIMS
+        dims = [text.strip() for text in self.head_dims.split(",")]
+        for text in dims:
+            if not _is_multiple(text, of=8, largest=256):
+                raise TuneError(
+                    f"--head-dims has {shortened(text)}: use multiples of 8 from 8 to "
+                    "256"
+                )
+        return list(dict.fromkeys(map(int, dims)))
 
     def _checked_dtypes(self) -> list[str]:
         """Return the names of dtypes; what was given has to have a use.
@@ -154,9 +162,13 @@ class Options:
         names = list(dict.fromkeys(self.effort.dtypes))
         for name in names:
             if name not in DTYPES:
-                raise TuneError(f"--dtypes has {name!r}: use {' or '.join(DTYPES)}")
+                raise TuneError(
+                    f"--dtypes has {shortened(name)}: use {' or '.join(DTYPES)}"
+                )
         if self.only is not None and self.only not in PARTS:
-            raise TuneError(f"--only has {self.only!r}: use {' or '.join(PARTS)}")
+            raise TuneError(
+                f"--only has {shortened(self.only)}: use {' or '.join(PARTS)}"
+            )
         unused = None
         if self.only == "attention" and self.gemms is not None:
             unused = "--only attention measures no GEMM: leave out --gemms, or --only"
@@ -171,7 +183,11 @@ class Options:
         return names
 
     def command(self) -> str:
-        """Return the command that measures the same again."""
+        """Return the command that measures the same again.
+
+        Raises:
+            TuneError: An option is not valid.
+        """
         has_attention = self.only != "gemms"
         dtypes = [name for name in self.effort.dtypes if has_attention or name != "fp8"]
         text = (
@@ -181,9 +197,10 @@ class Options:
         if self.only is not None:
             text += f" --only {self.only}"
         if has_attention:
-            text += f" --head-dims {self._head_dims.replace(' ', '')}"
+            text += f" --head-dims {','.join(map(str, self._checked_head_dims()))}"
         if self.gemms is not None:
-            text += f" --gemms {self.gemms.replace(' ', '')}"
+            sizes = (f"{inputs}x{outputs}" for inputs, outputs in _sizes(self.gemms))
+            text += f" --gemms {','.join(sizes)}"
         return text
 
 
@@ -196,16 +213,18 @@ def _sizes(listed: str) -> list[tuple[int, int]]:
     found = []
     for text in (text.strip() for text in listed.split(",")):
         inputs, _, outputs = text.partition("x")
-        if not (_is_padded_size(inputs) and _is_padded_size(outputs)):
+        if not all(_is_multiple(n, of=16, largest=65536) for n in (inputs, outputs)):
             raise TuneError(
-                f"--gemms has {text!r}: use inputs x outputs with vLLM's padding, "
-                "such as 1152x3456, multiples of 16 up to 65536"
+                f"--gemms has {shortened(text)}: use inputs x outputs with vLLM's "
+                "padding, such as 1152x3456, multiples of 16 up to 65536"
             )
         found.append((int(inputs), int(outputs)))
     return found
 
 
-def _is_padded_size(text: str) -> bool:
-    """Whether a size is one that FP8 weights have in vLLM."""
-    is_number = text.isascii() and text.isdecimal() and len(text) <= 5
-    return is_number and int(text) % 16 == 0 and 16 <= int(text) <= 65536
+def _is_multiple(text: str, of: int, largest: int) -> bool:
+    """Whether a text is a multiple of a number, from that on up to the largest."""
+    # Python refuses thousands of digits, and does not say of which option.
+    is_short = len(text) <= len(str(largest))
+    is_number = is_short and text.isascii() and text.isdecimal()
+    return is_number and int(text) % of == 0 and of <= int(text) <= largest
