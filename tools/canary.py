@@ -18,8 +18,6 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 _CUT = 200
-
-
 # States of what fits, by `doctor --json`.
 _FITTING = frozenset({"applied", "not applied", "disabled", "enabled"})
 
@@ -40,7 +38,7 @@ def rows_of_doctor(
             fitting += 1
         else:
             yield f"{kind} {one['name']}", "left out", why or state
-    yield f"{fitting} {'patches' if kind == 'patch' else f'{kind}s'}", "fit", ""
+    yield f"{kind}: {fitting}", "fit", ""
 
 
 def rows_of_tests(

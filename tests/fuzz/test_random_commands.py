@@ -45,7 +45,9 @@ def lines(draw: st.DrawFn) -> Line:
     """Draw options with values that are good, bad or missing, and misspelt options."""
     command = draw(st.sampled_from(["encode", "calibrate", "doctor"]))
     options = COMMANDS[command]
-    words, expected, bad = [command], {}, set()
+    words = [command]
+    expected: dict[str, Any] = {}
+    bad = set()
     for option in draw(st.lists(st.sampled_from(options), max_size=6)):
         how = draw(st.sampled_from(["good", "good", "good", "good", "bad", "misspelt"]))
         if how == "misspelt":

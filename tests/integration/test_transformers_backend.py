@@ -15,9 +15,10 @@ from _towers import DEVICE, cpu_only
 from torch import nn
 
 from cases import relative_error
-from vllm_flashinfer_vit.engine import layer
+from vllm_flashinfer_vit.engine import selection
 from vllm_flashinfer_vit.engine.selection import NotServedError
 from vllm_flashinfer_vit.models import transformers_towers
+from vllm_flashinfer_vit.settings import ENV_STRICT
 from vllm_flashinfer_vit.towers.tower import Tower
 
 TOLERANCE = 1e-5
@@ -181,18 +182,23 @@ def test_it_is_the_tower_of_transformers(name: str, flashinfer: Tower) -> None:
     assert list(ours.state_dict()) == list(stock.state_dict())
 
 
+@pytest.mark.parametrize("is_strict", [False, True])
 def test_heads_that_no_kernel_takes(
-    flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+    is_strict: bool, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise NotServedError("no kernel takes head dim 32")
 
     lines = log_of(transformers_towers, monkeypatch)
     # Some kernel of a CPU takes every head dim.
-    monkeypatch.setattr(layer, "_choose", refuse)
+    monkeypatch.setattr(selection, "resolve", refuse)
+    if is_strict:
+        monkeypatch.setenv(ENV_STRICT, "1")
+        with pytest.raises(NotServedError, match="no kernel takes head dim 32"):
+            build(CASES["SigLIP"], flashinfer)
+        return
     tower = build(CASES["SigLIP"], flashinfer)
     assert tower.config._attn_implementation == "sdpa"
-    assert "no kernel takes head dim 32" in lines[0]
     assert "model.vision is Transformers' own SiglipVisionModel" in lines[-1]
 
 

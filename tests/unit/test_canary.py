@@ -51,8 +51,8 @@ def test_one_table_tells_it_all() -> None:
     assert canary.table("0.34.0", rows).splitlines() == [
         "| vLLM 0.34.0 | state | why |",
         "|---|---|---|",
-        "| 2 patches | fit |  |",
-        "| 1 optimisations | fit |  |",
+        "| patch: 2 | fit |  |",
+        "| optimisation: 1 | fit |  |",
         "| 2 tests | fit |  |",
         "| patch b-blocks | left out | patch b-blocks: it / differs |",
         "| patch d-blocks | left out | not for this vLLM |",

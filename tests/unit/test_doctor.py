@@ -20,6 +20,7 @@ from vllm_flashinfer_vit.commands import doctor
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
+from vllm_flashinfer_vit.models import gemma4
 from vllm_flashinfer_vit.patches.fingerprints import left_out
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES, ENV_KERNEL, ENV_TUNED_DIR
 
@@ -123,6 +124,16 @@ def test_an_optimisation_that_does_not_fit_the_libraries() -> None:
     assert states.pop("gemma4_blocks") == "unavailable: of this Transformers"
     assert set(states.values()) == {"enabled"}
     assert "unavailable: of this Transformers" in text_of(report)
+
+
+def test_a_transformers_that_was_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    if doctor._unfit_optimisations() != {}:
+        pytest.skip("this Transformers was not read")
+    monkeypatch.setattr(gemma4, "_READ", {"rotate_half": ("0",)})
+    unfit = doctor._unfit_optimisations()
+    assert unfit == {
+        "gemma4_blocks": "rotate_half of this Transformers is not as it was read"
+    }
 
 
 def test_optimisations_are_listed_with_their_state() -> None:

@@ -124,6 +124,29 @@ def test_another_class_where_transformers_also_looks(
         checkpoint.image_processor()
 
 
+@pytest.mark.parametrize(
+    "of_model",
+    [
+        {"feature_extractor_type": "AutoVideoProcessor"},
+        {
+            "image_processor_type": "AutoVideoProcessor",
+            "configuration_files": ["config.4.0.0.json"],
+        },
+    ],
+)
+def test_a_config_that_looks_like_timms(
+    checkpoint: Checkpoint, of_model: dict[str, Any]
+) -> None:
+    """Transformers would read the image processor from it."""
+    checkpoint.write("config.json", {**CONFIG, "pretrained_cfg": {}, **of_model})
+    checkpoint.write("config.4.0.0.json", CONFIG)
+    harmless = {"image_processor_type": "Qwen2VLImageProcessor"}
+    checkpoint.write("preprocessor_config.json", harmless)
+    video = {"video_processor_type": "OwnProcessor", **OWN}
+    checkpoint.write("video_preprocessor_config.json", video)
+    assert "Qwen2VLImageProcessor" in type(checkpoint.image_processor()).__name__
+
+
 def test_a_config_of_its_own(checkpoint: Checkpoint) -> None:
     """It lies where config.json leads those that have read it."""
     files = {"configuration_files": ["config.4.0.0.json"]}

@@ -197,7 +197,11 @@ def _processor_of_folder(folder: Path, spec: TowerSpec, max_pixels: int | None) 
     try:
         _check_class_names(folder)
         processor = AutoImageProcessor.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            # Else a config.json as timm's would be read in its place.
+            image_processor_filename="preprocessor_config.json",
         )
         for name, size in _patch_sizes(spec).items():
             if (found := getattr(processor, name, None)) != size:
@@ -371,6 +375,8 @@ def _read_image(path: Path) -> Image.Image:
         raise
     except PermissionError:
         raise JobError(not_allowed(path)) from None
+    except MemoryError:
+        raise JobError(f"{path} takes more memory than there is") from None
     # Of a damaged file decoders raise anything, AVIF's a RuntimeError.
     except Exception as error:
         raise JobError(

@@ -36,8 +36,10 @@ _READ: Mapping[str, tuple[str, ...]] = {
     "Gemma4RMSNorm.forward": ("1710b1dc7aa2",),
     "Gemma4RMSNorm._norm": ("b8568170345a",),
     f"{_ROTARY}.forward": (
-        *("717891f6bcd1", "68df3684fd0e"),
-        *("bda0c3ab1541", "d7888756c72d"),
+        "717891f6bcd1",
+        "68df3684fd0e",
+        "bda0c3ab1541",
+        "d7888756c72d",
     ),
     # The first form of `forward` does not call it.
     f"{_ROTARY}.recomposition_frequencies": ("04c369ed5acb", _ABSENT),

@@ -4,8 +4,8 @@
 Transformers looks up what attends, and what makes the mask, by a name in the tower's
 config. Here both have a name of this package. Gemma 4's tower gets `cu_seqlens` in a
 mask's place, made once in a pass without waiting for the device, and `gemma4` runs the
-rest of its blocks. Other towers, which vLLM's Transformers backend builds, get the mask
-of PyTorch's SDPA; where there is one SDPA attends, as without this package.
+rest of its blocks. Other towers, most of which vLLM's Transformers backend builds, get
+the mask of PyTorch's SDPA; where there is one SDPA attends, as without this package.
 """
 
 import functools
@@ -148,7 +148,7 @@ def serve(
         layers = {
             path: layer
             for path, found in heads.items()
-            if (layer := _layer(found, f"{name}.{path}", is_known)) is not None
+            if (layer := _layer(found, f"{name}.{path}")) is not None
         }
         if not layers:
             logger.info_once(
@@ -207,27 +207,24 @@ def _heads_of(module: torch.nn.Module) -> _Heads | None:
     return _Heads(heads, head_dim, scale, heads // groups)
 
 
-def _layer(heads: _Heads, prefix: str, must_be: bool) -> torch.nn.Module | None:
-    """Return a layer that attends, None for what FLASHINFER cannot serve.
+def _layer(heads: _Heads, prefix: str) -> torch.nn.Module | None:
+    """Return a layer that attends, None where vLLM's own would do it.
 
     Args:
         heads: What it computes.
         prefix: Its name.
-        must_be: Whether the engine ends where it cannot, as for vLLM's own towers.
+
+    Raises:
+        NotServedError: As for any layer, see `FlashInferViTAttention`.
     """
     from vllm.model_executor.layers.attention.mm_encoder_attention import (
         MMEncoderAttention,
     )
 
-    from vllm_flashinfer_vit.engine.selection import NotServedError
+    from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 
-    try:
-        return MMEncoderAttention(*heads, prefix=prefix)
-    except NotServedError as error:
-        if must_be:
-            raise
-        logger.info_once("It attends as without vllm-flashinfer-vit: %s", error)
-        return None
+    layer = MMEncoderAttention(*heads, prefix=prefix)
+    return layer if isinstance(layer, FlashInferViTAttention) else None
 
 
 def _serve_blocks(tower: Any, attentions: list[torch.nn.Module]) -> None:
