@@ -133,7 +133,7 @@ def run(options: Options, console: Console | None = None) -> Report:
         ScaleError: The file to merge cannot be used.
     """
     if not (math.isfinite(options.margin) and options.margin > 0):
-        raise JobError(f"margin is {options.margin}; it must be positive")
+        raise JobError(f"margin is {options.margin}; it must be positive and finite")
     figure = None if options.plot is None else import_figure(options.plot)
     job = prepare(options)
     files.check(options.output, keep=job.reads)
