@@ -88,9 +88,11 @@ def _is_ours(
 ) -> bool:
     """Whether a module's layer computes what it is asked for."""
     layer: Any = getattr(module, _LAYER, None)
-    # A mask of PyTorch's SDPA has four dimensions, and is of any form.
-    if layer is None or (attention_mask is not None and attention_mask.dim() != 1):
+    if layer is None:
         return False
+    if attention_mask is not None:
+        # A mask of PyTorch's SDPA has four dimensions, and is of any form.
+        return attention_mask.dim() == 1
     if given.get("is_causal") or any(given.get(name) is not None for name in _ELSE):
         return False
     # Over ranks a module may have a part of its heads.
@@ -144,7 +146,6 @@ def serve(
         if any(hasattr(module, _LAYER) for module in modules.values()):
             continue
         heads = {path: found for path, m in modules.items() if (found := _heads_of(m))}
-        is_known = any(type(modules[path]).__name__ in _KNOWN for path in heads)
         layers = {
             path: layer
             for path, found in heads.items()
@@ -160,6 +161,10 @@ def serve(
             continue
         for path, layer in layers.items():
             setattr(modules[path], _LAYER, layer)
+        # Offsets in a mask's place are for layers alone. vLLM's backend may share a
+        # module's heads out over ranks, and puts its own layers into blocks.
+        known = [path for path, m in modules.items() if type(m).__name__ in _KNOWN]
+        is_known = targets is None and bool(known) and layers.keys() >= set(known)
         AttentionInterface.register(NAME, attend)
         AttentionInterface.register(MASKED, attend)
         AttentionMaskInterface.register(NAME, offsets)
@@ -168,8 +173,7 @@ def serve(
         configs = {id(c): c for path in layers if (c := modules[path].config)}
         for config in configs.values():
             config._attn_implementation = NAME if is_known else MASKED
-        # vLLM's backend puts its own layers in place of a block's afterwards.
-        if is_known and targets is None and "gemma4_blocks" not in off:
+        if is_known and "gemma4_blocks" not in off:
             _serve_blocks(tower, list(layers.values()))
 
 
