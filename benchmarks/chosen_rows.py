@@ -112,7 +112,7 @@ class Best:
             and row["provider"].startswith("stock-")
             and what_is_timed(row["mode"]) == self._timed
         )
-        known = list({**CASES, **DENSE_CASES, **SMOKE_CASES})
+        known = {**CASES, **DENSE_CASES, **SMOKE_CASES}
         order = {case: place for place, case in enumerate(known)}
         return sorted(dict.fromkeys(mine), key=lambda case: order.get(case, len(order)))
 

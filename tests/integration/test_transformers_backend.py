@@ -54,6 +54,10 @@ def pixels(images: int, height: int = 56, width: int = 56) -> torch.Tensor:
     return noise(images, 3 * height, width).view(images, 3, height, width)
 
 
+def two_images(tower: Any) -> torch.Tensor:
+    return tower(pixels(2)).last_hidden_state
+
+
 def half_an_image() -> torch.Tensor:
     """Return which of 4 x 4 patches are of an image that is half as wide."""
     return (torch.arange(4) < 2).repeat(1, 4, 1)
@@ -94,25 +98,25 @@ CASES = {
     "SigLIP": Case(
         ("SiglipVisionModel", "SiglipVisionConfig"),
         SMALL,
-        lambda tower: tower(pixels(2)).last_hidden_state,
+        two_images,
         2,
     ),
     "CLIP": Case(
         ("CLIPVisionModel", "CLIPVisionConfig"),
         SMALL,
-        lambda tower: tower(pixels(2)).last_hidden_state,
+        two_images,
         2,
     ),
     "InternVL": Case(
         ("InternVLVisionModel", "InternVLVisionConfig"),
         {**SMALL, "image_size": (56, 56), "patch_size": (14, 14)},
-        lambda tower: tower(pixels(2)).last_hidden_state,
+        two_images,
         2,
     ),
     "Idefics3, whole images": Case(
         ("Idefics3VisionTransformer", "Idefics3VisionConfig"),
         SMALL,
-        lambda tower: tower(pixels(2)).last_hidden_state,
+        two_images,
         2,
     ),
     # A mask of patches, and one of images that are packed: by PyTorch's SDPA.

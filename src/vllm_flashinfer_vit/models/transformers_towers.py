@@ -170,9 +170,8 @@ def serve(
         AttentionMaskInterface.register(NAME, offsets)
         AttentionMaskInterface.register(MASKED, sdpa_mask)
         # Of a tower alone, and not of a whole model's parts: it is handed on to those.
-        configs = {id(c): c for path in layers if (c := modules[path].config)}
-        for config in configs.values():
-            config._attn_implementation = NAME if is_known else MASKED
+        for path in layers:
+            modules[path].config._attn_implementation = NAME if is_known else MASKED
         if is_known and "gemma4_blocks" not in off:
             _serve_blocks(tower, list(layers.values()))
 
