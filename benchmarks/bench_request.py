@@ -13,6 +13,9 @@ device (`enable_mm_processor_stats`); the rest is timed around it:
 - `rest`: what is missing to the whole: moving pixels, scheduling, embeddings;
 - `whole`: from the call until the first token is there.
 
+After them come requests that PyTorch's profiler watches, which takes time itself: rows
+of bench `trace` say when the GPU works and when it waits, see request_trace.py.
+
     python benchmarks/bench_request.py --models Qwen/Qwen3-VL-8B-Instruct
     python benchmarks/bench_request.py --setups stock-flash_attn:graph plugin:graph \\
         --engine-args "--mm-processor-cache-gb 0"    # no image comes twice
@@ -30,7 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +42,7 @@ from environment import ENVIRONMENT_COLUMNS, Environment
 from failures import Failures
 from make_checkpoint import make_checkpoint
 from remote import Remote
+from request_trace import PREPARATION, TRACED_STAGES, traced_stages
 from serve_inputs import IMAGE_WORKLOADS, WORKLOADS, write_requests
 from setups import Setup, setup_option
 from tower_cases import MODELS
@@ -48,14 +52,14 @@ from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 SETUPS = ("stock-flash_attn:graph", "plugin:graph", "plugin-fp8:graph")
 # In the order of a request's life; `whole` is their sum.
 STAGES = (
-    "decode",
-    "processor",
-    "around the processor",
+    *PREPARATION,
     "encoder",
     "language model",
     "rest",
 )
 WHOLE = "whole"
+# Of each kind of row, what a request consists of.
+BENCHES = {"request": STAGES, "trace": TRACED_STAGES}
 COLUMNS = (
     "bench",
     "provider",
@@ -73,9 +77,33 @@ COLUMNS = (
 # Requests of a turn. The first turn warms up, and is in no row.
 REQUESTS = 6
 TURNS = 2
+# Watched requests; one more, before them, warms up.
+TRACES = 3
 START_TIMEOUT_S = 400.0
+# A request's parts: its question and its images.
+Content = list[dict[str, Any]]
 # Text for the language model: token ids that are no special tokens.
 TEXT_TOKENS = range(1000, 100000)
+
+
+class Asked(NamedTuple):
+    """A request that was answered.
+
+    Attributes:
+        decode: Milliseconds to decode its images, once more than for the answer.
+        whole: Milliseconds from the call until the first token.
+        tokens: Of its prompt.
+        begin_ns: When it was called, since the epoch.
+        end_ns: When it was answered.
+        said: What vLLM has timed, in seconds.
+    """
+
+    decode: float
+    whole: float
+    tokens: int
+    begin_ns: int
+    end_ns: int
+    said: Mapping[str, Sequence[float]]
 
 
 class Engine:
@@ -94,6 +122,7 @@ class Engine:
             more: Further options.
         """
         from vllm import LLM
+        from vllm.config import ProfilerConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -102,6 +131,15 @@ class Engine:
         arguments = EngineArgs.from_cli_args(parser.parse_args(options))
         # It has no option of its own.
         arguments.enable_mm_processor_stats = True
+        self._traces = Path(folder) / f"traces-{setup}".replace(":", "-")
+        arguments.profiler_config = ProfilerConfig(
+            profiler="torch",
+            torch_profiler_dir=str(self._traces),
+            torch_profiler_with_stack=False,
+            torch_profiler_use_gzip=False,
+            # A table for people, which takes longer than the request.
+            torch_profiler_dump_cuda_time_total=False,
+        )
         self._llm = LLM(**vars(arguments))
 
     def running(self) -> AbstractContextManager[None]:
@@ -112,22 +150,50 @@ class Engine:
         """Do nothing, see `running`."""
 
     def measure(self, requests: str) -> list[dict[str, float]]:
-        """Return the stages of each request of a file, in milliseconds."""
-        lines = Path(requests).read_text(encoding="utf-8").splitlines()
-        return [self._request(json.loads(line)["content"]) for line in lines]
+        """Return `STAGES` and `WHOLE` of each request of a file, in milliseconds."""
+        return [self._timed(content) for content in contents(requests)]
 
-    def _request(self, content: list[dict[str, Any]]) -> dict[str, float]:
+    def trace(self, requests: str) -> list[dict[str, float]]:
+        """Return `TRACED_STAGES` and `WHOLE` of each request of a file but the first.
+
+        Raises:
+            RuntimeError: vLLM has written no trace, or one that is not as it is known.
+        """
+        return [self._traced(content) for content in contents(requests)][1:]
+
+    def _timed(self, content: Content) -> dict[str, float]:
+        asked = self._asked(content)
+        text = random.choices(TEXT_TOKENS, k=asked.tokens)
+        language, _ = timed(lambda: self._fill(text))
+        return stages(asked.whole, asked.decode, language, asked.said)
+
+    def _traced(self, content: Content) -> dict[str, float]:
+        self._llm.start_profile()
+        try:
+            asked = self._asked(content)
+        finally:
+            self._llm.stop_profile()
+        written = list(self._traces.glob("*.json"))
+        if len(written) != 1:
+            raise RuntimeError(f"vLLM has written {len(written)} traces, not one")
+        trace = json.loads(written[0].read_text(encoding="utf-8"))
+        written[0].unlink()
+        prepared = preparation(asked.decode, asked.said)
+        found = traced_stages(trace, asked.begin_ns, asked.end_ns, prepared)
+        return {**found, WHOLE: asked.whole}
+
+    def _asked(self, content: Content) -> Asked:
         from vllm.benchmarks.mm_processor import collect_mm_processor_stats
         from vllm.multimodal.utils import fetch_image
 
         urls = [part["image_url"]["url"] for part in content if "image_url" in part]
         decode, _ = timed(lambda: [fetch_image(url) for url in urls])
         collect_mm_processor_stats(self._llm.llm_engine)
+        begin_ns = time.time_ns()
         whole, tokens = timed(lambda: self._ask([{"role": "user", "content": content}]))
+        end_ns = time.time_ns()
         said = collect_mm_processor_stats(self._llm.llm_engine)
-        text = random.choices(TEXT_TOKENS, k=tokens)
-        language, _ = timed(lambda: self._fill(text))
-        return stages(whole, decode, language, said)
+        return Asked(decode, whole, tokens, begin_ns, end_ns, said)
 
     def _ask(self, messages: list[Any]) -> int:
         from vllm import SamplingParams
@@ -152,10 +218,16 @@ def timed(call: Any) -> tuple[float, Any]:
     return 1e3 * (time.perf_counter() - start), result
 
 
+def contents(requests: str) -> list[Content]:
+    """Return what each request of a file shows and asks."""
+    lines = Path(requests).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["content"] for line in lines]
+
+
 def stages(
     whole: float, decode: float, language: float, said: Mapping[str, Sequence[float]]
 ) -> dict[str, float]:
-    """Return a request's stages in milliseconds.
+    """Return `STAGES` and `WHOLE` of a request in milliseconds.
 
     Args:
         whole: All of it.
@@ -166,16 +238,29 @@ def stages(
     Raises:
         RuntimeError: vLLM has timed no processor or no encoder.
     """
-    by_name = {name: 1e3 * sum(values) for name, values in said.items()}
-    try:
-        processor = by_name["apply_hf_processor_secs"]
-        around = by_name["preprocessor_total_secs"] - processor
-        encoder = by_name["encoder_forward_secs"]
-    except KeyError as error:
-        raise RuntimeError(f"vLLM has not timed {error}: {sorted(by_name)}") from None
-    known = (decode, processor, around, encoder, language)
-    rest = whole - sum(known)
-    return {**dict(zip(STAGES, (*known, rest), strict=True)), WHOLE: whole}
+    prepared = preparation(decode, said)
+    encoder = milliseconds(said, "encoder_forward_secs")
+    rest = whole - sum(prepared.values()) - encoder - language
+    later = zip(STAGES[len(prepared) :], (encoder, language, rest), strict=True)
+    return {**prepared, **dict(later), WHOLE: whole}
+
+
+def preparation(decode: float, said: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return `PREPARATION` of a request, see `stages`."""
+    processor = milliseconds(said, "apply_hf_processor_secs")
+    around = milliseconds(said, "preprocessor_total_secs") - processor
+    return dict(zip(PREPARATION, (decode, processor, around), strict=True))
+
+
+def milliseconds(said: Mapping[str, Sequence[float]], name: str) -> float:
+    """Return all that vLLM has timed by a name.
+
+    Raises:
+        RuntimeError: It has timed nothing.
+    """
+    if name not in said:
+        raise RuntimeError(f"vLLM has not timed {name!r}: {sorted(said)}")
+    return 1e3 * sum(said[name])
 
 
 @contextmanager
@@ -214,42 +299,49 @@ def measure(
     environment: Environment,
 ) -> None:
     """Time every workload on every engine, in turns."""
-    patch_size = NAMED_MODELS[model][1]["patch_size"]
     for name in args.workloads:
-        found: dict[Setup, list[dict[str, float]]] = {setup: [] for setup in engines}
-        for turn in range(-1, args.turns):
+        found: dict[str, dict[Setup, list[dict[str, float]]]] = {
+            bench: {setup: [] for setup in engines} for bench in BENCHES
+        }
+        for turn in range(-1, args.turns + (args.traces > 0)):
+            is_traced = turn == args.turns
             seeds = [
                 zlib.crc32(f"{name} {turn} {place}".encode())
-                for place in range(args.requests if turn >= 0 else 2)
+                for place in range(
+                    args.traces + 1 if is_traced else args.requests if turn >= 0 else 2
+                )
             ]
             requests = folder / "requests.jsonl"
+            patch_size = NAMED_MODELS[model][1]["patch_size"]
             write_requests(requests, WORKLOADS[name], patch_size, seeds)
+            bench, method = ("trace", "trace") if is_traced else ("request", "measure")
             for setup in order_of_turn(list(engines), turn):
                 with failures.noted(f"{model} {setup} {name}"):
-                    taken = engines[setup].call("measure", str(requests))
-                    found[setup] += taken if turn >= 0 else []
-        for setup, samples in found.items():
-            if samples:
-                add_rows(rows, setup, model, name, samples, args, environment)
+                    taken = engines[setup].call(method, str(requests))
+                    found[bench][setup] += taken if turn >= 0 else []
+        for bench, by_setup in found.items():
+            for setup, samples in by_setup.items():
+                if samples:
+                    what = bench, setup, model, name
+                    add_rows(rows, what, samples, args, environment)
 
 
 def add_rows(
     rows: CsvLog,
-    setup: Setup,
-    model: str,
-    workload: str,
+    what: tuple[str, Setup, str, str],
     samples: Sequence[Mapping[str, float]],
     args: argparse.Namespace,
     environment: Environment,
 ) -> None:
-    """Write and print the stages of one setup's requests."""
-    print(f"  {model} {setup} {workload}", flush=True)
-    for stage in (*STAGES, WHOLE):
+    """Write and print the stages of one setup's requests: bench, setup, model, name."""
+    bench, setup, model, workload = what
+    print(f"  {bench} {model} {setup} {workload}", flush=True)
+    for stage in (*BENCHES[bench], WHOLE):
         values = [sample[stage] for sample in samples]
         cuts = statistics.quantiles(values, n=10, method="inclusive")
         rows.add(
             {
-                "bench": "request",
+                "bench": bench,
                 "provider": setup.provider,
                 "mode": setup.mode,
                 "model": model,
@@ -278,6 +370,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--requests", type=int, default=REQUESTS, help="of a turn")
     parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument(
+        "--traces", type=int, default=TRACES, help="watched requests, 2 or more, or 0"
+    )
     parser.add_argument("--engine-args", default="", help="more for every engine")
     parser.add_argument("--output", help="CSV file to append to")
     return parser.parse_args(argv)

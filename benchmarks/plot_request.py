@@ -3,6 +3,8 @@
 
     python benchmarks/plot_request.py benchmarks/results/h200/request.csv \\
         docs/figures/request.svg --vllm 0.33.0
+    python benchmarks/plot_request.py benchmarks/results/h100-80gb-hbm3/request.csv \\
+        docs/figures/request_trace.svg --vllm 0.33.0 --bench trace
 """
 
 import argparse
@@ -13,7 +15,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from bench_request import STAGES, WHOLE
+from bench_request import BENCHES, WHOLE
 from chosen_rows import Row, newest, of_one_vllm, read
 from plot import STYLE, say_where, write_svg
 from waterfall import CLASS_COLOURS, text_colour
@@ -22,7 +24,14 @@ NAMES = (
     "One request at a time, one token of answer. Medians of each part; the number at a "
     "bar's end is the median of the whole."
 )
-COLOURS = dict(zip(STAGES, CLASS_COLOURS, strict=False))
+# A stage of both kinds of rows has one colour.
+COLOURS = dict(
+    zip(
+        dict.fromkeys(stage for stages in BENCHES.values() for stage in stages),
+        CLASS_COLOURS,
+        strict=True,
+    )
+)
 # Of a bar's length: what is shorter has no room for its number.
 _ROOM = 0.04
 
@@ -31,7 +40,7 @@ def draw_request(rows: Sequence[Row]) -> Any:
     """Draw a panel for each model and workload, a bar for each engine.
 
     Args:
-        rows: Of one version of vLLM and one set of further arguments.
+        rows: Of one bench, one version of vLLM and one set of further arguments.
     """
     panels = list(dict.fromkeys((row["model"], row["workload"]) for row in rows))
     figure, all_axes = plt.subplots(
@@ -46,8 +55,11 @@ def draw_request(rows: Sequence[Row]) -> Any:
         _bars(axes, mine)
         axes.set_title(", ".join(panel), loc="left")
     all_axes[-1, 0].set_xlabel("ms (lower is better)")
-    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+    stages = BENCHES[rows[0]["bench"]]
+    handles = [Patch(color=COLOURS[name], label=name) for name in stages]
+    figure.legend(
+        handles=handles, loc="outside upper right", ncols=min(6, len(handles))
+    )
     say_where(figure, NAMES, rows)
     return figure
 
@@ -57,7 +69,8 @@ def _bars(axes: Any, rows: Sequence[Row]) -> None:
     longest = max(float(row["p50_ms"]) for row in wholes.values())
     for setup, whole in wholes.items():
         begin = 0.0
-        for stage, colour in COLOURS.items():
+        for stage in BENCHES[whole["bench"]]:
+            colour = COLOURS[stage]
             found = (r for r in rows if _setup(r) == setup and r["stage"] == stage)
             # Where parts overlap, nothing is left for the rest.
             length = max(0.0, float(next(found)["p50_ms"]))
@@ -87,12 +100,14 @@ def main() -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--vllm", help="rows of this version; needed if there are more")
+    parser.add_argument("--bench", choices=BENCHES, default="request")
     parser.add_argument("--engine-args", default="", help="of engines with these")
     args = parser.parse_args()
     rows = of_one_vllm(read(args.source), args.vllm, args.source)
-    rows = [row for row in rows if row["engine_args"] == args.engine_args]
+    mine = {"bench": args.bench, "engine_args": args.engine_args}
+    rows = [row for row in rows if all(row[key] == mine[key] for key in mine)]
     if not rows:
-        raise SystemExit(f"{args.source} has no rows with {args.engine_args!r}")
+        raise SystemExit(f"{args.source} has no such rows: {mine}")
     names = ("provider", "mode", "model", "workload", "stage")
     rows = newest(rows, lambda row: tuple(row[name] for name in names))
     with plt.rc_context(STYLE):

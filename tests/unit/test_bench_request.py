@@ -17,6 +17,7 @@ from chosen_rows import read
 from csv_log import CsvLog
 from failures import Failures
 from remote import Remote, RemoteError
+from request_trace import PREPARATION, TRACED_STAGES, traced_stages
 from setups import Setup
 from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
 
@@ -44,6 +45,7 @@ def test_the_parts_are_the_whole() -> None:
             "whole": 100.0,
         }
     )
+    assert TRACED_STAGES[: len(PREPARATION)] == PREPARATION == STAGES[:3]
     without = {key: value for key, value in SAID.items() if "encoder" not in key}
     with pytest.raises(RuntimeError, match="'encoder_forward_secs'"):
         bench_request.stages(1.0, 1.0, 1.0, without)
@@ -97,6 +99,96 @@ def test_an_engine_gets_as_much_text_as_a_request_has_tokens(
     assert found["encoder"] == pytest.approx(5.0)
 
 
+def event(name: str, category: str, start: float, end: float) -> dict[str, object]:
+    """Return one of a trace, given milliseconds after `BASE_NS`."""
+    span = {"ts": 1e3 * start, "dur": 1e3 * (end - start)}
+    return {"ph": "X", "name": name, "cat": category, **span}
+
+
+BASE_NS = 1_790_000_000_000_000_000
+EVENTS = [
+    event("cudaDeviceSynchronize", "cuda_runtime", 1, 2),  # of the profiler's start
+    event("execute_context_1(3844)_generation_0(0)", "user_annotation", 50, 69),
+    event("cudaDeviceSynchronize", "cuda_runtime", 51, 52),
+    event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 53, 55),
+    event("gemm", "kernel", 54, 58),
+    event("attention", "kernel", 59, 60),
+    event("Memset (Device)", "gpu_memset", 59, 59.5),
+    event("cudaDeviceSynchronize", "cuda_runtime", 53, 61),
+    event("gemm", "kernel", 63, 68),
+    event("cudaDeviceSynchronize", "cuda_runtime", 90, 91),
+    {"ph": "M", "name": "process_name"},
+]
+
+
+def test_the_stages_of_a_trace_are_the_whole() -> None:
+    trace = {"baseTimeNanoseconds": BASE_NS, "traceEvents": EVENTS}
+    prepared = dict(zip(PREPARATION, (7.0, 20.0, 10.0), strict=True))
+    # Asked 10 ms after the trace's beginning, answered 70 ms later.
+    begin, end = BASE_NS + 10_000_000, BASE_NS + 80_000_000
+    found = traced_stages(trace, begin, end, prepared)
+    assert tuple(found) == TRACED_STAGES
+    assert sum(found.values()) == pytest.approx(70.0)
+    assert found == pytest.approx(
+        {
+            **prepared,
+            "transport": 5.0,
+            "copy to the GPU": 2.0,
+            "encoder": 4.0,
+            "encoder, GPU idle": 3.0,
+            "language model": 5.0,
+            "rest": 14.0,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [(EVENTS[2:], "has no step"), (EVENTS[:5], "1 waits for the device in its step")],
+)
+def test_a_trace_of_another_engine_is_refused(events: list[object], said: str) -> None:
+    trace = {"baseTimeNanoseconds": BASE_NS, "traceEvents": events}
+    with pytest.raises(RuntimeError, match=said):
+        traced_stages(trace, BASE_NS, BASE_NS, dict.fromkeys(PREPARATION, 0.0))
+
+
+def test_an_engine_is_watched_for_one_request_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def stop_profile() -> None:
+        calls.append("stop")
+        trace = {"baseTimeNanoseconds": BASE_NS, "traceEvents": EVENTS}
+        (tmp_path / "worker.pt.trace.json").write_text(json.dumps(trace))
+
+    def chat(*_: object, **__: object) -> list[object]:
+        calls.append("ask")
+        return [SimpleNamespace(prompt_token_ids=[1])]
+
+    engine = Engine.__new__(Engine)
+    engine._traces = tmp_path
+    engine._llm = SimpleNamespace(
+        chat=chat,
+        start_profile=lambda: calls.append("start"),
+        stop_profile=stop_profile,
+        llm_engine=None,
+    )
+    monkeypatch.setattr(
+        "vllm.benchmarks.mm_processor.collect_mm_processor_stats", lambda _: SAID
+    )
+    path = tmp_path / "requests.jsonl"
+    path.write_text((json.dumps({"content": []}) + "\n") * 3)
+    found = engine.trace(str(path))
+    # The first one warms up the profiler.
+    assert calls == ["start", "ask", "stop"] * 3
+    assert [list(stages) for stages in found] == [[*TRACED_STAGES, WHOLE]] * 2
+    assert not list(tmp_path.glob("*.json"))
+    engine._llm.stop_profile = lambda: None
+    with pytest.raises(RuntimeError, match="written 0 traces"):
+        engine.trace(str(path))
+
+
 class Fake:
     """Takes the place of engines."""
 
@@ -104,9 +196,11 @@ class Fake:
         self.requests: list[int] = []
 
     def call(self, method: str, path: str) -> list[dict[str, float]]:
-        assert method == "measure"
         count = len(Path(path).read_text().splitlines())
         self.requests.append(count)
+        if method == "trace":
+            return [dict.fromkeys((*TRACED_STAGES, WHOLE), 1.0)] * (count - 1)
+        assert method == "measure"
         if len(self.requests) == 3:
             raise RemoteError("out of memory")
         return [dict.fromkeys((*STAGES, WHOLE), float(count))] * count
@@ -130,15 +224,18 @@ def test_rows_and_their_figure(tmp_path: Path) -> None:
         ENVIRONMENT,
     )
     # The first turn, of two requests, warms up.
-    assert engines[setups[0]].requests == [2, 3, 3]
+    assert engines[setups[0]].requests == [2, 3, 3, 4]
     assert len(failures.lines) == 2
-    rows = read(log.path)
-    assert len(rows) == 2 * (len(STAGES) + 1)
-    assert {row["requests"] for row in rows} == {"3"}
-    assert {row["p50_ms"] for row in rows} == {"3.00"}
-    figure = plot_request.draw_request(rows)
-    (axes,) = figure.axes
-    assert len(axes.patches) == 2 * len(STAGES)
+    found = read(log.path)
+    for bench, stages in bench_request.BENCHES.items():
+        rows = [row for row in found if row["bench"] == bench]
+        assert [row["stage"] for row in rows] == [*stages, WHOLE] * 2
+        assert {row["requests"] for row in rows} == {"3"}
+        expected = "1.00" if bench == "trace" else "3.00"
+        assert {row["p50_ms"] for row in rows} == {expected}
+        figure = plot_request.draw_request(rows)
+        (axes,) = figure.axes
+        assert len(axes.patches) == 2 * len(stages)
 
 
 def test_a_process_answers_and_its_errors_arrive() -> None:
