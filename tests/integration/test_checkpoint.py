@@ -23,7 +23,7 @@ GRIDS = [[1, 12, 20], [1, 2, 2], [1, 8, 8], [2, 6, 4]]
 def _hf_config(family: str) -> Any:
     import transformers
 
-    vision = SMALL[family]
+    vision = SMALL[family.removesuffix("_moe")]
     text = {
         "vocab_size": 32,
         "hidden_size": 48,
@@ -42,6 +42,7 @@ def _hf_config(family: str) -> Any:
         "qwen2_5_vl": "Qwen2_5_VL",
         "qwen3_vl": "Qwen3VL",
         "glm4v": "Glm4v",
+        "glm4v_moe": "Glm4vMoe",
     }
     config_cls = getattr(transformers, f"{stem[family]}Config")
     model_cls = getattr(transformers, f"{stem[family]}ForConditionalGeneration")
@@ -49,7 +50,8 @@ def _hf_config(family: str) -> Any:
     return model_cls, config
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# The tower of `glm4v_moe` is that of `glm4v`; what a checkpoint holds differs.
+@pytest.fixture(scope="module", params=[*FAMILIES, "glm4v_moe"])
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Any]:

@@ -220,7 +220,7 @@ def test_cells_are_of_the_code_and_the_rows() -> None:
     assert qwen["FP8 on an H200"] == "from 2049 tokens"
     kimi = cells(model_tables.packed(), "kimi_k25_vit")
     assert kimi["head dims"] == "72, 128"
-    assert kimi["by name"] == "Kimi-K2.5"
+    assert kimi["by name"] == "Kimi-K2.5, Kimi-K3"
     assert kimi["FP8 on an H200"] == "72: from 769 tokens; 128: from 2049 tokens"
     assert kimi["encoder graphs"].startswith("exact: KimiK25 from 0.28.0")
     gemma = cells(model_tables.transformers(), "gemma4_mm")

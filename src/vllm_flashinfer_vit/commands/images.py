@@ -40,6 +40,7 @@ _PROCESSORS = {
     "qwen2_5_vl": (56 * 56, 28 * 28 * 16384, _CLIP_MEAN, _CLIP_STD),
     "qwen3_vl": (256 * 256, 4096 * 4096, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "glm4v": (112 * 112, 28 * 28 * 15000, _CLIP_MEAN, _CLIP_STD),
+    "glm4v_moe": (112 * 112, 28 * 28 * 15000, _CLIP_MEAN, _CLIP_STD),
 }
 # Transformers takes any class of its own that a checkpoint names as image processor.
 # Its other Auto classes would ask again whether the checkpoint's code may run.

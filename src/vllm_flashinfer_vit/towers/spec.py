@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_flashinfer_vit.machine.documents import read_json, validated
 
-Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"]
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm4v_moe"]
 # For people who run a command, and for those who call a function.
 ASK_FOR_RANDOM = "ask for random weights (--random-weights, or random_weights=True)"
 # Of a file of a checkpoint that `wants_own_code`.
@@ -53,6 +53,13 @@ FAMILIES: Mapping[Family, Classes] = {
     "glm4v": Classes(
         "glm4_1v",
         "Glm4vForConditionalGeneration",
+        "Glm4vVisionTransformer",
+        takes_text_config=True,
+        norm_eps=1e-5,
+    ),
+    "glm4v_moe": Classes(
+        "glm4_1v",
+        "Glm4vMoeForConditionalGeneration",
         "Glm4vVisionTransformer",
         takes_text_config=True,
         norm_eps=1e-5,
@@ -243,6 +250,8 @@ NAMED_MODELS: Mapping[str, tuple[Family, Mapping[str, Any]]] = {
     "Qwen/Qwen3-VL-8B-Instruct": ("qwen3_vl", _qwen3_vl(4096, *_LARGE_QWEN3)),
     "Qwen/Qwen3-VL-32B-Instruct": ("qwen3_vl", _qwen3_vl(5120, *_LARGE_QWEN3)),
     "zai-org/GLM-4.1V-9B-Thinking": ("glm4v", _glm4v(4096, 13696)),
+    "zai-org/GLM-4.5V": ("glm4v_moe", _glm4v(4096, 10944)),
+    "zai-org/GLM-4.6V": ("glm4v_moe", _glm4v(4096, 10944)),
 }
 
 

@@ -128,8 +128,8 @@ class ModelSpec(Spec):
         """
         whole = self.whole
         cls = self._class(whole.config)
-        fields = whole.layout(self.vision_config, {**_SMALL_TEXT, **whole.text})
         try:
+            fields = whole.layout(self.vision_config, {**_SMALL_TEXT, **whole.text})
             config = cls(**fields, **whole.fields)
         # Transformers checks fields, and raises errors of its own kinds.
         except Exception as error:

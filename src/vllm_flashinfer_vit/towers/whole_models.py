@@ -1,100 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that vLLM builds whole, by name: dimensions, processors, inputs.
+"""The models that vLLM builds whole, by name: dimensions and processors.
 
 Dimensions are those of each model's published config.json. An image processor has the
 defaults of its class where nothing else is said.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
-from vllm_flashinfer_vit.towers.whole import Cut, Fields, WholeModel
+from vllm_flashinfer_vit.towers import whole_inputs as inputs
+from vllm_flashinfer_vit.towers.whole import WholeModel
 
 _TRANSFORMERS = "transformers"
 # Sections of rotary embeddings, of heads of 16.
 _MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
-
-Features = Mapping[str, Any]
-
-
-def _grid(features: Features) -> tuple[int, int, int]:
-    frames, rows, columns = features["image_grid_thw"][0].tolist()
-    return frames, rows, columns
-
-
-def _patches(features: Features, vision: Fields) -> Cut:
-    names = ("pixel_values", "image_grid_thw")
-    return Cut({name: features[name] for name in names}, _grid(features))
-
-
-def _kimi(features: Features, vision: Fields) -> Cut:
-    pixels, grids = features["pixel_values"], features["image_grid_thw"]
-    return Cut({"pixel_values": pixels, "grid_thws": grids}, _grid(features))
-
-
-def _unpadded(features: Features, vision: Fields) -> Cut:
-    (height, width), side = features["image_sizes"][0].tolist(), vision["patch_size"]
-    pixels = features["pixel_values"][0][..., :height, :width]
-    return Cut({"pixel_values": [pixels]}, (1, height // side, width // side))
-
-
-def _square(features: Features, vision: Fields) -> Cut:
-    pixels = features["pixel_values"]
-    side = vision["image_size"] // vision["patch_size"]
-    return Cut(
-        {"pixel_values": pixels, "num_patches": features["num_crops"] + 1},
-        (len(pixels), side, side),
-    )
-
-
-def _tiles(features: Features, vision: Fields) -> Cut:
-    pixels = features["pixel_values_flat"]
-    side = vision["image_size"] // vision["patch_size"]
-    inputs = {
-        "pixel_values_flat": pixels,
-        "image_num_patches": features["image_num_patches"],
-        # Of prompts; vLLM asks for it, and the tower does not.
-        "image_token_id": 0,
-    }
-    return Cut(inputs, (len(pixels), side, side))
-
-
-def _positions(features: Features, vision: Fields) -> Cut:
-    places = features["image_position_ids"]
-    columns, rows = (int(places[..., axis].max()) + 1 for axis in (0, 1))
-    inputs = {
-        "pixel_values": features["pixel_values"],
-        "pixel_position_ids": places,
-    }
-    return Cut(inputs, (1, rows, columns))
-
-
-def _flat(vision: Fields, text: Fields) -> dict[str, Any]:
-    return {"vision_config": vision, **text}
-
-
-def _objects(vision: Fields, text: Fields) -> dict[str, Any]:
-    """Lay out a config whose own class is remote code."""
-    from transformers import LlamaConfig, PreTrainedConfig
-
-    return {
-        "vision_config": PreTrainedConfig(**vision),
-        # With Qwen2's, vLLM asks for a tokenizer, to know whether there are videos.
-        "text_config": LlamaConfig(**text, architectures=["LlamaForCausalLM"]),
-    }
-
-
-def _flat_objects(vision: Fields, text: Fields) -> dict[str, Any]:
-    from transformers import PreTrainedConfig
-
-    return {"vision_config": PreTrainedConfig(**vision), **text}
-
-
-def _thinker(vision: Fields, text: Fields) -> dict[str, Any]:
-    audio = {"encoder_layers": 1}
-    thinker = {"vision_config": vision, "text_config": text, "audio_config": audio}
-    return {"thinker_config": thinker}
-
 
 _SO400M = {
     "hidden_size": 1152,
@@ -103,6 +21,7 @@ _SO400M = {
     "num_attention_heads": 16,
     "patch_size": 14,
 }
+_SIGLIP = {**_SO400M, "model_type": "siglip_vision_model", "vision_use_head": False}
 
 WHOLE_MODELS: Mapping[str, WholeModel] = {
     "PaddlePaddle/PaddleOCR-VL": WholeModel(
@@ -116,7 +35,7 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
         text={"hidden_size": 1024, "rope_parameters": _MROPE},
         processor=f"{_TRANSFORMERS}:PaddleOCRVLImageProcessor",
         processor_fields={"size": {"shortest_edge": 147384, "longest_edge": 2822400}},
-        cut=_patches,
+        cut=inputs.patches,
         pixel_schema="PaddleOCRImagePixelInputs",
     ),
     "zai-org/GLM-OCR": WholeModel(
@@ -148,7 +67,7 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
         },
         processor=f"{_TRANSFORMERS}:Glm4vImageProcessor",
         processor_fields={"size": {"shortest_edge": 12544, "longest_edge": 9633792}},
-        cut=_patches,
+        cut=inputs.patches,
     ),
     "rednote-hilab/dots.ocr": WholeModel(
         module="dots_ocr",
@@ -171,7 +90,7 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
         depth="num_hidden_layers",
         head_dim=128,
         text={"hidden_size": 1536},
-        layout=_flat,
+        layout=inputs.flat,
         processor=f"{_TRANSFORMERS}:Qwen2VLImageProcessor",
         processor_fields={
             "patch_size": 14,
@@ -179,7 +98,7 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             "merge_size": 2,
             "size": {"shortest_edge": 3136, "longest_edge": 11289600},
         },
-        cut=_patches,
+        cut=inputs.patches,
     ),
     "mistral-community/pixtral-12b": WholeModel(
         module="llava",
@@ -212,26 +131,49 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             "size": {"longest_edge": 1024},
             "patch_size": {"height": 16, "width": 16},
         },
-        cut=_unpadded,
+        cut=inputs.unpadded,
     ),
     "google/gemma-3-4b-it": WholeModel(
         module="gemma3_mm",
         model="Gemma3ForConditionalGeneration",
         tower="siglip",
         config=f"{_TRANSFORMERS}:Gemma3Config",
-        vision={
-            **_SO400M,
-            "model_type": "siglip_vision_model",
-            "image_size": 896,
-            "vision_use_head": False,
-        },
+        vision={**_SIGLIP, "image_size": 896},
         depth="num_hidden_layers",
         head_dim=72,
         text={"hidden_size": 2560},
         fields={"mm_tokens_per_image": 256},
         processor=f"{_TRANSFORMERS}:Gemma3ImageProcessor",
         processor_fields={"size": {"height": 896, "width": 896}},
-        cut=_square,
+        cut=inputs.square,
+    ),
+    "google/paligemma-3b-pt-224": WholeModel(
+        module="paligemma",
+        model="PaliGemmaForConditionalGeneration",
+        tower="siglip",
+        config=f"{_TRANSFORMERS}:PaliGemmaConfig",
+        vision={**_SIGLIP, "image_size": 224},
+        depth="num_hidden_layers",
+        head_dim=72,
+        text={"model_type": "gemma", "hidden_size": 2048},
+        fields={"projection_dim": 2048},
+        processor=f"{_TRANSFORMERS}:SiglipImageProcessor",
+        processor_fields={"size": {"height": 224, "width": 224}},
+        cut=inputs.sized,
+    ),
+    "llava-hf/llava-onevision-qwen2-7b-ov-hf": WholeModel(
+        module="llava_onevision",
+        model="LlavaOnevisionForConditionalGeneration",
+        tower="siglip",
+        config=f"{_TRANSFORMERS}:LlavaOnevisionConfig",
+        # Without SigLIP's last block.
+        vision={**_SIGLIP, "num_hidden_layers": 26, "image_size": 384},
+        depth="num_hidden_layers",
+        head_dim=72,
+        text={"model_type": "qwen2", "hidden_size": 3584},
+        processor=f"{_TRANSFORMERS}:LlavaOnevisionImageProcessor",
+        processor_fields={"image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        cut=inputs.crops,
     ),
     "baidu/ERNIE-4.5-VL-28B-A3B-PT": WholeModel(
         module="ernie45_vl",
@@ -272,9 +214,9 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             "temporal_conv_size": 2,
             "use_temporal_conv": True,
         },
-        layout=_flat_objects,
+        layout=inputs.flat_objects,
         processor=f"{_TRANSFORMERS}:Ernie4_5_VLMoeImageProcessor",
-        cut=_patches,
+        cut=inputs.patches,
         follows_counts=True,
     ),
     "OpenGVLab/InternVL3-8B": WholeModel(
@@ -307,7 +249,7 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             "downsample_ratio": 0.5,
             "ps_version": "v2",
         },
-        layout=_objects,
+        layout=inputs.objects,
         processor="vllm.transformers_utils.processors.internvl:InternVLChatImageProcessor",
         processor_fields={
             "image_size": 448,
@@ -316,7 +258,7 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             "dynamic_image_size": True,
             "use_thumbnail": True,
         },
-        cut=_tiles,
+        cut=inputs.tiles,
         # Of the class token.
         extra_tokens=1,
     ),
@@ -351,7 +293,7 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             # Without experts, which need a group of processes.
             "mlp_only_layers": [0],
         },
-        layout=_thinker,
+        layout=inputs.thinker,
         processor=f"{_TRANSFORMERS}:Qwen2VLImageProcessor",
         processor_fields={
             "patch_size": 16,
@@ -361,7 +303,7 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             "image_std": [0.5, 0.5, 0.5],
             "size": {"shortest_edge": 3136, "longest_edge": 12845056},
         },
-        cut=_patches,
+        cut=inputs.patches,
     ),
     "moonshotai/Kimi-K2.5": WholeModel(
         module="kimi_k25",
@@ -380,7 +322,35 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
         head_dim=72,
         text={"model_type": "deepseek_v3", "hidden_size": 7168},
         processor=f"{_TRANSFORMERS}:Kimi_K25ImageProcessor",
-        cut=_kimi,
+        cut=inputs.kimi,
+    ),
+    "moonshotai/Kimi-K3": WholeModel(
+        # Its own class makes a CUDA stream for the language model, which no CPU has;
+        # this one builds the same tower and projector.
+        module="kimi_k25",
+        model="KimiK25ForConditionalGeneration",
+        tower="kimi_k25_vit",
+        config=f"{_TRANSFORMERS}:Kimi_K25Config",
+        vision={
+            "patch_size": 14,
+            "vt_hidden_size": 1024,
+            "vt_intermediate_size": 4096,
+            "vt_num_attention_heads": 12,
+            "vt_num_hidden_layers": 27,
+            "qkv_hidden_size": 1536,
+            "mm_hidden_size": 1024,
+            "init_pos_emb_height": 64,
+            "init_pos_emb_width": 64,
+            "init_pos_emb_time": 4,
+            "merge_kernel_size": [2, 2],
+        },
+        depth="vt_num_hidden_layers",
+        head_dim=128,
+        text={"model_type": "deepseek_v3", "hidden_size": 7168},
+        layout=inputs.kimi_k3,
+        processor=f"{_TRANSFORMERS}:Kimi_K25ImageProcessor",
+        processor_fields={"max_patches": 65536},
+        cut=inputs.kimi,
     ),
     "google/gemma-4-31B-it": WholeModel(
         module="gemma4_mm",
@@ -412,7 +382,7 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
         },
         fields={"audio_config": None},
         processor=f"{_TRANSFORMERS}:Gemma4ImageProcessor",
-        cut=_positions,
+        cut=inputs.positions,
     ),
 }
 
@@ -422,4 +392,6 @@ NOT_BUILT: Mapping[str, str] = {
     "package has it, so only an engine runs it. Its tower, Idefics2's, has the sizes "
     "of PaddlePaddle/PaddleOCR-VL's and attends as google/gemma-3-4b-it's; "
     "benchmarks/block_stacks.py builds its blocks as Idefics2",
+    "lmms-lab-ov2/LLaVA-OneVision2-8B-Instruct": "its config and its processor are "
+    "code of its repository, and no package has them, so only an engine runs it",
 }
