@@ -3,8 +3,9 @@
 
 `stock` is what vLLM does: a copy of q and k, the rotary kernel and a quantising launch
 for each of q, k and v at given scales. `plugin-blocks`, with and without given scales,
-and `plugin-rows` are one launch each. `copy` clones the projection: the bandwidth to
-measure by. `tb_per_s` counts what must be read and written once, at the median.
+and `plugin-rows` are one launch each; those that are `counted` count blocks that their
+given scales cut off, too. `copy` clones the projection: the bandwidth to measure by.
+`tb_per_s` counts what must be read and written once, at the median.
 
     python benchmarks/bench_quantize.py
     python benchmarks/bench_quantize.py --smoke --output out/quantize.csv   # no GPU
@@ -28,7 +29,15 @@ from vllm_flashinfer_vit.kernels.quantize_ref import column_order
 
 BENCH_CASES = ("1x4096", "1x8160", "1x15376", "1x35344", "8x1024", "8x4096", "mixed")
 BENCH_COLUMNS = tuple("tb_per_s" if name == "tflops" else name for name in COLUMNS)
-PROVIDERS = ("copy", "stock", "plugin-blocks", "plugin-blocks_given", "plugin-rows")
+PROVIDERS = (
+    "copy",
+    "stock",
+    "plugin-blocks",
+    "plugin-blocks_given",
+    "plugin-blocks_counted",
+    "plugin-rows",
+    "plugin-rows_counted",
+)
 # Three bits of mantissa are off by 0.026 on inputs from N(0, 1).
 GATE = 0.04
 # Largest absolute values of N(0, 1) stay below it.
@@ -56,6 +65,9 @@ def setup(name: str, problem: Problem) -> Provider:
     tables = problem.cos, problem.sin
     read = sum(x.numel() * x.element_size() for x in (problem.qkv, *tables))
     scales = torch.full((3,), SCALE, device=q.device)
+    counts = None
+    if name.endswith("_counted"):
+        counts = torch.zeros(2, 3, dtype=torch.int64, device=q.device)
     if name == "copy":
         shape = (tokens, 3, heads, head_dim)
         num_bytes = 2 * problem.qkv.numel() * problem.qkv.element_size()
@@ -66,12 +78,12 @@ def setup(name: str, problem: Problem) -> Provider:
         written = 3 * tokens * heads * _round_up(head_dim, 16)
         run = stock_run(problem, scales)
         return Provider(run, lambda out: dequantize_rows(out, head_dim), read + written)
-    if name == "plugin-rows":
+    if name.startswith("plugin-rows"):
         written = 3 * tokens * heads * _round_up(head_dim, 16)
         quantize_rows = plugin_function("quantize_rows")
         args = q, k, v, problem.cu_seqlens, scales, _round_up(head_dim, 16), *tables
         return Provider(
-            lambda: quantize_rows(*args),
+            lambda: quantize_rows(*args, counts=counts),
             lambda out: dequantize_rows(out, head_dim),
             read + written,
         )
@@ -79,9 +91,10 @@ def setup(name: str, problem: Problem) -> Provider:
 
     width = 2 * _round_up(head_dim, 32) + _round_up(head_dim, 16)
     quantize_blocks = plugin_function("quantize_blocks")
-    given = scales if name == "plugin-blocks_given" else None
+    given = None if name == "plugin-blocks" else scales
+    args = q, k, v, problem.cu_seqlens, *tables, given
     return Provider(
-        lambda: quantize_blocks(q, k, v, problem.cu_seqlens, *tables, given),
+        lambda: quantize_blocks(*args, counts=counts),
         lambda out: dequantize_ref(out, problem.cu_seqlens, tokens, head_dim),
         read + tokens * heads * width,
     )

@@ -149,7 +149,7 @@ class TestOp:
         op = torch.ops.vllm_flashinfer_vit.fp8_attention
         torch.library.opcheck(op, (*args, PLAN, method, save, *state))
         if method == "block" and not save:
-            torch.library.opcheck(op, (*args, PLAN, method, save, *(None,) * 4))
+            torch.library.opcheck(op, (*args, PLAN, method, save, *(None,) * 5))
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch's metadata: equal to vLLM's, made once for its sizes, never written."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,7 @@ from _towers import DEVICE, FAMILIES, cpu_only, pixels, small_tower
 from torch.overrides import TorchFunctionMode
 
 from vllm_flashinfer_vit.models import metadata as module
+from vllm_flashinfer_vit.models import qwen3_vl
 from vllm_flashinfer_vit.models.metadata import CACHE, SizeCache
 from vllm_flashinfer_vit.patches.patch import Patch, revert_group
 from vllm_flashinfer_vit.plugin import all_patches
@@ -110,6 +113,32 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore
         self.names.append(getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
+
+
+def test_all_kernels_of_positions_are_compiled_by_the_first_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By vLLM's profiling; requests would wait for the others."""
+    tower = tower_of("qwen3_vl")
+    visual = tower.visual
+    asked: list[Any] = []
+
+    def interpolate(self: Any, grids: Any) -> torch.Tensor:
+        asked.append(grids)
+        return torch.zeros(sum(math.prod(grid) for grid in grids), 1)
+
+    monkeypatch.setattr(
+        qwen3_vl, "current_platform", SimpleNamespace(is_cuda=lambda: True)
+    )
+    call = qwen3_vl._interpolate_once(interpolate)
+    for _ in range(2):
+        call(visual, [[1, 4, 6]])
+    compiled = [[[1, rows, columns]] for rows in (2, 16) for columns in (2, 16)]
+    assert asked == [*compiled, [[1, 4, 6]], [[1, 4, 6]]]
+    vars(visual).pop(qwen3_vl._COMPILED)
+    monkeypatch.setattr(qwen3_vl, "is_served", lambda _: False)
+    call(visual, [[1, 4, 6]])
+    assert asked[6:] == [[[1, 4, 6]]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

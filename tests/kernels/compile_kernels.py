@@ -201,11 +201,11 @@ def of_interleaved(dim: int, capability: int) -> Iterator[Case]:
         )
     if capability < FP8:
         return
-    for scales in (None, torch.empty(3)):
+    for name, scales, counts in given_scales():
         yield (
-            f"quantize {dim} interleaved scales={scales is not None}",
+            f"quantize {dim} interleaved scales={name}",
             functools.partial(
-                quantize.prepare, q, k, v, offsets(), *tables, scales, True
+                quantize.prepare, q, k, v, offsets(), *tables, scales, True, counts
             ),
         )
     yield (
@@ -221,6 +221,12 @@ def of_interleaved(dim: int, capability: int) -> Iterator[Case]:
             *(-(-dim // 16) * 16, *tables, True),
         ),
     )
+
+
+def given_scales() -> list[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
+    """Scales and counts as the quantiser takes them, and what to call them."""
+    scales, counts = torch.empty(3), torch.empty(2, 3, dtype=torch.int64)
+    return [("none", None, None), ("given", scales, None), ("counted", scales, counts)]
 
 
 def of_gemma4() -> Iterator[Case]:
@@ -254,12 +260,11 @@ def of_fp8_attention(dim: int) -> Iterator[Case]:
     for dtype in dtypes if dim in BOTH_TYPES else dtypes[:1]:
         q, k, v = heads(dim, dtype)
         tables = angles(dim, dtype)
-        for scales in (None, torch.empty(3)):
+        for name, scales, counts in given_scales():
+            rest = *tables, scales, False, counts
             yield (
-                f"quantize {dim} {TYPES[dtype]} scales={scales is not None}",
-                functools.partial(
-                    quantize.prepare, q, k, v, offsets(), *tables, scales
-                ),
+                f"quantize {dim} {TYPES[dtype]} scales={name}",
+                functools.partial(quantize.prepare, q, k, v, offsets(), *rest),
             )
     q, k, v = heads(dim)
     tables = angles(dim)
@@ -276,12 +281,14 @@ def of_fp8_attention(dim: int) -> Iterator[Case]:
         functools.partial(absmax.absmax, q, k, v, offsets(), state.amax, *tables),
     )
     padded = -(-dim // 16) * 16
-    yield (
-        f"quantize_rows {dim}",
-        functools.partial(
-            quantize_rows.quantize_rows, q, k, v, offsets(), state.scales, padded
-        ),
-    )
+    for counts in (None, state.clip_counts):
+        yield (
+            f"quantize_rows {dim} counts={counts is not None}",
+            functools.partial(
+                *(quantize_rows.quantize_rows, q, k, v, offsets(), state.scales),
+                *(padded, None, None, False, counts),
+            ),
+        )
     for dtype in (E4M3, torch.bfloat16):
         out = torch.empty(ROWS, HEADS, padded, dtype=dtype)
         ends = torch.zeros(5, 1, 1, 1, dtype=torch.int64)

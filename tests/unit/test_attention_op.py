@@ -196,6 +196,37 @@ def test_static_scales_are_read_by_every_call() -> None:
     assert call().abs().max() <= 0.05
 
 
+@pytest.mark.parametrize("method", ["static", "dynamic", "block"])
+@pytest.mark.parametrize("quantized", ["blocks", "rows"])
+def test_only_static_scales_count_what_they_cut_off(
+    quantized, method, monkeypatch
+) -> None:
+    if quantized == "rows":
+        if method == "block":
+            pytest.skip("rows have one scale for each tensor")
+        monkeypatch.setattr(
+            type(KERNELS["cudnn_fp8"]), "padded_head_dim", lambda *_: 32
+        )
+        monkeypatch.setattr(
+            ops, "_prepare_kernel", lambda name: lambda *args: args[0].cpu
+        )
+    plan = REFERENCE_FP8 if quantized == "blocks" else Plan.of("cudnn_fp8")
+    qkv = make_qkv(CASE, 2, 32, torch.float32, kv_heads=1)
+    batch = Batch(*qkv, None, None, CASE.cu_seqlens(), torch.tensor(10))
+    state = make_state()
+    batch.k[12, 0, 3] = 500.0
+    call = prepare(batch, SCALE, plan, Fp8(method, False, state))
+    assert not state.clip_counts.any()
+    for _ in range(2):
+        call()
+    # A block for each sequence, or one for all rows.
+    blocks = 2 if quantized == "blocks" else 1
+    counts = [[4 * blocks, 2 * blocks, 2 * blocks], [0, 2, 0]]
+    assert state.clip_counts.tolist() == (
+        counts if method == "static" else [[0] * 3, [0] * 3]
+    )
+
+
 def test_the_op_is_what_is_prepared() -> None:
     batch = make_batch(turned=16)
     call = prepare(batch, SCALE, REFERENCE)

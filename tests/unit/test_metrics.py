@@ -173,13 +173,16 @@ class TestLog:
             ("graph_real_tokens",): 1000,
             ("graph_padded_tokens",): 1090,
             ("fallbacks", "graph_size"): 1,
+            ("fp8_blocks", "q"): 700,
+            ("fp8_blocks", "v"): 300,
+            ("fp8_clipped_blocks", "v"): 3,
             ("triton_kernels_after_start",): 2,
         }
         assert summary(totals) == (
             "encoder passes: 12 by triton (graph, up to 1024 patches), 1 by flash_attn "
             "(blocks, any length); graphs served 12 of 13 items; 1.090 padded over "
-            "real tokens; fall-backs: 1 graph_size; built after the start: 2 Triton "
-            "kernels, 0 cuDNN plans"
+            "real tokens; fall-backs: 1 graph_size; FP8 scales cut off 3 of 1000 "
+            "blocks; built after the start: 2 Triton kernels, 0 cuDNN plans"
         )
         assert summary({}) == (
             "encoder passes: none; fall-backs: none; built after the start: 0 Triton "

@@ -2,7 +2,8 @@
 """What an engine's encoder did in a step, counted once a pass.
 
 Profiling, warm-up and capture are no steps, so they do not count. A pass adds to
-integers; the step's end hands them to `metrics`, when all work has been launched.
+integers; the step's end hands them to `metrics`, when all work has been launched. What
+FP8 scales cut off is counted on the device, and read now and then.
 """
 
 import re
@@ -13,13 +14,18 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_flashinfer_vit.engine import warmup
+from vllm_flashinfer_vit.engine.clipping import ClipReader
 from vllm_flashinfer_vit.engine.metrics import Key, of_process
+from vllm_flashinfer_vit.fp8.state import ScaleState
 from vllm_flashinfer_vit.machine.per_engine import PerEngine
 from vllm_flashinfer_vit.ops.batch import longest_of
 from vllm_flashinfer_vit.ops.plan import Plan
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
 
 # How the blocks of a pass ran; see `metrics.SERIES`.
 RanBy = Literal["graph", "blocks", "attention"]
@@ -43,16 +49,21 @@ class Counting(PerEngine):
         self._counts: Counter[Key] = Counter()
         self._noted: dict[Key, int] | None = None
         self._first: Kind | None = None
+        self._clips = ClipReader()
         # By tower: dead once its layers are.
         self._last: WeakValueDictionary[str, LayerCounts] = WeakValueDictionary()
 
-    def enroll(self, layer_name: str, plan: Plan) -> "LayerCounts":
+    def enroll(
+        self, layer_name: str, plan: Plan, scales: ScaleState | None
+    ) -> "LayerCounts":
         """Return what counts for a layer: its tower's last one so far.
 
         Args:
             layer_name: Those of a tower differ by the indices of blocks.
             plan: The layer's.
+            scales: Its FP8 scales, or None if it keeps none.
         """
+        self._clips.enroll(scales)
         of_process().add(("attention_layers", "vllm-flashinfer-vit"))
         tower = _INDEX.sub("*", layer_name)
         before = self._last.get(tower)
@@ -65,23 +76,36 @@ class Counting(PerEngine):
     def step(self) -> Iterator[None]:
         """Count what a step of the engine does, and export it at its end."""
         before = _built()
+        self._clips.begin()
         self.is_on = True
         try:
             yield
+            # Not after an error: asking a device that failed would raise another one.
+            self._counts.update(self._clips.read())
         finally:
             self.is_on = False
-            self._export(before)
+            self._export()
+            built = _built()
+            metrics = of_process()
+            if built != before:
+                metrics.add(("triton_kernels_after_start",), built[0] - before[0])
+                metrics.add(("cudnn_plans_after_start",), built[1] - before[1])
+            metrics.say_if_due()
 
-    def _export(self, before: tuple[int, int]) -> None:
+    def end(self) -> None:
+        """Count what the device still holds, and log it; call it as the engine ends."""
+        try:
+            self._counts.update(self._clips.read_last())
+        except RuntimeError as error:
+            logger.warning("the last counts of FP8 blocks could not be read: %s", error)
+        self._export()
+        of_process().say()
+
+    def _export(self) -> None:
         metrics = of_process()
         for key, count in self._counts.items():
             metrics.add(key, count)
         self._counts.clear()
-        built = _built()
-        if built != before:
-            metrics.add(("triton_kernels_after_start",), built[0] - before[0])
-            metrics.add(("cudnn_plans_after_start",), built[1] - before[1])
-        metrics.say_if_due()
 
     @contextmanager
     def noting(self) -> Iterator[dict[Key, int]]:

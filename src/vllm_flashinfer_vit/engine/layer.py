@@ -96,13 +96,13 @@ class FlashInferViTAttention(MMEncoderAttention):
         self._fp8_policy = policy
         config = get_current_vllm_config()
         self._warm_up = WarmUp.of(config)
-        self.counts = Counting.of(config).enroll(prefix, self._plan)
         self._patch()
         self._engine_scales: EngineScales | None = None
         self._fp8_state: ScaleState | None = None
         if fp8.requested():
             self._engine_scales = EngineScales.of(config)
             self._fp8_state = self._engine_scales.enroll(prefix, head_size, policy)
+        self.counts = Counting.of(config).enroll(prefix, self._plan, self._fp8_state)
         for name in {name for choice in choices for name in choice.kernels}:
             KERNELS[name].decide(head_size)
         for problem in ignored(config):

@@ -101,6 +101,20 @@ SERIES = (
         ("key_lengths", "block_input", "graph_size", "graph_pixels", "graph_missing"),
     ),
     Series(
+        "fp8_blocks",
+        ("tensor",),
+        "Blocks of q, k and v that layers with static FP8 scales quantised: up to 128 "
+        "tokens of a head, in a graph without its padding.",
+        ("q", "k", "v"),
+    ),
+    Series(
+        "fp8_clipped_blocks",
+        ("tensor",),
+        "Those of them whose largest value lies beyond what the scale can hold, by "
+        "more than FP8 rounds.",
+        ("q", "k", "v"),
+    ),
+    Series(
         "triton_kernels_after_start",
         (),
         "Variants of this package's Triton kernels that requests waited for: compiled, "
@@ -234,6 +248,12 @@ def summary(totals: Mapping[Key, int]) -> str:
         if name == "fallbacks"
     ]
     parts.append("fall-backs: " + (", ".join(fallbacks) or "none"))
+    blocks, clipped = (
+        sum(totals.get((name, tensor), 0) for tensor in "qkv")
+        for name in ("fp8_blocks", "fp8_clipped_blocks")
+    )
+    if blocks:
+        parts.append(f"FP8 scales cut off {clipped} of {blocks} blocks")
     triton = totals.get(("triton_kernels_after_start",), 0)
     cudnn = totals.get(("cudnn_plans_after_start",), 0)
     parts.append(f"built after the start: {triton} Triton kernels, {cudnn} cuDNN plans")

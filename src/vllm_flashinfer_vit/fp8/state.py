@@ -32,12 +32,16 @@ class ScaleState(nn.Module):
     """One layer's scales on the device, so that a captured graph moves them on.
 
     Its tensors are those of `formats.DynamicScales`; static scales are `scales`.
+
+    Attributes:
+        is_static: Whether the scales are a file's, and may cut values off.
     """
 
     amax: torch.Tensor
     history: torch.Tensor
     position: torch.Tensor
     scales: torch.Tensor
+    clip_counts: torch.Tensor
 
     def __init__(self, layer_name: str, head_dim: int, given: QKV | None) -> None:
         """Make the buffers on the default device.
@@ -50,6 +54,7 @@ class ScaleState(nn.Module):
         super().__init__()
         self.layer_name = layer_name
         self.head_dim = head_dim
+        self.is_static = given is not None
         self._first = QKV(1.0, 1.0, 1.0) if given is None else given
         # Not persistent: no checkpoint has them, and dummy weights overwrite the rest.
         for name, value in (
@@ -57,6 +62,7 @@ class ScaleState(nn.Module):
             ("history", torch.zeros(HISTORY, 3, dtype=torch.float32)),
             ("position", torch.zeros(1, dtype=torch.int32)),
             ("scales", torch.ones(3, dtype=torch.float32)),
+            ("clip_counts", torch.zeros(2, 3, dtype=torch.int64)),
         ):
             self.register_buffer(name, value, persistent=False)
         self.reset()
@@ -64,13 +70,16 @@ class ScaleState(nn.Module):
     @property
     def scales_on_device(self) -> DynamicScales:
         """The same tensors as the op takes them."""
-        return DynamicScales(self.amax, self.history, self.position, self.scales)
+        return DynamicScales(
+            self.amax, self.history, self.position, self.scales, self.clip_counts
+        )
 
     def reset(self) -> None:
         """Forget what was seen, in place."""
         self.amax.zero_()
         self.history.zero_()
         self.position.zero_()
+        self.clip_counts.zero_()
         self.scales.copy_(torch.tensor(self._first, dtype=torch.float32, device="cpu"))
 
 

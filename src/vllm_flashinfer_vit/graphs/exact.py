@@ -137,7 +137,6 @@ class ExactManager(PaddedManager):
         super().capture(*args, **kwargs)
         for budget in reversed(self._short_budgets):
             self._capture_budget_graph(budget, path=SHORT)
-        self._warm_up_positions()
 
     def _capture_budget_graph(
         self,
@@ -164,20 +163,6 @@ class ExactManager(PaddedManager):
         self._captured[graph_name(token_budget, path, axis_keys)] = self._captured[
             graph_name(other, path, axis_keys)
         ]
-
-    def _warm_up_positions(self) -> None:
-        """Compile vLLM's kernel for Qwen3-VL's positions, which no graph holds.
-
-        It has variants by whether 16 divides the rows and columns.
-        """
-        visual: Any = getattr(self.model.wrapped, "visual", None)
-        if not hasattr(visual, "fast_pos_embed_interpolate"):
-            return
-        with torch.inference_mode():
-            for rows, columns in itertools.product(
-                (visual.spatial_merge_size, 16), repeat=2
-            ):
-                visual.fast_pos_embed_interpolate([[1, rows, columns]])
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Encode items, after normalising pixels where only the model would."""

@@ -111,6 +111,16 @@ def load_columns(
 
 
 @triton.jit
+def load_parts(base, row, mask, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr):
+    """Load the first D columns as two tiles; see `split_width`."""
+    lo = load_columns(base, row, mask, 0, min(D, LO), LO)
+    if HI > 0:
+        return lo, load_columns(base, row, mask, LO, D - LO, HI)
+    else:
+        return lo, lo
+
+
+@triton.jit
 def load_runs(base, at, mask, UNIT: tl.constexpr, WIDTH: tl.constexpr):
     """Load the runs of WIDTH elements that begin UNITs `at`; those masked are zeros."""
     offs = at[:, None] * UNIT + tl.arange(0, WIDTH)[None, :]
@@ -150,6 +160,25 @@ def store_columns(
         mask = mask & (offs_d < WIDTH)[None, :]
     value = value.to(base.dtype.element_ty)
     tl.store(base + (row[:, None] + (COL + offs_d)[None, :]), value, mask=mask)
+
+
+@triton.jit
+def store_transposed(
+    base,
+    stride_d,
+    offs_n,
+    COL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    value,
+):
+    """Store a tile [N, WIDTH_PAD] as the columns from COL on, each a row in memory."""
+    offs_d = tl.arange(0, WIDTH_PAD)
+    offs = ((COL + offs_d) * stride_d)[:, None] + offs_n[None, :]
+    if WIDTH < WIDTH_PAD:
+        tl.store(base + offs, tl.trans(value), mask=(offs_d < WIDTH)[:, None])
+    else:
+        tl.store(base + offs, tl.trans(value))
 
 
 @triton.jit

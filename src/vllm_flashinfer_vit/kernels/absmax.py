@@ -218,7 +218,8 @@ def update(state: DynamicScales, margin: float = 1.0) -> None:
     Raises:
         ValueError: The margin is not above 0.
     """
-    _plan_update(margin)(*state)
+    tensors = state.amax, state.history, state.position, state.scales
+    _plan_update(margin)(*tensors)
 
 
 @cached_by_layout

@@ -49,6 +49,18 @@ def qk_max(head_dim: int) -> float:
     return min(28.0, 2.0 * (math.isqrt(65504 // head_dim) // 2))
 
 
+def cut_off_above(largest: float) -> float:
+    """Return what a scaled value that ends at `largest` must exceed to be cut off.
+
+    Up to half a step beyond, e4m3 would round it to `largest` even if it went on.
+
+    Args:
+        largest: A number in e4m3, a normal one.
+    """
+    # Numbers in e4m3 from 2^n to 2^(n + 1) are 2^(n - 3) apart.
+    return largest + 2.0 ** (math.frexp(largest)[1] - 5)
+
+
 class QuantizedQKV(NamedTuple):
     """q, k and v in e4m3, `x ~ x8 * scale`, in blocks of 128 tokens of a sequence.
 
@@ -90,12 +102,16 @@ class DynamicScales(NamedTuple):
         history: `[16, 3]` fp32, those of the last passes.
         position: `[1]` int32, the row of `history` that is written next.
         scales: `[3]` fp32, what one e4m3 unit stands for; 1 before the first pass.
+        clip_counts: `[2, 3]` int64, blocks of q, k and v that static scales were for,
+            and those of them that they cut off, since the last reading. A block is 128
+            rows of a head.
     """
 
     amax: torch.Tensor
     history: torch.Tensor
     position: torch.Tensor
     scales: torch.Tensor
+    clip_counts: torch.Tensor
 
     @classmethod
     def on(cls, device: torch.device | str) -> Self:
@@ -107,6 +123,7 @@ class DynamicScales(NamedTuple):
             history=torch.zeros(HISTORY, 3, dtype=torch.float32, device=device),
             position=torch.zeros(1, dtype=torch.int32, device=device),
             scales=torch.ones(3, dtype=torch.float32, device=device),
+            clip_counts=torch.zeros(2, 3, dtype=torch.int64, device=device),
         )
 
 

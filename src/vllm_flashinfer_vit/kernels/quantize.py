@@ -20,6 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_flashinfer_vit.kernels._clip_counts import (
+    check_counts,
+    count_blocks,
+    count_cut_off,
+)
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, nothing
 from vllm_flashinfer_vit.kernels._pairs import finite, to_e4m3
 from vllm_flashinfer_vit.kernels._quantize import (
@@ -40,8 +45,9 @@ from vllm_flashinfer_vit.kernels._quantize import (
 )
 from vllm_flashinfer_vit.kernels._triton import (
     find_sequence,
-    load_columns,
+    load_parts,
     split_width,
+    store_transposed,
     stride_unit,
 )
 from vllm_flashinfer_vit.kernels.formats import (
@@ -77,7 +83,7 @@ _E4M3_MAX = tl.constexpr(E4M3_MAX)
         "stride_ct",
         "stride_st",
     ],
-    do_not_specialize_on_alignment=["scales_ptr", "cu_seqlens_ptr"],
+    do_not_specialize_on_alignment=["scales_ptr", "counts_ptr", "cu_seqlens_ptr"],
 )
 def _quantize_blocks_kernel(
     q_ptr,
@@ -86,6 +92,7 @@ def _quantize_blocks_kernel(
     cos_ptr,
     sin_ptr,
     scales_ptr,
+    counts_ptr,
     cu_seqlens_ptr,
     q_out_ptr,
     k_out_ptr,
@@ -109,6 +116,7 @@ def _quantize_blocks_kernel(
     UNIT_X: tl.constexpr,
     UNIT_V: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
     H: tl.constexpr,
     H_KV: tl.constexpr,
     D: tl.constexpr,
@@ -143,6 +151,8 @@ def _quantize_blocks_kernel(
     rows = tl.minimum(end - start, BLOCK)
     if rows <= 0:
         return
+    if HAS_COUNTS:
+        count_blocks(counts_ptr, pid_g == 0, H, H_KV)
     start = start.to(tl.int64)
 
     if pid_g < num_groups_q + num_groups_kv:
@@ -211,13 +221,18 @@ def _quantize_blocks_kernel(
                 scale = block_scale(absmax_pairs(turned, UNIT, HI > 0), QK_MAX)
             at = tl.cast(i, tl.int64) * num_blocks + pid_b
             tl.store(scale_base + at, scale)
+            inverse = tl.div_rn(1.0, scale)
+            if HAS_COUNTS:
+                amax = absmax_pairs(turned, UNIT, HI > 0)
+                tensor = tl.where(is_q, 0, 1)
+                count_cut_off(counts_ptr, tensor, amax, inverse, QK_MAX)
             store_pairs(
                 out_base + at * (BLOCK * D_QK),
                 D_QK,
                 BLOCK,
                 items,
                 turned,
-                tl.div_rn(1.0, scale),
+                inverse,
                 QK_MAX if HAS_SCALES else None,
                 D,
                 D_QK,
@@ -235,13 +250,13 @@ def _quantize_blocks_kernel(
     last = tl.minimum(first + group, H_KV)
     step = stride_vh.to(tl.int64) * UNIT_V
     head = v_ptr + start * stride_vt * UNIT_V + first * step
-    next_lo, next_hi = _load_v(head, row_v, key < rows, D, V_LO, V_HI_PAD)
+    next_lo, next_hi = load_parts(head, row_v, key < rows, D, V_LO, V_HI_PAD)
     for i in range(first, last):
         pid_h = tl.cast(i, tl.int64)
         v_lo, v_hi = finite(next_lo), finite(next_hi)
         head += step
         ahead = tl.where(i + 1 < last, rows, 0)
-        next_lo, next_hi = _load_v(head, row_v, key < ahead, D, V_LO, V_HI_PAD)
+        next_lo, next_hi = load_parts(head, row_v, key < ahead, D, V_LO, V_HI_PAD)
         if HAS_SCALES:
             scale = tl.load(scales_ptr + 2)
         else:
@@ -249,40 +264,15 @@ def _quantize_blocks_kernel(
             scale = block_scale(amax, _E4M3_MAX)
         tl.store(v_scale_ptr + pid_h * num_blocks + pid_b, scale)
         inverse = tl.div_rn(1.0, scale)
+        if HAS_COUNTS:
+            amax = absmax_tiles(v_lo, v_hi, UNIT_V, V_HI_PAD > 0)
+            count_cut_off(counts_ptr, 2, amax, inverse, _E4M3_MAX)
         out = v_out_ptr + pid_h * D_V * num_rows + pid_b.to(tl.int64) * BLOCK
         v_lo = to_e4m3(v_lo, inverse)
-        _store_transposed(out, num_rows, offs_n, 0, V_LO, V_LO, v_lo)
+        store_transposed(out, num_rows, offs_n, 0, V_LO, V_LO, v_lo)
         if V_HI_PAD > 0:
             v_hi = to_e4m3(v_hi, inverse)
-            _store_transposed(out, num_rows, offs_n, V_LO, D_V - V_LO, V_HI_PAD, v_hi)
-
-
-@triton.jit
-def _load_v(head, row_v, mask, D: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr):
-    lo = load_columns(head, row_v, mask, 0, min(D, LO), LO)
-    if HI > 0:
-        return lo, load_columns(head, row_v, mask, LO, D - LO, HI)
-    else:
-        return lo, lo
-
-
-@triton.jit
-def _store_transposed(
-    base,
-    stride_d,
-    offs_n,
-    COL: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-    value,
-):
-    """Store a tile [N, WIDTH_PAD] as the columns from COL on, each a row in memory."""
-    offs_d = tl.arange(0, WIDTH_PAD)
-    offs = ((COL + offs_d) * stride_d)[:, None] + offs_n[None, :]
-    if WIDTH < WIDTH_PAD:
-        tl.store(base + offs, tl.trans(value), mask=(offs_d < WIDTH)[:, None])
-    else:
-        tl.store(base + offs, tl.trans(value))
+            store_transposed(out, num_rows, offs_n, V_LO, D_V - V_LO, V_HI_PAD, v_hi)
 
 
 def quantize_blocks(
@@ -294,6 +284,7 @@ def quantize_blocks(
     sin: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     interleaved: bool = False,
+    counts: torch.Tensor | None = None,
 ) -> QuantizedQKV:
     """Turn q and k, and quantise q, k and v in blocks of 128 tokens of a sequence.
 
@@ -315,6 +306,9 @@ def quantize_blocks(
         sin: Like cos.
         scales: `[3]` fp32 on the device, for q, k and v, or None for block scales.
         interleaved: Which elements turn together; see `kernels.rope.rope`.
+        counts: `[2, 3]` int64 on the device, contiguous, with given scales only. To the
+            first row are added the blocks of q, k and v, to the second those of them
+            whose largest finite value the scales cut off, by more than it rounds.
 
     Returns:
         Fresh tensors; see `QuantizedQKV`. Given scales fill the scale tensors, for q
@@ -323,7 +317,9 @@ def quantize_blocks(
     Raises:
         ValueError: A tensor breaks a demand above.
     """
-    launch, quantized = prepare(q, k, v, cu_seqlens, cos, sin, scales, interleaved)
+    launch, quantized = prepare(
+        q, k, v, cu_seqlens, cos, sin, scales, interleaved, counts
+    )
     launch()
     return quantized
 
@@ -337,6 +333,7 @@ def prepare(
     sin: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     interleaved: bool = False,
+    counts: torch.Tensor | None = None,
 ) -> tuple[Callable[[], object], QuantizedQKV]:
     """Settle `quantize_blocks` for what q, k, v, cu_seqlens and scales will hold.
 
@@ -349,6 +346,7 @@ def prepare(
         sin: Like cos.
         scales: See `q`.
         interleaved: See `q`.
+        counts: See `q`; every call adds to them.
 
     Returns:
         The call, for the current stream; and the tensors that every call writes.
@@ -357,7 +355,7 @@ def prepare(
         ValueError: As `quantize_blocks`.
     """
     cos, sin = contiguous_columns(cos), contiguous_columns(sin)
-    launch, shapes = _plan(q, k, v, cu_seqlens, cos, sin, scales, interleaved)
+    launch, shapes = _plan(q, k, v, cu_seqlens, cos, sin, scales, interleaved, counts)
     dtypes = (torch.float8_e4m3fn,) * 3 + (torch.float32,) * 3
     out = QuantizedQKV(
         *(
@@ -374,6 +372,7 @@ def prepare(
         q if cos is None else cos,
         q if sin is None else sin,
         out.q_scale if scales is None else scales,
+        out.q_scale if counts is None else counts,
         cu_seqlens,
         *out,
     )
@@ -390,10 +389,13 @@ def _plan(
     sin: torch.Tensor | None,
     scales: torch.Tensor | None,
     interleaved: bool,
+    counts: torch.Tensor | None,
 ) -> tuple[Launch, tuple[tuple[int, ...], ...]]:
     check_inputs(q, k, v, cu_seqlens, cos, sin)
     if scales is not None:
         check_scales(scales)
+    if counts is not None:
+        check_counts(counts, scales)
     num_tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     num_seqs = cu_seqlens.numel() - 1
@@ -417,6 +419,7 @@ def _plan(
         *(stride // unit for stride in angle_strides(cos, sin)),
         UNIT_V=unit_v,
         HAS_SCALES=scales is not None,
+        HAS_COUNTS=counts is not None,
         D_QK=d_qk,
         D_V=d_v,
         V_LO=v_lo,

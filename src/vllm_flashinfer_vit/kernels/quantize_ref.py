@@ -11,6 +11,7 @@ from vllm_flashinfer_vit.kernels.formats import (
     E4M3_MAX,
     FP32_TINY,
     QuantizedQKV,
+    cut_off_above,
     qk_max,
 )
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
@@ -25,6 +26,7 @@ def quantize_blocks_ref(
     sin: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
     interleaved: bool = False,
+    counts: torch.Tensor | None = None,
 ) -> QuantizedQKV:
     """Turn q and k, and quantise q, k and v in blocks of 128 tokens of a sequence.
 
@@ -38,6 +40,7 @@ def quantize_blocks_ref(
         sin: See `cos`.
         scales: `[3]` fp32 for q, k and v, or None for block scales.
         interleaved: As for `rope_ref`.
+        counts: As the kernel takes it, or None.
 
     Returns:
         As the kernel, with zeros and scales of 0 in the blocks of no sequence.
@@ -63,7 +66,10 @@ def quantize_blocks_ref(
                 amax = finite_absmax(rows.flatten(1))
                 scale = scale_of(amax, largest) if given is None else given
                 x_scale[:, block] = scale
-                inverse = (1 / x_scale[:, block])[:, None, None]
+                inverse = 1 / x_scale[:, block]
+                if counts is not None:
+                    count_ref(counts[:, i], amax * inverse, largest)
+                inverse = inverse[:, None, None]
                 x8[:, block, : rows.shape[1]] = to_e4m3_ref(rows, inverse, largest)
                 block += 1
         outs.append(x8.flatten(1, 2))
@@ -84,6 +90,7 @@ def quantize_rows_ref(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     interleaved: bool = False,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Turn q and k, and quantise q, k and v by one scale for each, rows staying rows.
 
@@ -97,6 +104,7 @@ def quantize_rows_ref(
         cos: See `q`.
         sin: See `q`.
         interleaved: See `q`.
+        counts: As the kernel takes it, or None.
 
     Returns:
         As the kernel.
@@ -104,7 +112,7 @@ def quantize_rows_ref(
     q, k = _turned(q, k, cos, sin, interleaved)
     end = int(cu_seqlens.max())
     outs = []
-    for x, inverse in zip((q, k, v), 1 / scales, strict=True):
+    for i, (x, inverse) in enumerate(zip((q, k, v), 1 / scales, strict=True)):
         out = torch.zeros(
             (x.shape[0], x.shape[1], head_dim_padded),
             dtype=torch.float8_e4m3fn,
@@ -112,6 +120,12 @@ def quantize_rows_ref(
         )
         out[:end, :, : x.shape[2]] = to_e4m3_ref(x[:end], inverse)
         outs.append(out)
+        if counts is None:
+            continue
+        for first in range(0, min(end, len(x)), BLOCK):
+            rows = x[first : min(first + BLOCK, end)].transpose(0, 1)
+            amax = finite_absmax(rows.flatten(1))
+            count_ref(counts[:, i], amax * inverse, E4M3_MAX)
     return outs[0], outs[1], outs[2]
 
 
@@ -128,6 +142,18 @@ def to_e4m3_ref(
     """Return x times the reciprocal of its scale, saturated; NaN for NaN and Inf."""
     scaled = (x.float() * inverse).clamp(-largest, largest)
     return torch.where(x.isfinite(), scaled, float("nan")).to(torch.float8_e4m3fn)
+
+
+def count_ref(counts: torch.Tensor, amax: torch.Tensor, largest: float) -> None:
+    """Count blocks, and those that are cut off.
+
+    Args:
+        counts: `[2]` int64, added to in place.
+        amax: `[H]` fp32, the blocks' largest scaled values.
+        largest: What a scaled value can be at most.
+    """
+    is_cut_off = amax > cut_off_above(largest)
+    counts += torch.stack([torch.ones_like(is_cut_off), is_cut_off]).sum(dim=1)
 
 
 def column_order(head_dim: int, rotary_dim: int) -> torch.Tensor:

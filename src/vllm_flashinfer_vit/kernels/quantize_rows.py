@@ -10,8 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_flashinfer_vit.kernels._clip_counts import (
+    check_counts,
+    count_blocks,
+    count_cut_off,
+)
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout
 from vllm_flashinfer_vit.kernels._quantize import (
+    absmax_pairs,
+    absmax_tiles,
     angle_strides,
     check_inputs,
     check_scales,
@@ -27,9 +34,10 @@ from vllm_flashinfer_vit.kernels._quantize import (
     turn_pairs,
 )
 from vllm_flashinfer_vit.kernels._triton import last_row
-from vllm_flashinfer_vit.kernels.formats import BLOCK
+from vllm_flashinfer_vit.kernels.formats import BLOCK, E4M3_MAX
 
 _NUM_WARPS = 8
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
 
 
 @triton.jit(
@@ -45,7 +53,7 @@ _NUM_WARPS = 8
         "stride_ct",
         "stride_st",
     ],
-    do_not_specialize_on_alignment=["scales_ptr", "cu_seqlens_ptr"],
+    do_not_specialize_on_alignment=["scales_ptr", "counts_ptr", "cu_seqlens_ptr"],
 )
 def _quantize_rows_kernel(
     q_ptr,
@@ -54,6 +62,7 @@ def _quantize_rows_kernel(
     cos_ptr,
     sin_ptr,
     scales_ptr,
+    counts_ptr,
     cu_seqlens_ptr,
     q_out_ptr,
     k_out_ptr,
@@ -70,6 +79,7 @@ def _quantize_rows_kernel(
     stride_st,
     UNIT: tl.constexpr,
     UNIT_X: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
     H: tl.constexpr,
     H_KV: tl.constexpr,
     D: tl.constexpr,
@@ -92,6 +102,8 @@ def _quantize_rows_kernel(
     rows = tl.maximum(tl.minimum(end, num_tokens) - start, 0).to(tl.int32)
     # Rows after the end are stored, as zeros, but not read.
     rows_out = tl.minimum(num_tokens - start, BLOCK).to(tl.int32)
+    if HAS_COUNTS:
+        count_blocks(counts_ptr, (pid_h == 0) & (rows > 0), H, H_KV)
     items = head_items(D, UNIT, LO, HI)
     q_base = q_ptr + (start * stride_qt + pid_h * stride_qh) * UNIT_X
     cos_base = cos_ptr + start * stride_ct * UNIT
@@ -104,6 +116,9 @@ def _quantize_rows_kernel(
     )
     q = turn_pairs(q, angles, items, D, TURNED, UNIT, HI)
     inverse = tl.div_rn(1.0, tl.load(scales_ptr))
+    if HAS_COUNTS:
+        amax = absmax_pairs(q, UNIT, HI > 0)
+        count_cut_off(counts_ptr, 0, amax, inverse, _E4M3_MAX)
     base = q_out_ptr + (start * H + pid_h) * D_PAD
     ROW: tl.constexpr = H * D_PAD
     store_pairs(base, ROW, rows_out, items, q, inverse, None, D, D_PAD, HI, BLOCK)
@@ -120,9 +135,15 @@ def _quantize_rows_kernel(
     k = turn_pairs(k, angles, items, D, TURNED, UNIT, HI)
     base = k_out_ptr + at
     inverse = tl.div_rn(1.0, tl.load(scales_ptr + 1))
+    if HAS_COUNTS:
+        amax = absmax_pairs(k, UNIT, HI > 0)
+        count_cut_off(counts_ptr, 1, amax, inverse, _E4M3_MAX)
     store_pairs(base, ROW_KV, rows_out, items, k, inverse, None, D, D_PAD, HI, BLOCK)
     base = v_out_ptr + at
     inverse = tl.div_rn(1.0, tl.load(scales_ptr + 2))
+    if HAS_COUNTS:
+        amax = absmax_tiles(v_lo, v_hi, 2 * UNIT, HI > 0)
+        count_cut_off(counts_ptr, 2, amax, inverse, _E4M3_MAX)
     store_columns_in_order(
         base, ROW_KV, rows_out, items, v_lo, v_hi, inverse, D, D_PAD, HI, BLOCK
     )
@@ -138,6 +159,7 @@ def quantize_rows(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     interleaved: bool = False,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Turn q and k, and quantise q, k and v by one scale for each, rows staying rows.
 
@@ -152,6 +174,8 @@ def quantize_rows(
         cos: As `quantize_blocks` takes it; so is sin.
         sin: See `cos`.
         interleaved: As `quantize_blocks` takes it.
+        counts: As `quantize_blocks` takes it. A block is 128 rows of the batch here,
+            whatever its sequences; one of padding alone is not counted.
 
     Returns:
         q `[T, H, Dp]`, k and v `[T, H_kv, Dp]`, e4m3 and contiguous. Columns from D on,
@@ -162,7 +186,9 @@ def quantize_rows(
         ValueError: An argument breaks a demand above.
     """
     cos, sin = contiguous_columns(cos), contiguous_columns(sin)
-    launch = _plan(q, k, v, cu_seqlens, scales, head_dim_padded, cos, sin, interleaved)
+    launch = _plan(
+        *(q, k, v, cu_seqlens, scales, head_dim_padded, cos, sin, interleaved, counts)
+    )
     q_out, k_out, v_out = (
         torch.empty(
             (x.shape[0], x.shape[1], head_dim_padded),
@@ -179,6 +205,7 @@ def quantize_rows(
             q if cos is None else cos,
             q if sin is None else sin,
             scales,
+            scales if counts is None else counts,
             cu_seqlens,
             q_out,
             k_out,
@@ -198,9 +225,12 @@ def _plan(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     interleaved: bool,
+    counts: torch.Tensor | None,
 ) -> Launch:
     check_inputs(q, k, v, cu_seqlens, cos, sin)
     check_scales(scales)
+    if counts is not None:
+        check_counts(counts, scales)
     num_tokens, heads, head_dim = q.shape
     if head_dim_padded % 8 != 0 or head_dim_padded < head_dim:
         raise ValueError(
@@ -216,6 +246,7 @@ def _plan(
         cu_seqlens.numel() - 1,
         *(stride // unit_x for stride in head_strides(q, k, v)),
         *(stride // unit for stride in angle_strides(cos, sin)),
+        HAS_COUNTS=counts is not None,
         D_PAD=head_dim_padded,
         num_warps=_NUM_WARPS,
         # Two programs share an SM; above D=96 it would cost spills.

@@ -2,10 +2,12 @@
 """Qwen3-VL: 72 values to a head, LayerNorm, an MLP with tanh GELU, deepstack."""
 
 import functools
+import itertools
 from operator import attrgetter
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.models._shared import (
@@ -22,6 +24,8 @@ from vllm_flashinfer_vit.patches.patch import Patch
 
 _FAMILY = "qwen3_vl"
 _TOWER = "Qwen3_VisionTransformer"
+# Attribute of a tower whose kernel for positions is compiled.
+_COMPILED = "vllm_flashinfer_vit_positions"
 
 SPEC = BlockSpec(
     first="mlp.linear_fc1",
@@ -43,9 +47,17 @@ def _interpolate_once(original: Function) -> Function:
 
     @functools.wraps(original)
     def fast_pos_embed_interpolate(self: Any, grid_thw: Grids) -> torch.Tensor:
+        if not is_served(self.blocks[0].attn):
+            return original(self, grid_thw)
+        if current_platform.is_cuda() and not vars(self).get(_COMPILED):
+            # Once a tower, by vLLM's profiling: its kernel has variants by whether 16
+            # divides the rows and columns, which requests would wait for.
+            vars(self)[_COMPILED] = True
+            for sizes in itertools.product((self.spatial_merge_size, 16), repeat=2):
+                original(self, [[1, *sizes]])
         grids = [tuple(grid) for grid in grid_thw]
         distinct = list(dict.fromkeys(grids))
-        if len(distinct) == len(grids) or not is_served(self.blocks[0].attn):
+        if len(distinct) == len(grids):
             return original(self, grid_thw)
         embeds = original(self, distinct).split([t * h * w for t, h, w in distinct])
         by_grid = dict(zip(distinct, embeds, strict=True))

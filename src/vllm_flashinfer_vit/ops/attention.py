@@ -31,12 +31,20 @@ class Fp8(NamedTuple):
         method: Where scales come from: `static`, `dynamic` or `block`.
         save: Whether passes count for the history that no FP8 kernel runs.
         state: The layer's; changed in place where passes count. For `static` only its
-            scales are read. None for `block` where passes do not count.
+            scales are read, and blocks are counted. None for `block` where passes do
+            not count.
     """
 
     method: Literal["static", "dynamic", "block"]
     save: bool = False
     state: DynamicScales | None = None
+
+    @property
+    def counts(self) -> torch.Tensor | None:
+        """Where to count what scales cut off; dynamic ones know this pass's values."""
+        if self.method != "static" or self.state is None:
+            return None
+        return self.state.clip_counts
 
 
 @functools.cache
@@ -94,7 +102,7 @@ def fp8_attention(batch: Batch, scale: float, plan: Plan, fp8: Fp8) -> torch.Ten
         `[T, H, D]`, contiguous, q's dtype.
     """
     if torch.compiler.is_compiling() or type(batch.q) is not torch.Tensor:
-        state = fp8.state or (None, None, None, None)
+        state = fp8.state or (None,) * len(DynamicScales._fields)
         return torch.ops.vllm_flashinfer_vit.fp8_attention(
             *batch, scale, plan.text, fp8.method, fp8.save, *state
         )
@@ -183,7 +191,8 @@ def _attend_rows(name: str, inputs: Ready, scale: float, fp8: Fp8) -> torch.Tens
     q, k, v, cos, sin, interleaved, cu_seqlens, longest = inputs
     scales, head_dim = fp8.state.scales, q.shape[2]
     width = KERNELS[name].padded_head_dim(head_dim, q.device)
-    rows = quantize_rows(q, k, v, cu_seqlens, scales, width, cos, sin, interleaved)
+    turns = cos, sin, interleaved
+    rows = quantize_rows(q, k, v, cu_seqlens, scales, width, *turns, fp8.counts)
     return _prepare_kernel(name)(
         *rows, scales, cu_seqlens, longest, scale, head_dim, q.dtype
     )()
@@ -198,7 +207,7 @@ def _prepare_blocks(name: str, inputs: Ready, scale: float, fp8: Fp8) -> Call:
         scales = fp8.state.scales
     kernel = _prepare_kernel(name)
     rest = cu_seqlens, num_tokens, longest, scale, head_dim, q.dtype
-    read = q, k, v, cu_seqlens, cos, sin, scales, interleaved
+    read = q, k, v, cu_seqlens, cos, sin, scales, interleaved, fp8.counts
     if not q.is_cuda:
         from vllm_flashinfer_vit.kernels.quantize_ref import quantize_blocks_ref
 
@@ -260,12 +269,14 @@ def _fp8_attention(
     history: torch.Tensor | None,
     position: torch.Tensor | None,
     scales: torch.Tensor | None,
+    clip_counts: torch.Tensor | None,
 ) -> torch.Tensor:
     batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len, interleaved)
     state = None
     if scales is not None:
-        assert amax is not None and history is not None and position is not None
-        state = DynamicScales(amax, history, position, scales)
+        assert amax is not None and history is not None
+        assert position is not None and clip_counts is not None
+        state = DynamicScales(amax, history, position, scales, clip_counts)
     fp8 = Fp8(method, save, state)  # type: ignore[arg-type]
     return prepare(batch, scale, Plan.decode(plan), fp8)()
 
@@ -285,7 +296,7 @@ direct_register_custom_op(
 direct_register_custom_op(
     op_name="fp8_attention",
     op_func=_fp8_attention,
-    mutates_args=["amax", "history", "position", "scales"],
+    mutates_args=["amax", "history", "position", "scales", "clip_counts"],
     fake_impl=_fake,
     target_lib=_LIBRARY,
     dispatch_key="CompositeExplicitAutograd",

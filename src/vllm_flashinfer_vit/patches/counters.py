@@ -32,14 +32,14 @@ def _count_steps(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _say_last(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm_flashinfer_vit.engine.counting import Counting
-    from vllm_flashinfer_vit.engine.metrics import of_process
 
     @functools.wraps(original)
     def shutdown(self: Any) -> None:
         # Before it has a worker, it asks that one for what it lacks, without end.
         config = vars(self).get("vllm_config")
-        if config is not None and Counting.find(config) is not None:
-            of_process().say()
+        counting = None if config is None else Counting.find(config)
+        if counting is not None:
+            counting.end()
         original(self)
 
     return shutdown
