@@ -37,6 +37,22 @@ def newest(rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]]) -> list[R
     return list({key(row): row for row in rows}.values())
 
 
+def of_last_commit(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
+    """Of rows that are equal in some columns, keep those of the last one's commit.
+
+    They are in the order in which such rows first come.
+    """
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return [
+        row
+        for group in groups.values()
+        for row in group
+        if row["commit"] == group[-1]["commit"]
+    ]
+
+
 def of_one_vllm(rows: Iterable[Row], vllm: str | None, path: Path) -> list[Row]:
     """Return the rows of one version of vLLM.
 

@@ -14,6 +14,7 @@ from chosen_rows import (
     Row,
     mean,
     newest,
+    of_last_commit,
     speed_up,
 )
 from table_text import short_name, table_head, table_line, time_cell, written
@@ -186,13 +187,16 @@ def serve_table(rows: Iterable[Row]) -> str:
     """Write a line a workload: what each server did, and the best over stock's best.
 
     One request at a time: the median time to the first token and its 99th percentile,
-    in milliseconds. Several: requests a second.
+    in milliseconds. Several: requests a second. A line has the servers of the commit
+    that measured it last.
     """
     names = ("model", "workload", "concurrency", "serve_args")
-    rows = list(rows)
-    last = {tuple(row[name] for name in names): row["commit"] for row in rows}
-    rows = newest(rows, lambda row: tuple(row[n] for n in (*names, "provider", "mode")))
+    rows = newest(
+        of_last_commit(rows, names),
+        lambda row: tuple(row[name] for name in (*names, "provider", "mode")),
+    )
     setups = list(dict.fromkeys((row["provider"], row["mode"]) for row in rows))
+    setups.sort(key=lambda setup: not setup[0].startswith("stock-"))
     found: dict[tuple[str, ...], dict[tuple[str, str], Row]] = defaultdict(dict)
     for row in rows:
         key = tuple(row[name] for name in names)
@@ -210,8 +214,7 @@ def serve_table(rows: Iterable[Row]) -> str:
             if row is not None and is_time:
                 text += f" ({row['ttft_p99_ms']})"
             cells.append(text)
-        compared = [row for row in by_setup.values() if row["commit"] == last[key]]
-        best = _best_over_stock(compared, column, is_time)
+        best = _best_over_stock(by_setup.values(), column, is_time)
         more = f"`{more}`" if more else ""
         lines.append(
             table_line([short_name(model), workload, at_once, more, *cells, best])

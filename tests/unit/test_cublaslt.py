@@ -5,7 +5,6 @@ import ctypes
 import gc
 import os
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -390,36 +389,3 @@ def test_a_layer_is_described_anew_where_its_weights_move(library: Library) -> N
     del first, second
     gc.collect()
     assert library.of("MatmulDescDestroy") == [(101,), (102,)]
-
-
-def test_kernels_of_many_sizes_are_loaded(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cublaslt, "_LOADED_ROWS", (64, 128, 4352))
-    t = tensors()
-    step = LtGemm(Weights(_module(t)), Problems(), gelu=True)
-    step.load_kernels()
-    # Each multiplies the first rows of one buffer: x is the second matrix.
-    rows = {args[0]: args[3] for args in library.of("MatrixLayoutCreate")}
-    multiplied = library.of("Matmul")
-    assert [rows[args[6]] for args in multiplied] == [64, 128, 4352]
-    assert len({args[5] for args in multiplied}) == 1
-    (operation,) = {args[1] for args in multiplied}
-    assert library.attributes("MatmulDesc", operation)[7] == (36, 4)
-    # A tower's own algorithms are for sizes that it meets.
-    assert not step._problems._found
-
-
-def test_the_sizes_whose_kernels_are_loaded_are_close() -> None:
-    rows = cublaslt._LOADED_ROWS
-    assert rows[0] == 64 and rows[-1] == 16384
-    assert all(
-        after - before <= max(64, before / 16) for before, after in pairwise(rows)
-    )
-
-
-def _module(t: SimpleNamespace) -> torch.nn.Module:
-    module = torch.nn.Linear(16, 8, dtype=torch.half)
-    module.weight = torch.nn.Parameter(t.weight)
-    module.bias = torch.nn.Parameter(t.bias)
-    return module

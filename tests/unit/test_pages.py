@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,15 +70,6 @@ def test_the_head_dims_of_fp8_kernels_are_those_of_their_records() -> None:
 def test_the_head_dims_that_tune_measures_are_those_of_the_catalog() -> None:
     text = (ROOT / "docs" / "choices.md").read_text()
     assert f"| `{','.join(map(str, HEAD_DIMS))}` |" in text
-
-
-def test_what_was_measured_has_rows() -> None:
-    found = {
-        row["vllm"] for path in RESULTS.glob("*.csv") for row in chosen_rows.read(path)
-    }
-    lines = generate.compatibility().splitlines()[2:]
-    measured = {line.split("|")[1].strip() for line in lines if "measured" in line}
-    assert measured == found
 
 
 def test_a_stale_or_unknown_table_is_noticed() -> None:
@@ -168,10 +158,10 @@ def test_pages_say_what_servers_gain() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"{texts[0]} more requests in bf16, {texts[1]} with FP8 attention" in text
     page = " ".join((ROOT / "docs" / "serving.md").read_text().split())
-    slower = [r for r in lines_of if float(r["best over stock's best"]) < 1]
-    assert [(r["workload"], r["at once"]) for r in slower] == [("page", "1")]
-    alone = [r for r in lines_of if r["at once"] == "1"]
-    assert len(alone) == 8 and "in one case of eight later" in page
+    assert all(float(r["best over stock's best"]) > 1 for r in lines_of)
+    alone = [r["best over stock's best"] for r in lines_of if r["at once"] == "1"]
+    said = f"sooner in all eight lines, {min(alone)} to {max(alone)} times"
+    assert len(alone) == 8 and said in page
     losses = [
         round(100 - 100 * float(r["stock-flash_attn graph"]) / stock)
         for r in many
@@ -316,19 +306,6 @@ def test_rows_of_eager_mode_stand_in_one_file() -> None:
     )
     both = {key[1] for key in found & others}
     assert both == {"graph"}, "eager.csv has what it needs of its own run"
-
-
-def test_a_release_without_a_package_has_a_dash_in_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from vllm_flashinfer_vit.patches import fingerprints
-
-    releases = dict(fingerprints.known().releases)
-    versions = {"quack-kernels": "==0.7", "torch": "==2.15"}
-    releases["0.99.0"] = replace(releases["0.33.0"], libraries=versions)
-    known = replace(fingerprints.known(), releases=releases)
-    monkeypatch.setattr(fingerprints, "known", lambda: known)
-    assert "| 2.15, -, 0.7 |" in generate.compatibility().splitlines()[-1]
 
 
 def _anchors(path: Path) -> set[str]:

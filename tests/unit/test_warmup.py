@@ -117,7 +117,6 @@ def a_layer(
         rotary_dtype=turned[0],
         is_interleaved=turned[1],
         layouts=layouts,
-        program=None,
     )
 
 
@@ -136,20 +135,6 @@ def test_equal_layers_warm_up_once(
     assert len(runs) == len(warmup.lengths((128,)))
     engine.run(a_layer("*:cudnn"))
     assert runs[-1][:2] == (bucket_num_seqs(1024), 8192)
-
-
-def test_a_tower_loads_the_kernels_of_its_gemms_once(runs: list[Run]) -> None:
-    loads: list[int] = []
-    engine = WarmUp(an_engine())
-    for block in range(3):
-        layer = a_layer(WINDOWS)
-        layer.program = SimpleNamespace(load_kernels=lambda at=block: loads.append(at))
-        engine.run(layer)
-    assert loads == [0]
-    outside = WarmUp(an_engine())
-    outside.is_wanted = False
-    outside.run(layer)
-    assert loads == [0]
 
 
 def test_layers_that_turn_q_are_not_equal_to_those_that_do_not(

@@ -36,9 +36,6 @@ _WORKSPACE = 2**20
 _MAX_ALIGNMENT = 256
 # A serving engine meets some hundred sizes of images, each with four GEMMs.
 _MAX_PROBLEMS = 1024
-# Numbers of rows whose kernels are loaded beforehand, close where cuBLASLt has many.
-# Batches of more rows take the GPU longer than loading takes.
-_LOADED_ROWS = (*range(64, 4096, 64), *range(4096, 16384 + 1, 256))
 
 
 class _Heuristic(ctypes.Structure):
@@ -316,26 +313,6 @@ class Problems:
             found = like.new_empty(_WORKSPACE, dtype=torch.uint8)
             self._workspaces[where] = found
         return found
-
-
-def load_kernels(weight: torch.Tensor, bias: torch.Tensor, gelu: bool) -> None:
-    """Have CUDA load the kernels that cuBLASLt chooses for batches of many sizes.
-
-    CUDA loads a kernel when it is first launched. Without this, requests would wait for
-    it whose numbers of rows have other kernels than those before.
-
-    Args:
-        weight: As for `Problems.prepare`, like the other arguments.
-        bias: See `weight`.
-        gelu: See `weight`.
-    """
-    outputs, inputs = weight.shape
-    most = _LOADED_ROWS[-1]
-    x, out = weight.new_zeros(most, inputs), weight.new_empty(most, outputs)
-    # What it finds goes with it: a tower's own are for sizes that it meets.
-    problems, layer = Problems(), LayerWeights(weight, bias, gelu)
-    for rows in _LOADED_ROWS:
-        problems.prepare(x[:rows], weight, bias, layer, out[:rows], gelu)(layer)
 
 
 def _alignment(tensor: torch.Tensor) -> int:

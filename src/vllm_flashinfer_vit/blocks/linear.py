@@ -170,12 +170,6 @@ class LtGemm:
             found = made["lt"] = cublaslt.LayerWeights(weight, bias, self._gelu)
         return found
 
-    def load_kernels(self) -> None:
-        """See `cublaslt.load_kernels`."""
-        bias = self._weights.bias
-        assert bias is not None
-        cublaslt.load_kernels(self._weights.weight, bias, self._gelu)
-
     def prepare(
         self, x: torch.Tensor, out: torch.Tensor
     ) -> Callable[[cublaslt.LayerWeights], object]:

@@ -72,11 +72,6 @@ class Mlp:
             expected = functools.partial(self._plain_hidden, weights)
             self.large = layers.quack(path, weights, name, MIN_QUACK_ROWS, expected)
 
-    @property
-    def layers(self) -> tuple[object, ...]:
-        """What runs its layers in batches that are not large."""
-        return self.first, self.second
-
     def _plain_hidden(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
         return self._act(linear(weights, x))
 
@@ -131,11 +126,6 @@ class Fp8Mlp:
         self.quantized = max(self.first.inputs, self.second.inputs)
         self._width = layers.part(spec.second).input_size_per_partition
         self._activation = activation
-
-    @property
-    def layers(self) -> tuple[object, ...]:
-        """See `Mlp`."""
-        return self.first, self.second
 
     @property
     def reader(self) -> Fp8Linear | None:

@@ -21,12 +21,7 @@ from vllm_flashinfer_vit.blocks import fp8_linear, norms
 from vllm_flashinfer_vit.blocks.aligned_linear import align
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.layers import Layers, gets_adapters
-from vllm_flashinfer_vit.blocks.linear import (
-    BlockWeights,
-    LtGemm,
-    is_unquantized,
-    run,
-)
+from vllm_flashinfer_vit.blocks.linear import BlockWeights, is_unquantized, run
 from vllm_flashinfer_vit.blocks.mlp import activation_of, build_mlp
 from vllm_flashinfer_vit.blocks.norms import Norm
 from vllm_flashinfer_vit.blocks.rotary import Turn
@@ -196,12 +191,6 @@ class BlockProgram:
         # Blocks of a tower are alike, and so are said once.
         logger.debug_once("The vision tower's blocks run %s", steps)
         self._is_ready = True
-
-    def load_kernels(self) -> None:
-        """Load what the first batches would wait for; it is built."""
-        for step in (self._qkv, self._proj, *self._mlp.layers):
-            if isinstance(step, LtGemm):
-                step.load_kernels()
 
     def takes(self, x: torch.Tensor, given: Mapping[str, Any]) -> bool:
         """Whether the program can run on a stream of at least one token.

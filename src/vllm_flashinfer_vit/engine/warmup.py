@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds at engine start what the first requests would wait for, and counts it.
+"""Builds at engine start what the first request would wait for, and counts it.
 
 A Triton kernel has a variant for each class of longest lengths, cuDNN a plan for each
-bucket of counts and lengths, cuBLASLt kernels for numbers of rows. All are run once
-while the weights are loaded: in time for vLLM's measurement of memory, and before the
-first graph is captured.
+bucket of counts and lengths. All are run once while the weights are loaded: in time for
+vLLM's measurement of memory, and before the first graph is captured.
 """
 
 import functools
@@ -32,12 +31,6 @@ _MAX_SEQS = 1024
 _DEVICE = "cuda"
 
 
-class Program(Protocol):
-    """A block's; see `BlockProgram`."""
-
-    def load_kernels(self) -> None: ...
-
-
 class Layer(Protocol):
     """What is warmed up: `FlashInferViTAttention` has it all, and says what it is."""
 
@@ -45,7 +38,6 @@ class Layer(Protocol):
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
-    program: Program | None
 
     @property
     def signature(self) -> tuple[object, ...]: ...
@@ -179,8 +171,6 @@ class WarmUp(PerEngine):
     def run(self, layer: Layer) -> None:
         """Run a layer's op once in each class of calls, unless an equal layer has.
 
-        Where its block runs as a program, its GEMMs run, too.
-
         Args:
             layer: Its weights are loaded; the GPU is the current one.
         """
@@ -194,8 +184,6 @@ class WarmUp(PerEngine):
         with torch.inference_mode():
             for shape in shapes:
                 _run(layer, *shape)
-            if layer.program is not None:
-                layer.program.load_kernels()
         torch.cuda.synchronize()
         after = counters()
         logger.info(
