@@ -17,6 +17,7 @@ them: rows are compared with stock's of the same run. Two of one model are up in
     python benchmarks/bench_serve.py --setups stock-flash_attn:eager plugin:eager
     python benchmarks/bench_serve.py --workloads video
     python benchmarks/bench_serve.py --serve-args "--api-server-count 4"
+    OMP_NUM_THREADS=1 python benchmarks/bench_serve.py    # said in its rows' serve_args
     python benchmarks/bench_serve.py --gpus 2 --setups stock-flash_attn:graph \\
         stock-flash_attn:eager plugin:graph plugin-fp8:graph  # in turns on two GPUs
     python benchmarks/bench_serve.py --print          # no more than their commands
@@ -47,7 +48,7 @@ from environment import ENVIRONMENT_COLUMNS, Environment, gpus_to_use
 from failures import Failures
 from make_checkpoint import make_checkpoint
 from serve_inputs import WORKLOADS, image_tokens, write_dataset
-from setups import Setup, setup_option
+from setups import Setup, setup_option, with_threads
 from tower_cases import MODELS
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
@@ -329,7 +330,7 @@ def measure(
                         "model": model,
                         "workload": name,
                         "concurrency": at_once,
-                        "serve_args": args.serve_args,
+                        "serve_args": with_threads(args.serve_args),
                         **samples.row(),
                         **asdict(environment),
                     }

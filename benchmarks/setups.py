@@ -16,6 +16,9 @@ from engines import ENTRY_POINT, compiles_blocks
 KV_CACHE_BYTES = 5 * 2**30
 GPU_SHARE = 0.15
 MAX_TOKENS = 16384
+# How many threads PyTorch has in each process, the image processor's among them; unset,
+# one for each core. A row is of a number of them.
+THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Setup:
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
             "VLLM_PLUGINS": "" if self.contender.is_stock else ENTRY_POINT,
             **self.contender.environment,
+            **{name: os.environ[name] for name in (THREADS,) if name in os.environ},
             **needed,
         }
 
@@ -113,6 +117,13 @@ class Setup:
         given = self.variables(arguments).items()
         variables = (f"{name}={value}" for name, value in given)
         return shlex.join(["env", *variables, "vllm", *arguments])
+
+
+def with_threads(arguments: str) -> str:
+    """Return arguments of vLLM as rows have them: after `THREADS` if it is set."""
+    threads = os.environ.get(THREADS)
+    parts = (f"{THREADS}={threads}" if threads else "", arguments)
+    return " ".join(part for part in parts if part)
 
 
 def setup_option(text: str) -> Setup:

@@ -28,7 +28,7 @@ from bench_serve import SETUPS, Samples, Server, server_command
 from csv_log import CsvLog
 from failures import Failures
 from serve_inputs import WORKLOADS, Workload, image_tokens, write_requests
-from setups import Setup
+from setups import THREADS, Setup, with_threads
 
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"
 ONE = Workload((((4, 6),),))
@@ -78,6 +78,17 @@ def test_a_setup_is_what_its_name_says() -> None:
 
 
 SPAWN = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+def test_rows_say_how_many_threads_pytorch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, arguments = Setup.of("stock-flash_attn:graph"), "--api-server-count 4"
+    monkeypatch.delenv(THREADS, raising=False)
+    assert with_threads(arguments) == arguments and with_threads("") == ""
+    assert THREADS not in setup.variables([])
+    monkeypatch.setenv(THREADS, "1")
+    assert with_threads(arguments) == f"{THREADS}=1 {arguments}"
+    assert with_threads("") == f"{THREADS}=1"
+    assert f"{THREADS}=1 vllm serve" in setup.printed(["serve"])
 
 
 @pytest.mark.parametrize("given", ["--mm-tensor-ipc torch_shm", "--a=torch_shm"])
@@ -361,7 +372,8 @@ def test_commands_are_printed_without_a_gpu(monkeypatch, capsys) -> None:
 
 
 def test_printed_commands_start_what_their_setups_are(monkeypatch, capsys) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("HF_HUB_OFFLINE", THREADS):
+        monkeypatch.delenv(name, raising=False)
     setups = ["plugin:graph", "plugin-triton:graph", "stock-flash_attn:eager"]
     given = ["--models", MODEL, "--setups", *setups]
     own, forced, stock = map(shlex.split, printed(monkeypatch, capsys, *given))
@@ -427,11 +439,12 @@ def test_servers_of_two_commits_are_not_compared() -> None:
         serve_row("stock-flash_attn:graph", 1, 4, 90, commit="0000000"),
         serve_row("plugin:graph", 1, 5, 60),
     ]
-    *_, line = engine_tables.serve_table(rows).splitlines()
-    assert line.endswith("| 90.0 (180.0) | 60.0 (120.0) |  |")
+    head, _, line = engine_tables.serve_table(rows).splitlines()
+    assert "stock" not in head.replace("stock's best", "")
+    assert line.endswith("| 60.0 (120.0) |  |")
 
 
-def test_rows_that_were_measured_again_are_compared_with_each_other() -> None:
+def test_a_line_is_of_the_commit_that_measured_it_last() -> None:
     once = [
         serve_row("plugin:graph", 64, 20, 60, commit="0000000"),
         serve_row("stock-flash_attn:graph", 64, 10, 90, commit="0000000"),
@@ -441,7 +454,9 @@ def test_rows_that_were_measured_again_are_compared_with_each_other() -> None:
         serve_row("plugin:graph", 64, 30, 50),
         serve_row("stock-flash_attn:graph", 64, 12, 80),
     ]
-    *_, line = engine_tables.serve_table([*once, *again]).splitlines()
-    assert line.endswith("| 30.00 | 12.00 | 15.00 | 2.50 |")
-    *_, line = engine_tables.serve_table([*once, again[0]]).splitlines()
-    assert line.endswith("| 30.00 | 10.00 | 15.00 |  |")
+    other = serve_row("stock-flash_attn:eager", 1, 3, 100, commit="0000000")
+    found = engine_tables.serve_table([*once, other, *again])
+    head, _, busy, alone = found.splitlines()
+    assert "graph | stock-flash_attn eager | plugin graph |" in head
+    assert busy.endswith("| 12.00 | - | 30.00 | 2.50 |")
+    assert alone.endswith("| - | 100.0 (200.0) | - |  |")

@@ -367,7 +367,8 @@ def test_memory_is_drawn_from_its_rows(tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.extended
-def test_commands_are_printed_without_a_gpu() -> None:
+def test_commands_are_printed_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = subprocess.run(
         [sys.executable, BENCHMARKS / "soak.py", "--print", "--models", MODEL],
         capture_output=True,

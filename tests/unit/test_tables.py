@@ -273,23 +273,3 @@ def test_quantisers_that_were_left_out_have_no_share():
     line = bench_tables.quantize_table([copy]).splitlines()[2]
     assert line == "| 72 | 1x4096 | 2.50 | - |"
     assert bench_tables.quantize_table([copy, blocks]).endswith("| 100 % |")
-
-
-def test_a_line_of_servers_is_of_the_commit_that_measured_it_last():
-    names = ("model", "workload", "concurrency", "serve_args")
-    same = dict.fromkeys(names, "1") | {"ttft_p99_ms": "9", "mode": "graph"}
-    rows = [
-        {**same, "provider": provider, "ttft_p50_ms": ms, "commit": commit}
-        for provider, ms, commit in (
-            ("plugin", "4", "old"),
-            ("stock-a", "3", "old"),
-            ("plugin-fp8", "4", "new"),
-            ("stock-a", "5", "new"),
-            ("stock-a", "6", "new"),
-        )
-    ]
-    rows.insert(2, {**rows[0], "workload": "2"})
-    first, _, old_page, page = engine_tables.serve_table(rows).splitlines()
-    assert "| stock-a graph | plugin-fp8 graph | plugin graph |" in first
-    assert old_page.endswith("| 6 (9) | 4 (9) | - | 1.50 |")
-    assert page.endswith("| - | - | 4 (9) |  |")
