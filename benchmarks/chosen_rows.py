@@ -27,9 +27,16 @@ class NoRowsError(SystemExit):
 
 
 def read(path: Path) -> list[Row]:
-    """Return the rows of a results file, oldest first."""
-    with path.open(newline="", encoding="utf-8") as source:
-        return list(csv.DictReader(source))
+    """Return the rows of a results file, oldest first.
+
+    Raises:
+        NoRowsError: There is no such file.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as source:
+            return list(csv.DictReader(source))
+    except FileNotFoundError:
+        raise NoRowsError(f"there is no file {path}; measure its rows first") from None
 
 
 def newest(rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]]) -> list[Row]:

@@ -12,7 +12,7 @@ import pytest
 from _towers import FAMILIES, cpu_only, small_tower
 
 from vllm_flashinfer_vit.engine import advice
-from vllm_flashinfer_vit.engine.advice import FLAG, SPEED_UP, graphs_off
+from vllm_flashinfer_vit.engine.advice import FLAG, SPEED_UP, graphs_off, ignored
 from vllm_flashinfer_vit.machine.versions import ENV_V2_RUNNER
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "eager.csv"
@@ -100,6 +100,19 @@ def test_a_runner_without_graphs_is_named(
     text = graphs_off(config_of(v2=v2))
     assert text is not None
     assert (f"set {ENV_V2_RUNNER}=0" in text) is named
+
+
+@cpu_only
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("eager", [True, False])
+def test_graphs_that_enforce_eager_leaves_out_are_said(
+    asked: bool, eager: bool, config_of: Callable[..., Any]
+) -> None:
+    config = config_of()
+    config.compilation_config.cudagraph_mm_encoder = asked
+    config.model_config.enforce_eager = eager
+    said = [text for text in ignored(config) if "enforce_eager" in text]
+    assert len(said) == (asked and eager)
 
 
 @cpu_only

@@ -252,6 +252,11 @@ def test_tables_are_of_one_vllm(tmp_path):
         table.render(["encoder", str(path), "--vllm", "0.1"])
 
 
+def test_a_file_that_is_missing_is_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"no file .*encoder\.csv"):
+        table.render(["summary", str(tmp_path)])
+
+
 def test_errors_are_the_least_and_the_largest():
     rows = [
         make_row(case=str(i), rel_err=error) for i, error in enumerate([0.02, 0.01])

@@ -88,8 +88,11 @@ class Report:
             names = " and ".join(dict.fromkeys(filter(None, kernels)))
             return f"FLASHINFER can serve on this machine, by {names}."
         count = sum(problem.fatal for problem in self.problems)
-        problems = "one problem" if count == 1 else f"{count} problems"
-        return f"FLASHINFER cannot serve on this machine: {problems}, see above."
+        # Others are wrong, too, and keep nothing from running.
+        why = (
+            "one problem above prevents" if count == 1 else f"{count} problems prevent"
+        )
+        return f"FLASHINFER cannot serve on this machine: {why} it."
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `doctor --json` prints; `SCHEMA` names its shape."""

@@ -30,6 +30,15 @@ def ignored(vllm_config: Any) -> Iterator[str]:
         yield problem.what
     if (
         vllm_config.compilation_config.cudagraph_mm_encoder
+        # A tower outside an engine may have no model.
+        and getattr(vllm_config.model_config, "enforce_eager", False)
+    ):
+        yield (
+            "cudagraph_mm_encoder has no effect with enforce_eager: vLLM captures no "
+            "encoder CUDA graphs"
+        )
+    if (
+        vllm_config.compilation_config.cudagraph_mm_encoder
         and vllm_config.use_v2_model_runner
         and (note := runner_note(vllm_version(), os.environ))
     ):
