@@ -48,7 +48,9 @@ BATCHES = st.builds(Batch, LENGTHS, LENGTHS, st.integers(0, 12))
 def manager_of(buffers: dict[str, torch.Tensor], replayed: list[int]) -> Any:
     """Return a manager with one graph, of these buffers."""
     manager: Any = PaddedManager.__new__(PaddedManager)
-    manager.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace())
+    manager.vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(), model_config=None
+    )
     manager.config = SimpleNamespace(buffer_keys=list(buffers), padding_logics={})
     manager.model = SimpleNamespace(
         prepare_encoder_cudagraph_replay_buffers=lambda batch, *_: SimpleNamespace(

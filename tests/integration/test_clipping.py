@@ -156,6 +156,15 @@ class TestEngine:
         engine.end()
         assert metrics.totals["fp8_blocks", "q"] == 4 * BLOCKS
 
+    def test_an_engine_without_a_step_counts_nothing(
+        self, tmp_path: Path, metrics: Metrics
+    ) -> None:
+        """As where the patch `counters` is left out, and only the end is told."""
+        tower = tower_of(scales_up_to(tmp_path, QKV(1e4, 1e4, 1e-4)))
+        encode(tower)
+        Counting.of(tower.vllm_config).end()
+        assert not of_series(metrics, "fp8_blocks")
+
     def test_a_step_that_fails_asks_the_device_nothing(
         self, tmp_path: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -271,6 +280,25 @@ class TestReader:
         clock.now = 2000.0
         assert not reader.read_last()
         assert clock.now < 2010.0
+
+    def test_the_end_does_not_touch_memory_that_may_be_asleep(
+        self, clock: SimpleNamespace, events: list[FakeEvent]
+    ) -> None:
+        config = SimpleNamespace(
+            compilation_config=object(),
+            model_config=SimpleNamespace(enable_sleep_mode=True),
+        )
+        reader = Counting(config)._clips
+        self.states = [ScaleState("layer", 16, QKV(1.0, 1.0, 1.0))]
+        reader.enroll(self.states[0])
+        reader.begin()
+        self.count(5)
+        assert not reader.read()
+        self.count(7)
+        events[0].is_over = True
+        # What was copied before is on the host.
+        assert reader.read_last()["fp8_blocks", "v"] == 5
+        assert len(events) == 1 and self.states[0].clip_counts[0].tolist() == [7] * 3
 
     def test_an_engine_without_such_scales_does_nothing(
         self, events: list[FakeEvent], monkeypatch: pytest.MonkeyPatch

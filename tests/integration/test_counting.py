@@ -283,7 +283,9 @@ class TestCaptured:
             monkeypatch.setattr(EncoderCudaGraphManager, name, method)
         made: Any = PaddedManager.__new__(PaddedManager)
         made.use_dp = False
-        made.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace())
+        made.vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(), model_config=None
+        )
         made.config = SimpleNamespace(buffer_keys=[], padding_logics={})
         made.adopt()
 

@@ -15,7 +15,7 @@ import torch
 from vllm_flashinfer_vit.engine.metrics import Key
 from vllm_flashinfer_vit.fp8.state import ScaleState
 
-# Between two readings: Prometheus mostly asks each 15 s or more seldom.
+# Between two readings: Prometheus mostly asks every 15 s, or less often.
 READ_INTERVAL_S = 10.0
 # How long the last reading waits for a pass that still runs.
 _LAST_WAIT_S = 1.0
@@ -48,8 +48,13 @@ class _Reading(NamedTuple):
 class ClipReader:
     """Reads what the layers of one engine count."""
 
-    def __init__(self) -> None:
-        """Begin without layers."""
+    def __init__(self, *, may_sleep: bool = False) -> None:
+        """Begin without layers.
+
+        Args:
+            may_sleep: Whether vLLM may take the layers' memory away between steps.
+        """
+        self._may_sleep = may_sleep
         self._states: list[ScaleState] = []
         self._has_begun = False
         self._reading: _Reading | None = None
@@ -77,9 +82,16 @@ class ClipReader:
         return self._take(wait_s=0.0)
 
     def read_last(self) -> Counter[Key]:
-        """Return all that was not read before; it may wait for the device."""
+        """Return all that was not read before; it may wait for the device.
+
+        Of an engine that may sleep, only what a reading under way brings.
+        """
+        # Without a step there is nothing but what profiling and warm-up counted.
+        if not self._has_begun:
+            return Counter()
         found = self._take(_LAST_WAIT_S)
-        if self._reading is None:
+        # Asleep, an engine's addresses have no memory: to read there ends all CUDA.
+        if self._reading is None and not self._may_sleep:
             self._start()
         return found + self._take(_LAST_WAIT_S)
 

@@ -49,7 +49,9 @@ class Counting(PerEngine):
         self._counts: Counter[Key] = Counter()
         self._noted: dict[Key, int] | None = None
         self._first: Kind | None = None
-        self._clips = ClipReader()
+        model = vllm_config.model_config
+        may_sleep = getattr(model, "enable_sleep_mode", False)
+        self._clips = ClipReader(may_sleep=may_sleep)
         # By tower: dead once its layers are.
         self._last: WeakValueDictionary[str, LayerCounts] = WeakValueDictionary()
 

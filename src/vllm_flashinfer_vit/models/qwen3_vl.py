@@ -16,6 +16,7 @@ from vllm_flashinfer_vit.models._shared import (
     Grids,
     block_program,
     is_served,
+    methods,
 )
 from vllm_flashinfer_vit.models.ends import merger, patch_embed
 from vllm_flashinfer_vit.models.metadata import kept_metadata, kept_rotary
@@ -81,6 +82,13 @@ PATCHES = (
         )
         for family in (_FAMILY, "qwen3_omni_moe_thinker")
     ),
+    # Of the same parts, too.
+    block_program(
+        "cohere_compass",
+        "Cohere_VisionBlock",
+        SPEC,
+        methods("cohere_compass", "Cohere_VisionAttention", "Cohere_VisionMLP"),
+    ),
     kept_metadata(
         _FAMILY,
         _TOWER,
@@ -100,7 +108,8 @@ PATCHES = (
         name=f"{_FAMILY}-shared-positions",
         target=f"{MODELS}.{_FAMILY}:{_TOWER}.fast_pos_embed_interpolate",
         stands_for=(f"{MODELS}.{_FAMILY}:{_TOWER}.fast_pos_embed_interpolate",),
-        why="stock launches a kernel for every image, also for images of one size",
+        why="stock launches a kernel for every image, also for images of one size, and "
+        "compiles its variants while requests wait",
         remove_when="vLLM interpolates the positions of a batch by one launch",
         parameters=("self", "grid_thw"),
         replace=_interpolate_once,

@@ -30,14 +30,14 @@ def kimi(features: Features, vision: Fields) -> Cut:
 
 
 def unpadded(features: Features, vision: Fields) -> Cut:
-    """Take an image without what makes images of a batch as large."""
+    """Take an image without the padding to the size of its batch."""
     (height, width), side = features["image_sizes"][0].tolist(), vision["patch_size"]
     pixels = features["pixel_values"][0][..., :height, :width]
     return Cut({"pixel_values": [pixels]}, (1, height // side, width // side))
 
 
 def square(features: Features, vision: Fields) -> Cut:
-    """Take crops that are as large."""
+    """Take an image and its crops, all of one size."""
     pixels = features["pixel_values"]
     side = vision["image_size"] // vision["patch_size"]
     return Cut(
@@ -47,7 +47,7 @@ def square(features: Features, vision: Fields) -> Cut:
 
 
 def sized(features: Features, vision: Fields) -> Cut:
-    """Take images that are as large."""
+    """Take images, all of one size."""
     pixels = features["pixel_values"]
     side = vision["image_size"] // vision["patch_size"]
     return Cut({"pixel_values": pixels}, (len(pixels), side, side))
@@ -62,7 +62,7 @@ def crops(features: Features, vision: Fields) -> Cut:
 
 
 def tiles(features: Features, vision: Fields) -> Cut:
-    """Take tiles that are as large, and their number."""
+    """Take tiles, all of one size, and their number."""
     pixels = features["pixel_values_flat"]
     side = vision["image_size"] // vision["patch_size"]
     inputs = {
