@@ -80,7 +80,8 @@ test-all: $(STAMP)
 
 canary:
 	@$(MAKE) --no-print-directory setup VENV=$(CANARY_VENV)
-	FUZZ=random $(ONE_THREAD) $(CANARY_VENV)/bin/python tools/canary.py $(IN_PARALLEL) $(FAST)
+	FUZZ=random $(ONE_THREAD) $(CANARY_VENV)/bin/python tools/canary.py --record \
+	  $(IN_PARALLEL) $(FAST)
 
 # Read what changed in a new release before: the file says that patches serve it.
 fingerprints: $(STAMP)

@@ -98,8 +98,9 @@ def commit() -> str:
         return done.stdout.strip()
 
     try:
-        # The results are no part of what is measured.
-        changes = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+        # The results are no part of what is measured, or tested.
+        results = ":!benchmarks/results", ":!tests/results"
+        changes = git("status", "--porcelain", "--", ".", *results)
         return git("rev-parse", "--short", "HEAD") + ("+dirty" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

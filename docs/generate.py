@@ -28,12 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import model_tables  # noqa: E402
+import version_table  # noqa: E402
 
 import chosen_rows  # noqa: E402
 import table as results  # noqa: E402
 
-# Packages of a column of `compatibility`, in the order of its head.
-_REQUIRED = ("torch", "flashinfer-python", "quack-kernels")
 _BLOCK = re.compile(r"(<!-- python (\S+) (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -150,50 +149,6 @@ def counters() -> str:
     return "\n".join(lines)
 
 
-def compatibility() -> str:
-    """Write a line for each vLLM that was read: what runs with it, and who says so."""
-    from vllm_flashinfer_vit.kernels.catalog import KERNELS
-    from vllm_flashinfer_vit.machine.versions import (
-        FLASHINFER_RANGE,
-        TESTED_VLLM,
-        runner_note,
-    )
-    from vllm_flashinfer_vit.patches.fingerprints import known
-    from vllm_flashinfer_vit.plugin import all_patches
-
-    measured: dict[str, set[str]] = {}
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.csv")):
-        for row in chosen_rows.read(path):
-            measured.setdefault(row["vllm"], set()).add(row["gpu"])
-    count = len(all_patches())
-    on_cudnn = sorted(name for name, one in KERNELS.items() if one.needs.on_cudnn)
-    heads = (
-        "vLLM",
-        "runner with encoder graphs",
-        "patches that fit",
-        "kernels",
-        "torch, FlashInfer, QuACK that it requires",
-        "state",
-    )
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for version, release in known().releases.items():
-        runner = "V1" if runner_note(version, {}) else "V1, V2"
-        fitting = f"{count - len(release.left_out)} of {count}"
-        if release.left_out:
-            fitting += f"; not {', '.join(release.left_out)}"
-        wanted = {name: text.strip("=") for name, text in release.libraries.items()}
-        required = ", ".join(wanted.get(name, "-") for name in _REQUIRED)
-        flashinfer = wanted.get("flashinfer-python")
-        fits = flashinfer is not None and FLASHINFER_RANGE.contains(flashinfer)
-        kernels = "all" if fits else f"all but {', '.join(on_cudnn)}"
-        state = "tested on the CPU" if version in TESTED_VLLM else "read"
-        if version in measured:
-            state = f"measured: {', '.join(sorted(measured[version]))}"
-        cells = (version, runner, fitting, kernels, required, state)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 TABLES: Mapping[str, Callable[[], str]] = {
     "kernels": kernels,
     "classes": classes,
@@ -201,7 +156,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "settings": settings,
     "patches": patches,
     "optimisations": optimisations,
-    "compatibility": compatibility,
+    "compatibility": version_table.compatibility,
     "counters": counters,
     "packed": model_tables.packed,
     "dense": model_tables.dense,

@@ -78,7 +78,7 @@ class Case:
         except TowerError as error:
             skip_if_missing(name, error)
             raise
-        except NotImplementedError as error:
+        except (ImportError, NotImplementedError) as error:
             pytest.skip(f"this vLLM's language model cannot be built: {error}")
 
 

@@ -145,6 +145,9 @@ def test_the_v2_runner(family: str, normalizes: bool) -> None:
         manager = build_manager(tower, max_tokens=160, **LIMITS)
         model = manager.model.wrapped
         model.use_data_parallel = False
+        if not hasattr(tower.visual, "input_norm"):
+            # vLLM 0.28's models normalise before their tower; these pixels are.
+            model.input_norm = lambda values, dtype: values.to(dtype)
         runner = EncoderRunner(
             model, 160, 48, EncoderCache(), tower.dtype, tower.device, manager
         )

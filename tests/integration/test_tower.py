@@ -314,6 +314,17 @@ class TestCpuPlatform:
         grids = [[1, 4, 4]]
         assert tower.encode(pixels(tower.spec, grids), grids).isfinite().all()
 
+    @pytest.mark.parametrize("name", ["QuickGELU", "SiluAndMul"])
+    def test_no_compiled_activation(self, name: str) -> None:
+        tower = small_tower("qwen2_vl")
+        from vllm.model_executor.layers import activation
+
+        with tower.running():
+            built = getattr(activation, name)()
+        values = torch.randn(3, 8)
+        assert not hasattr(built, "op")
+        assert torch.equal(built(values), built.forward_native(values))
+
     def test_too_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
         small_tower("qwen2_vl")
         import vllm.platforms

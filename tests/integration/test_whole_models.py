@@ -100,6 +100,18 @@ def test_encode_by_name(name: str, tmp_path: Path) -> None:
 
 
 @cpu_only
+def test_no_checkpoint_is_asked_for_a_head() -> None:
+    """vLLM asks where embeddings are tied, and a name may be no checkpoint's."""
+    name = "google/paligemma-3b-pt-224"
+    spec = resolve(name, random_weights=True, depth=1)
+    try:
+        tower = build(spec, backend="FLASHINFER", dtype=torch.float32, device="cpu")
+    except TowerError as error:
+        skip_if_missing(name, error)
+    assert not tower.vllm_config.model_config.hf_config.tie_word_embeddings
+
+
+@cpu_only
 def test_kimi_k3_has_the_shapes_of_its_published_weights() -> None:
     """Another model's class of vLLM builds it."""
     spec = resolve("moonshotai/Kimi-K3", random_weights=True, depth=1)

@@ -1,54 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The canary's table: what fits, what is left out, what fails."""
+"""What the canary tells and records: what fits, what is left out, what fails."""
 
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+import pytest
+from _canary import REPORT, RUN, TESTS, canary
 
-import canary  # noqa: E402
-
-PATCHES = [
-    {"name": "a-blocks", "state": "not applied"},
-    {"name": "b-blocks", "state": "unavailable: patch b-blocks: it | differs"},
-    {"name": "c-blocks", "state": "applied"},
-    {"name": "d-blocks", "state": "not for this vLLM"},
-]
-OPTIMISATIONS = [
-    {"name": "add_norm", "state": "enabled"},
-    {"name": "gemma4_blocks", "state": "unavailable: it was not read"},
-]
-TESTS = """
-<testsuites><testsuite>
-  <testcase classname="tests.unit.test_a" name="test_passes"/>
-  <testcase classname="tests.unit.test_a" name="test_prints">
-    <system-out>a line</system-out>
-  </testcase>
-  <testcase classname="tests.unit.test_a" name="test_skips">
-    <skipped message="needs a GPU"/>
-  </testcase>
-  <testcase classname="tests.unit.test_b" name="test_skips">
-    <skipped message="needs a GPU"/>
-  </testcase>
-  <testcase classname="tests.unit.test_b" name="test_fails">
-    <failure message="assert 1&#10;  == 2">traceback</failure>
-  </testcase>
-  <testcase classname="tests.unit.test_b" name="test_errs">
-    <error message="no such fixture"/>
-  </testcase>
-</testsuite></testsuites>
-"""
+from vllm_flashinfer_vit.patches.fingerprints import known
 
 
 def test_one_table_tells_it_all() -> None:
-    cases = ElementTree.fromstring(TESTS).iter("testcase")
-    rows = [
-        *canary.rows_of_doctor("patch", PATCHES),
-        *canary.rows_of_doctor("optimisation", OPTIMISATIONS),
-        *canary.rows_of_tests(cases),
-    ]
-    assert canary.table("0.34.0", rows).splitlines() == [
+    assert RUN.table().splitlines() == [
         "| vLLM 0.34.0 | state | why |",
         "|---|---|---|",
         "| patch: 2 | fit |  |",
@@ -56,8 +21,76 @@ def test_one_table_tells_it_all() -> None:
         "| 2 tests | fit |  |",
         "| patch b-blocks | left out | patch b-blocks: it / differs |",
         "| patch d-blocks | left out | not for this vLLM |",
+        "| patch e-blocks | left out | no source e.py |",
         "| optimisation gemma4_blocks | left out | it was not read |",
         "| 2 tests | left out | needs a GPU |",
         "| tests.unit.test_b::test_fails | fails | assert 1 == 2 |",
-        "| tests.unit.test_b::test_errs | fails | no such fixture |",
+        "| tests.unit.test_b::test_errs | fails | no file 'a folder/a.json' |",
+        "| doctor | fails | vLLM does not import |",
     ]
+    assert RUN.failures == 3
+
+
+def test_a_record_is_read_as_it_is_written() -> None:
+    text = canary.dumps(RUN)
+    assert canary.loads(text) == RUN
+    assert RUN.made_by["command"] == "make canary VLLM=0.34.0"
+    assert "a-host" not in text and "/home" not in text
+    with pytest.raises(ValueError, match="canary/0"):
+        canary.loads(text.replace(canary.SCHEMA, canary.SCHEMA[:-1] + "0"))
+
+
+@pytest.mark.parametrize(
+    "version, is_release",
+    [
+        ("0.34.0", True),
+        ("0.34.0.post1", True),
+        ("0.34.0rc1", False),
+        ("0.35.0.dev3+g1a2b", False),
+        ("0.34.0+cu129", False),
+    ],
+)
+def test_what_is_recorded(version: str, is_release: bool) -> None:
+    assert replace(RUN, vllm=version).is_of_a_release == is_release
+
+
+@pytest.mark.parametrize("options, files", [([], []), (["--record"], ["0.34.0.json"])])
+def test_a_run_is_recorded_when_asked_for(
+    options: list[str],
+    files: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Doctor and pytest are another's work: what they leave is there."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        for option in map(str, command):
+            if option.startswith("--junitxml="):
+                Path(option.partition("=")[2]).write_text(TESTS)
+        return canary.subprocess.CompletedProcess(command, 1, canary.json.dumps(REPORT))
+
+    monkeypatch.setattr(canary.subprocess, "run", run)
+    monkeypatch.setattr(canary, "ROOT", tmp_path)
+    monkeypatch.setattr(canary, "RECORDS", tmp_path / "results")
+    monkeypatch.setattr(canary.Run, "of", lambda *_: RUN)
+    monkeypatch.setattr(sys, "argv", ["canary.py", *options, "-m", "not gpu"])
+    with pytest.raises(SystemExit) as raised:
+        canary.main()
+    assert raised.value.code == 1
+    assert commands[1][-2:] == ["-m", "not gpu"] and "--record" not in commands[1]
+    assert [path.name for path in tmp_path.glob("results/*")] == files
+    assert RUN.table() in capsys.readouterr().out
+
+
+def test_records_are_of_releases_that_were_read_and_name_no_machine() -> None:
+    paths = sorted(canary.RECORDS.glob("*"))
+    assert [path.stem for path in paths] == sorted(canary.recorded())
+    for path in paths:
+        text = path.read_text()
+        run = canary.loads(text)
+        assert canary.dumps(run) == text and run.is_of_a_release
+        assert run.vllm in known().releases, "read it first: make fingerprints"
+        assert not re.search(r"/(home|root|tmp|work|usr)\b|\.venv", text), path

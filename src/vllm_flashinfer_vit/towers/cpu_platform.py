@@ -7,6 +7,7 @@ only the CPU wheel has. Vision towers need none of them, once they run on plain 
 
 import os
 import sys
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def use_cpu_platform(*, force: bool = False) -> bool:
     # Modules hold this very object and would not see another, so its class changes.
     platform.__class__ = _cpu_platform_class()
     _disable_pinned_memory()
-    _replace_quick_gelu()
+    _replace_activations()
     _keep_weights_unpacked()
     _answer_for_memory()
     return True
@@ -92,18 +93,19 @@ def _answer_for_memory() -> None:
         torch.accelerator.get_memory_info = lambda device_index=None: (memory, memory)
 
 
-def _replace_quick_gelu() -> None:
+def _replace_activations() -> None:
     from vllm.model_executor.custom_op import CustomOp, op_registry_oot
-    from vllm.model_executor.layers.activation import QuickGELU
+    from vllm.model_executor.layers.activation import QuickGELU, SiluAndMul
 
-    class PlainQuickGELU(QuickGELU):
-        """QuickGELU that does not look for its compiled operator."""
+    def plain(self: Any, **options: bool) -> None:
+        CustomOp.__init__(self, **options)
 
-        def __init__(self) -> None:
-            CustomOp.__init__(self)
-
-    if QuickGELU.__name__ not in op_registry_oot:
-        QuickGELU.register_oot(PlainQuickGELU)
+    # They look for compiled operators, SiluAndMul in vLLM 0.30, and do without here.
+    for activation in (QuickGELU, SiluAndMul):
+        name = activation.__name__
+        if name not in op_registry_oot:
+            without = type(f"Plain{name}", (activation,), {"__init__": plain})
+            activation.register_oot(without)
 
 
 def _keep_weights_unpacked() -> None:

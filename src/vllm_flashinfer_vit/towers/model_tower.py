@@ -226,6 +226,8 @@ def _config(
     from vllm.config import MultiModalConfig
 
     wanted = spec.config()
+    # Else some vLLMs look into the checkpoint for a head of the language model.
+    wanted.tie_word_embeddings = False
     # Read first, and then replaced: not every config can be read from a file.
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     if "mm_device_do_normalize" in MultiModalConfig.__dataclass_fields__:
