@@ -17,6 +17,7 @@ from vllm_flashinfer_vit.models import (
     qwen2_vl,
     qwen3_vl,
     siglip,
+    siglip_packed,
     transformers_towers,
 )
 from vllm_flashinfer_vit.patches import (
@@ -42,6 +43,7 @@ _MODEL_PATCHES = (
     *glm.PATCHES,
     *documents.PATCHES,
     *siglip.PATCHES,
+    *siglip_packed.PATCHES,
     *interleaved.PATCHES,
     *exact_graphs.PATCHES,
     *encoder_graphs.PATCHES,

@@ -4,7 +4,7 @@
 from typing import Any
 
 import torch
-from _models import Call, config_of, intern_config, noise, siglip_config
+from _models import Call, config_of, intern_config, noise, siglip_config, through
 from torch import nn
 
 
@@ -14,18 +14,34 @@ def siglip(m: Any) -> tuple[nn.Module, Call]:
 
 
 def clip(m: Any) -> tuple[nn.Module, Call]:
+    tower = m.CLIPVisionModel(_clip_config())
+    return tower, lambda: tower(noise(3, 3, 42, 42))
+
+
+def clip_hidden(m: Any) -> tuple[nn.Module, Call]:
+    """As LLaVA has it that takes several layers, with the exact GELU."""
+    tower = m.CLIPVisionModel(_clip_config(hidden_act="gelu", num_hidden_layers=3))
+    layers = [-3, -2]
+    return tower, lambda: tower(noise(3, 3, 42, 42), select_layers=layers)
+
+
+def deepencoder(m: Any) -> tuple[nn.Module, Call]:
+    tower = m.DeepCLIPVisionTransformer(_clip_config())
+    return tower, lambda: tower(noise(3, 3, 42, 42), noise(3, 128, 3, 3))
+
+
+def _clip_config(**fields: Any) -> Any:
     from transformers import CLIPVisionConfig
 
-    config = CLIPVisionConfig(
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=42,
-        patch_size=14,
-    )
-    tower = m.CLIPVisionModel(config)
-    return tower, lambda: tower(noise(3, 3, 42, 42))
+    common = {
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 42,
+        "patch_size": 14,
+    }
+    return CLIPVisionConfig(**{**common, **fields})
 
 
 def blip(m: Any) -> tuple[nn.Module, Call]:
@@ -55,6 +71,13 @@ def intern_vit_normed(m: Any) -> tuple[nn.Module, Call]:
     return tower, lambda: tower(noise(3, 3, 28, 28))
 
 
+def radio(m: Any) -> tuple[nn.Module, Call]:
+    config = intern_config()
+    config.qk_normalization = False
+    encoder = m.RadioVisionEncoder(config)
+    return encoder, lambda: encoder(noise(4, 19, 160))
+
+
 def interns1_vit(m: Any) -> tuple[nn.Module, Call]:
     config = config_of(
         hidden_size=128,
@@ -71,12 +94,15 @@ def aimv2(m: Any) -> tuple[nn.Module, Call]:
     config = config_of(
         hidden_size=256,
         num_attention_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        rms_norm_eps=1e-5,
         qkv_bias=False,
         mlp_bias=False,
         use_bias=False,
     )
-    attention = m.AIMv2Attention(config, None, prefix="attn")
-    return attention, lambda: attention(noise(3, 17, 256))
+    tower = m.AIMv2Transformer(config, None, require_post_norm=True)
+    return tower, lambda: tower(noise(3, 17, 256))
 
 
 def idefics2(m: Any) -> tuple[nn.Module, Call]:
@@ -144,8 +170,8 @@ def molmo2(m: Any) -> tuple[nn.Module, Call]:
 
 
 def moondream3(m: Any) -> tuple[nn.Module, Call]:
-    block = m.Moondream3VisionBlock(144, 96, 2)
-    return block, lambda: block(noise(3, 17, 144))
+    blocks = nn.ModuleList([m.Moondream3VisionBlock(144, 96, 2) for _ in range(2)])
+    return blocks, lambda: through(blocks, noise(3, 17, 144))
 
 
 def step3_vl(m: Any) -> tuple[nn.Module, Call]:

@@ -133,7 +133,11 @@ def paddleocr_vl(m: Any) -> tuple[nn.Module, Call]:
     return tower, lambda: tower(hidden, cu_seqlens=cu_seqlens, image_grid_thw=grids)
 
 
-def siglip2navit(m: Any) -> tuple[nn.Module, Call]:
+def siglip2navit_unturned(m: Any) -> tuple[nn.Module, Call]:
+    return siglip2navit(m, use_rope=False)
+
+
+def siglip2navit(m: Any, use_rope: bool = True) -> tuple[nn.Module, Call]:
     config = config_of(
         hidden_size=144,
         intermediate_size=96,
@@ -151,7 +155,7 @@ def siglip2navit(m: Any) -> tuple[nn.Module, Call]:
         window_size=56,
         fullatt_block_indexes="1",
         preserve_original_pe=True,
-        use_rope=True,
+        use_rope=use_rope,
     )
     tower = m.Siglip2NavitModel(config)
     grids = torch.tensor(GRIDS)
@@ -196,26 +200,19 @@ def dots_ocr(m: Any) -> tuple[nn.Module, Call]:
 
 
 def moonvit(m: Any) -> tuple[nn.Module, Call]:
-    config = _moonvit_config()
-    encoder = m.MoonVitEncoder(
-        hidden_dim=144,
-        num_layers=2,
-        block_cfg=config,
-        prefix="encoder",
+    config = m.MoonViTConfig(
+        hidden_size=144,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=96,
+        init_pos_emb_height=8,
+        init_pos_emb_width=8,
+        merge_kernel_size=(2, 2),
     )
+    tower = m.MoonVitPretrainedModel(config)
     grids = torch.tensor([grid[1:] for grid in GRIDS])
     tokens = sum(h * w for _, h, w in GRIDS)
-    return encoder, lambda: encoder(noise(tokens, 144), grids)
-
-
-def _moonvit_config() -> dict[str, Any]:
-    return {
-        "num_heads": 2,
-        "hidden_dim": 144,
-        "mlp_dim": 96,
-        "activation": nn.GELU(approximate="tanh"),
-        "attn_bias": True,
-    }
+    return tower, lambda: tower(noise(tokens, 3, 14, 14), grids)
 
 
 def kimi_k3(m: Any) -> tuple[nn.Module, Call]:

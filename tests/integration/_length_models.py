@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builders of vLLM's encoders that take packed sequences by their lengths alone."""
 
+from collections.abc import Callable
+from functools import partial
 from inspect import getsource, signature
 from typing import Any
 
@@ -13,6 +15,7 @@ from _models import (
     noise,
     offsets,
     siglip_config,
+    through,
 )
 from torch import nn
 
@@ -42,10 +45,22 @@ def qwen3_omni_audio(m: Any) -> tuple[nn.Module, Call]:
 
 
 def openpangu(m: Any) -> tuple[nn.Module, Call]:
-    attention = m.OpenPanguVisionAttention(160, 2, 160)
-    cu_seqlens = offsets(LENGTHS)
-    cos, sin = noise(sum(LENGTHS), 40).cos(), noise(sum(LENGTHS), 40).sin()
-    return attention, lambda: attention(noise(76, 160), cu_seqlens, cos, sin)
+    # Its tower takes FLASH_ATTN alone, which no CPU has.
+    config = config_of(hidden_act="gelu")
+    blocks = nn.ModuleList(
+        m.OpenPanguVisionBlock(
+            160,
+            2,
+            96,
+            m._ACTIVATION_REGISTRY["gelu"],
+            partial(m.RMSNorm, eps=1e-6),
+            config,
+        )
+        for _ in range(2)
+    )
+    angles = noise(sum(LENGTHS), 40)
+    given = {"cu_seqlens": offsets(LENGTHS), "cos": angles.cos(), "sin": angles.sin()}
+    return blocks, lambda: through(blocks, noise(76, 160), **given)
 
 
 def isaac(m: Any) -> tuple[nn.Module, Call]:
@@ -78,17 +93,12 @@ def lfm2_siglip2(m: Any) -> tuple[nn.Module, Call]:
 
 def radio(m: Any) -> tuple[nn.Module, Call]:
     config = intern_config()
+    config.qk_normalization = False
     encoder = m.RadioVisionEncoder(config)
     meta = m.MaskMetadata(
         cu_seqlens=offsets(LENGTHS), max_seqlen=torch.tensor(max(LENGTHS))
     )
-
-    def call() -> torch.Tensor:
-        packed = encoder(noise(1, sum(LENGTHS), 160), mask_meta=meta)
-        dense = encoder(noise(4, 19, 160))
-        return torch.cat([packed[0], dense.flatten(0, 1)])
-
-    return encoder, call
+    return encoder, lambda: encoder(noise(1, sum(LENGTHS), 160), mask_meta=meta)
 
 
 def funaudiochat(m: Any) -> tuple[nn.Module, Call]:
@@ -173,12 +183,17 @@ def muse_glimmer(m: Any) -> tuple[nn.Module, Call]:
 
 
 def cohere_compass(m: Any) -> tuple[nn.Module, Call]:
-    attention = m.Cohere_VisionAttention(144, 2, 144)
-    call = _packed_rotary(attention, noise(76, 1, 144), 36)
-    return attention, call
+    blocks = nn.ModuleList(
+        m.Cohere_VisionBlock(144, 2, 96, m._ACTIVATION_REGISTRY["gelu_pytorch_tanh"])
+        for _ in range(2)
+    )
+    call = partial(through, blocks)
+    return blocks, _packed_rotary(call, noise(76, 1, 144), 36)
 
 
-def _packed_rotary(attention: nn.Module, hidden: torch.Tensor, half: int) -> Call:
+def _packed_rotary(
+    attention: Callable[..., torch.Tensor], hidden: torch.Tensor, half: int
+) -> Call:
     angles = noise(76, half)
 
     def call() -> torch.Tensor:
@@ -206,6 +221,8 @@ def muse_spark(m: Any) -> tuple[nn.Module, Call]:
 def deepseek_v4(m: Any) -> tuple[nn.Module, Call]:
     config = config_of(vision_dim=128, vision_n_heads=2, vision_inter_dim=96)
     attention = m.DeepseekV4VisionAttention(config)
+    if "cu_seqlens" not in signature(attention.forward).parameters:
+        raise NotImplementedError("takes one image at a time")
     angles = noise(76, 1, 32)
     longest = torch.tensor(max(LENGTHS), dtype=torch.int32)
 

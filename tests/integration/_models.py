@@ -205,6 +205,13 @@ class OpCount:
         self._patch.__exit__(*exc)
 
 
+def through(blocks: nn.ModuleList, x: torch.Tensor, **given: Any) -> torch.Tensor:
+    """Call one block after the other."""
+    for block in blocks:
+        x = block(x, **given)
+    return x
+
+
 def config_of(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(**fields)
 

@@ -78,7 +78,7 @@ class TestRotary:
         from vllm_flashinfer_vit.engine import warmup
 
         qwen = layers_of(small_tower(family).visual)
-        others = self.layers(flashinfer, "moonvit")
+        others = self.layers(flashinfer, "llava_onevision2")
         assert qwen and others
         ran: list[tuple[bool, torch.dtype | None]] = []
 
@@ -117,6 +117,8 @@ class TestRotary:
             ("kimi_k25", (torch.float32, True)),
             ("pixtral", (torch.float32, True)),
             ("pixtral_hf", (torch.bfloat16, False)),
+            ("keye", (torch.float32, False)),
+            ("siglip2navit", (torch.float32, False)),
             # Turned in front of attention, or never.
             ("glm_ocr", (None, False)),
             ("siglip", (None, False)),

@@ -22,16 +22,18 @@ from _blocks import (
     tables,
     without,
 )
-from _encoders import PACKED
+from _encoders import DENSE, PACKED
 from _models import Encoder, Result, encode, engine, noise
 from _towers import cpu_only
 from torch import nn
+from transformers.activations import ACT2FN
 
 from cases import relative_error
 from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.blocks import attach as attach_module
 from vllm_flashinfer_vit.blocks import norms
 from vllm_flashinfer_vit.blocks.attach import attach, program_of, spec_of
+from vllm_flashinfer_vit.blocks.mlp import activation_of
 from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
 from vllm_flashinfer_vit.settings import Settings
 from vllm_flashinfer_vit.towers.spec import FAMILIES
@@ -46,7 +48,12 @@ BLOCKS = [p.name for p in plugin.all_patches() if p.name.endswith("-blocks")]
 OTHERS = {
     "exaone4_5": "exaone4_5-blocks",
     "qwen3_omni-vision": "qwen3_omni_moe_thinker-blocks",
+    "moonvit": "moonvit-blocks",
+    "keye": "keye-blocks",
+    "lfm2_siglip2": "lfm2_siglip2-blocks",
+    "clip": "clip-blocks",
 }
+ENCODERS = {**PACKED, **DENSE}
 
 
 def encoded(encoder: Encoder, backend: str) -> Result:
@@ -71,9 +78,9 @@ class TestSameResults:
 
     @pytest.mark.parametrize("name", OTHERS)
     def test_other_towers(self, name: str, ran: list[int]) -> None:
-        stock = encoded(PACKED[name], "TORCH_SDPA")
+        stock = encoded(ENCODERS[name], "TORCH_SDPA")
         assert not ran
-        found = encoded(PACKED[name], "FLASHINFER")
+        found = encoded(ENCODERS[name], "FLASHINFER")
         assert ran == [0, 1]
         assert relative_error(found.out, stock.out) < TOLERANCE
 
@@ -209,9 +216,9 @@ class TestSettings:
     @pytest.mark.parametrize("name", OTHERS)
     def test_another_towers_patch_left_out(self, name: str, ran: list[int]) -> None:
         with without(OTHERS[name]):
-            found = encoded(PACKED[name], "FLASHINFER")
+            found = encoded(ENCODERS[name], "FLASHINFER")
         assert not ran
-        stock = encoded(PACKED[name], "TORCH_SDPA")
+        stock = encoded(ENCODERS[name], "TORCH_SDPA")
         assert relative_error(found.out, stock.out) < TOLERANCE
 
     def test_a_reverted_patch_leaves_vllms_blocks(self, ran: list[int]) -> None:
@@ -351,3 +358,10 @@ def test_sums_are_settled_once_for_tensors_of_layers_own(
     outputs(tower)
     # One for a branch, one for two.
     assert settled.call_count == 2
+
+
+@pytest.mark.parametrize(
+    "name, expected", [("gelu_pytorch_tanh", "tanh_gelu"), ("gelu_python_tanh", None)]
+)
+def test_activations_of_transformers(name: str, expected: str | None) -> None:
+    assert activation_of(ACT2FN[name]) == expected

@@ -132,6 +132,9 @@ def _unfit(spec: BlockSpec, block: torch.nn.Module) -> str | None:
         return str(error)
     if spec.qk_norms is None and getattr(attention, "q_norm", None) is not None:
         return "they normalise q and k"
+    # Ovis2.5's tower hands tables over all the same.
+    if spec.rotary is not None and not getattr(attention, "use_rope", True):
+        return "they do not turn q and k"
     for path in (spec.norm1, spec.norm2):
         module = block.get_submodule(path)
         if not norms.is_known(module):

@@ -163,11 +163,15 @@ def build_mlp(spec: BlockSpec, layers: Layers) -> Mlp | Fp8Mlp:
 
 
 def activation_of(act: Any) -> Activation | None:
-    """Return what a module computes: vLLM's, or a platform's in its place."""
+    """Return what a module of vLLM, a platform or Transformers computes."""
+    from transformers.activations import GELUTanh
     from vllm.model_executor.layers.activation import GELU, QuickGELU, SiluAndMul
 
     if type(act) is torch.nn.GELU:
         return "tanh_gelu" if act.approximate == "tanh" else "gelu"
+    # Its other form spells the formula out, and rounds after each operation.
+    if type(act) is GELUTanh and isinstance(act.act, functools.partial):
+        return "tanh_gelu"
     native = getattr(type(act), "forward_native", None)
     ops: dict[Any, Activation] = {
         SiluAndMul.forward_native: "swiglu",

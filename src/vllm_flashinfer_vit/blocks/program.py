@@ -137,7 +137,7 @@ class BlockProgram:
         rotary = self.spec.rotary
         if rotary is None or self._qk_norms():
             return None
-        is_exact = rotary.form in ("angles", "complex")
+        is_exact = rotary.form in ("angles", "complex", "pair")
         return torch.float32 if is_exact else self._attention.dtype
 
     def build(self) -> None:

@@ -26,8 +26,8 @@ def tables(rotary: Rotary, given: Sequence[torch.Tensor]) -> Tables:
         parts = torch.view_as_real(first) if first.is_complex() else first
         cos, sin = parts.float().unbind(-1)
         return cos.contiguous(), sin.contiguous()
-    cos, sin = given
-    if rotary.form == "doubled":
+    cos, sin = first if rotary.form == "pair" else given
+    if rotary.form in ("doubled", "pair"):
         half = cos.shape[-1] // 2
         return cos[..., :half], sin[..., :half]
     return cos, sin

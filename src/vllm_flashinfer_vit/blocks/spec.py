@@ -28,12 +28,13 @@ class Rotary:
 
     Attributes:
         form: `tables` for cos and sin `[T, R / 2]`; `doubled` for both `[T, R]`, of
-            which the halves are alike; `angles` for what they are of; `complex` for
-            `[T, D / 2]` complex, or its real view, by interleaved pairs.
+            which the halves are alike; `pair` for a tuple of such tables in fp32;
+            `angles` for what they are of; `complex` for `[T, D / 2]` complex, or its
+            real view, by interleaved pairs.
         parameters: The names in `forward`.
     """
 
-    form: Literal["tables", "doubled", "angles", "complex"]
+    form: Literal["tables", "doubled", "pair", "angles", "complex"]
     parameters: tuple[str, ...]
 
     @property

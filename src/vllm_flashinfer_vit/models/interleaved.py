@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi K2.5's tower and Pixtral's: complex rotary, by pairs that lie side by side.
+"""The towers of Kimi and Pixtral: complex rotary, by pairs that lie side by side.
 
 Pixtral's tower of the Transformers format has NeoX pairs, of tables that are doubled.
 """
@@ -40,6 +40,17 @@ PIXTRAL_HF = dataclasses.replace(
 _LENGTHS = ("cu_seqlens", "max_seqlen", "sequence_lengths")
 
 PATCHES = (
+    # Kimi-VL's, of the same parts as Kimi K2.5's.
+    block_program(
+        "moonvit",
+        "MoonVitEncoderLayer",
+        KIMI,
+        (
+            *methods("moonvit", "MLP2"),
+            "moonvit:MoonVitEncoderLayer.attention_qkvpacked",
+        ),
+        ("self", "hidden_states", "cu_seqlens", "rope_freqs_cis", "max_seqlen"),
+    ),
     block_program(
         "kimi_k25_vit",
         "MoonViTEncoderLayer",

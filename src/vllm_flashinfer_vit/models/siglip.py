@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """SigLIP, and the towers of its kind: dense batches of images of one size, no rotary.
 
-That is SigLIP in Gemma 3, PaliGemma and LLaVA, Idefics2's in Idefics3 and Aria, and
-InternViT, which scales what its branches add. MiniCPM-V gives Idefics2's blocks a mask
-of the padding, with which vLLM's own attend by PyTorch's SDPA, past any layer.
+That is SigLIP in Gemma 3, PaliGemma and LLaVA, CLIP in LLaVA, Phi-3-Vision and
+DeepSeek-OCR, BLIP-2's and Moondream's, Idefics2's in Idefics3 and Aria, AIMv2 in Ovis,
+with RMSNorm and SwiGLU, and InternViT and RADIO, which scale what their branches add.
+MiniCPM-V gives Idefics2's blocks a mask of the padding, with which vLLM's own attend by
+PyTorch's SDPA, past any layer.
 """
 
 import dataclasses
@@ -24,7 +26,29 @@ SIGLIP = BlockSpec(
     is_packed=False,
     returns_pair=True,
 )
-IDEFICS2 = dataclasses.replace(SIGLIP, returns_pair=False, key_mask="attention_mask")
+CLIP = dataclasses.replace(SIGLIP, returns_pair=False)
+BLIP = dataclasses.replace(CLIP, qkv="self_attn.qkv", proj="self_attn.projection")
+MOONDREAM = BlockSpec(
+    first="mlp.fc1",
+    act="mlp.act",
+    second="mlp.fc2",
+    norm1="ln1",
+    norm2="ln2",
+    qkv="attn.qkv_proj",
+    proj="attn.out_proj",
+    rotary=None,
+    is_packed=False,
+)
+AIMV2 = BlockSpec(
+    first="mlp.fc13",
+    act="mlp.act_fn",
+    second="mlp.fc2",
+    norm1="norm_1",
+    norm2="norm_2",
+    rotary=None,
+    is_packed=False,
+)
+IDEFICS2 = dataclasses.replace(CLIP, key_mask="attention_mask")
 INTERN = BlockSpec(
     first="mlp.fc1",
     act="mlp.activation_fn",
@@ -41,6 +65,35 @@ PATCHES = (
         SIGLIP,
         methods("siglip", "SiglipAttention", "SiglipMLP"),
         ("self", "hidden_states"),
+    ),
+    # A text tower's attention is no vision layer, so its blocks stay vLLM's.
+    block_program(
+        "clip",
+        "CLIPEncoderLayer",
+        CLIP,
+        methods("clip", "CLIPAttention", "CLIPMLP"),
+        ("self", "hidden_states"),
+    ),
+    block_program(
+        "blip",
+        "BlipEncoderLayer",
+        BLIP,
+        methods("blip", "BlipAttention", "BlipMLP"),
+        ("self", "hidden_states"),
+    ),
+    block_program(
+        "moondream3",
+        "Moondream3VisionBlock",
+        MOONDREAM,
+        methods("moondream3", "Moondream3VisionAttention", "Moondream3VisionMLP"),
+        ("self", "x"),
+    ),
+    block_program(
+        "aimv2",
+        "AIMv2Block",
+        AIMV2,
+        methods("aimv2", "AIMv2Attention", "AIMv2SwiGLUFFN"),
+        ("self", "x"),
     ),
     block_program(
         "idefics2_vision_model",
@@ -67,5 +120,18 @@ PATCHES = (
         INTERN,
         methods("intern_vit", "InternParallelAttention", "InternMLP"),
         ("self", "hidden_states"),
+    ),
+    # Its packed batches, which an object describes, run by vLLM's own steps.
+    block_program(
+        "radio",
+        "RadioVisionEncoderLayer",
+        INTERN,
+        (
+            "radio:RadioParallelAttention.forward",
+            "intern_vit:InternVisionEncoderLayer.__init__",
+            "intern_vit:InternParallelAttention.__init__",
+            *methods("intern_vit", "InternMLP"),
+        ),
+        ("self", "hidden_states", "mask_meta"),
     ),
 )
