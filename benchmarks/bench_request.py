@@ -30,7 +30,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,9 +142,13 @@ class Engine:
         )
         self._llm = LLM(**vars(arguments))
 
-    def running(self) -> AbstractContextManager[None]:
-        """Hold nothing: an engine is ready once it is made."""
-        return nullcontext()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """End the engine's own processes at last: they hold the GPU's memory."""
+        try:
+            yield
+        finally:
+            self._llm.llm_engine.engine_core.shutdown()
 
     def ready(self) -> None:
         """Do nothing, see `running`."""

@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+# An engine's process first ends others.
+_END_WITHIN_S = 30.0
+
 
 class Held(Protocol):
     """What such a process holds."""
@@ -101,7 +104,7 @@ class Remote:
     def close(self) -> None:
         """End the process."""
         self._pipe.close()
-        self._process.join(10)
+        self._process.join(_END_WITHIN_S)
         if self._process.is_alive():
             self._process.kill()
 

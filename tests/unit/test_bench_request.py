@@ -238,6 +238,17 @@ def test_rows_and_their_figure(tmp_path: Path) -> None:
         assert len(axes.patches) == 2 * len(stages)
 
 
+def test_an_engines_own_processes_end_with_it() -> None:
+    ended: list[str] = []
+    core = SimpleNamespace(shutdown=lambda: ended.append("core"))
+    engine = Engine.__new__(Engine)
+    engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+    with pytest.raises(EOFError), engine.running():
+        assert not ended
+        raise EOFError
+    assert ended == ["core"]
+
+
 def test_a_process_answers_and_its_errors_arrive() -> None:
     remote = Remote(argparse.Namespace, (), {}, 60.0)
     with pytest.raises(RemoteError, match="running"):
