@@ -100,9 +100,12 @@ def aimv2(m: Any) -> tuple[nn.Module, Call]:
         qkv_bias=False,
         mlp_bias=False,
         use_bias=False,
+        num_channels=3,
+        image_size=42,
+        patch_size=14,
     )
-    tower = m.AIMv2Transformer(config, None, require_post_norm=True)
-    return tower, lambda: tower(noise(3, 17, 256))
+    tower = m.AIMv2Model(config, None, require_post_norm=True)
+    return tower, lambda: tower(noise(3, 3, 42, 42))
 
 
 def idefics2(m: Any) -> tuple[nn.Module, Call]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -184,6 +185,19 @@ def test_encoder_whose_linear_layers_run_as_on_a_gpu(name: str) -> None:
     result = run(ENCODERS[name], engine_of("FLASHINFER"))
     assert result.programs == ENCODERS[name].programs
     stock = run(ENCODERS[name], engine_of("TORCH_SDPA"))
+    assert relative_error(result.out, stock.out) < TOLERANCE
+
+
+@cpu_only
+@pytest.mark.parametrize("name", [name for name in DENSE if DENSE[name].programs])
+def test_encoder_whose_patches_are_embedded_as_on_a_gpu(name: str) -> None:
+    """There a convolution does it, and streams lie channel by channel."""
+    from vllm.model_executor.layers.conv import Conv2dLayer
+
+    with mock.patch.object(Conv2dLayer, "forward_native", Conv2dLayer._forward_conv):
+        result = run(DENSE[name], engine_of("FLASHINFER"))
+        assert result.programs == DENSE[name].programs
+        stock = run(DENSE[name], engine_of("TORCH_SDPA"))
     assert relative_error(result.out, stock.out) < TOLERANCE
 
 

@@ -199,7 +199,7 @@ class BlockProgram:
             x: The stream, of a shape that the spec says.
             given: What else the block's `forward` was given, by name.
         """
-        if not self._is_ready or not x.is_contiguous() or x.numel() == 0:
+        if not self._is_ready or x.numel() == 0:
             return False
         if torch.compiler.is_compiling():
             return False
@@ -228,12 +228,14 @@ class BlockProgram:
                 `FlashInferViTAttention.forward_cuda`; and what the spec's rotary names.
 
         Returns:
-            Like x, a new tensor.
+            Like x, a new tensor, contiguous.
         """
         tower = self._tower
         now = tower.take(self._index, x)
         if now is None:
             self._weights.refresh()
+            # A convolution that embeds patches writes them channel by channel.
+            x = x.contiguous()
             now = tower.begin(x)
             normed, scales = _read_by(now, self._qkv)
             norms.write_norm(self._norm1, x.view(now.normed.shape), normed, scales)
