@@ -135,5 +135,6 @@ def test_the_file_is_as_it_is_written() -> None:
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_every_patch_fits_this_vllm() -> None:
     for patch in all_patches():
-        if patch.name not in left_out():
+        # One that is in place was checked before it was put there.
+        if patch.name not in left_out() and not patch.applied:
             patch.check()
