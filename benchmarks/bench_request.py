@@ -303,6 +303,7 @@ def measure(
     environment: Environment,
 ) -> None:
     """Time every workload on every engine, in turns."""
+    patch_size = NAMED_MODELS[model][1]["patch_size"]
     for name in args.workloads:
         found: dict[str, dict[Setup, list[dict[str, float]]]] = {
             bench: {setup: [] for setup in engines} for bench in BENCHES
@@ -316,7 +317,6 @@ def measure(
                 )
             ]
             requests = folder / "requests.jsonl"
-            patch_size = NAMED_MODELS[model][1]["patch_size"]
             write_requests(requests, WORKLOADS[name], patch_size, seeds)
             bench, method = ("trace", "trace") if is_traced else ("request", "measure")
             for setup in order_of_turn(list(engines), turn):

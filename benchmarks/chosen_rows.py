@@ -60,6 +60,21 @@ def of_last_commit(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
     ]
 
 
+def of_servers(rows: Iterable[Row]) -> list[Row]:
+    """Return servers' newest rows: of a workload those of its last commit alone."""
+    names = ("model", "workload", "concurrency", "serve_args")
+    return newest(
+        of_last_commit(rows, names),
+        lambda row: tuple(row[name] for name in (*names, "provider", "mode")),
+    )
+
+
+def setups_of(rows: Iterable[Row]) -> list[tuple[str, str]]:
+    """Return providers with their modes, stock's first, else as they first come."""
+    setups = dict.fromkeys((row["provider"], row["mode"]) for row in rows)
+    return sorted(setups, key=lambda setup: not setup[0].startswith("stock-"))
+
+
 def of_one_vllm(rows: Iterable[Row], vllm: str | None, path: Path) -> list[Row]:
     """Return the rows of one version of vLLM.
 

@@ -13,8 +13,8 @@ from chosen_rows import (
     NoRowsError,
     Row,
     mean,
-    newest,
-    of_last_commit,
+    of_servers,
+    setups_of,
     speed_up,
 )
 from table_text import short_name, table_head, table_line, time_cell, written
@@ -191,12 +191,8 @@ def serve_table(rows: Iterable[Row]) -> str:
     that measured it last.
     """
     names = ("model", "workload", "concurrency", "serve_args")
-    rows = newest(
-        of_last_commit(rows, names),
-        lambda row: tuple(row[name] for name in (*names, "provider", "mode")),
-    )
-    setups = list(dict.fromkeys((row["provider"], row["mode"]) for row in rows))
-    setups.sort(key=lambda setup: not setup[0].startswith("stock-"))
+    rows = of_servers(rows)
+    setups = setups_of(rows)
     found: dict[tuple[str, ...], dict[tuple[str, str], Row]] = defaultdict(dict)
     for row in rows:
         key = tuple(row[name] for name in names)

@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from chosen_rows import Row, newest, of_last_commit, of_one_vllm, read
+from chosen_rows import Row, of_one_vllm, of_servers, read, setups_of
 from plot import GREY, STYLE, colour_of, say_where, write_svg
 
 # Column, label, and whether a row is of one request at a time.
@@ -37,8 +37,7 @@ def draw_serve(rows: Sequence[Row]) -> Any:
         rows: Of one version of vLLM and one set of further arguments.
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
-    setups = list(dict.fromkeys((row["provider"], row["mode"]) for row in rows))
-    setups.sort(key=lambda setup: not setup[0].startswith("stock-"))
+    setups = setups_of(rows)
     figure, all_axes = plt.subplots(
         len(PANELS),
         len(models),
@@ -107,13 +106,8 @@ def main() -> None:
     rows = [row for row in rows if row["serve_args"] == args.serve_args]
     if not rows:
         raise SystemExit(f"{args.source} has no rows with {args.serve_args!r}")
-    names = ("model", "workload", "concurrency")
-    rows = newest(
-        of_last_commit(rows, names),
-        lambda row: tuple(row[name] for name in (*names, "provider", "mode")),
-    )
     with plt.rc_context(STYLE):
-        write_svg(draw_serve(rows), args.target)
+        write_svg(draw_serve(of_servers(rows)), args.target)
     print(f"drew {args.target}")
 
 

@@ -89,10 +89,8 @@ class Report:
             return f"FLASHINFER can serve on this machine, by {names}."
         count = sum(problem.fatal for problem in self.problems)
         # Others are wrong, too, and keep nothing from running.
-        why = (
-            "one problem above prevents" if count == 1 else f"{count} problems prevent"
-        )
-        return f"FLASHINFER cannot serve on this machine: {why} it."
+        why = "one problem prevents" if count == 1 else f"{count} problems prevent"
+        return f"FLASHINFER cannot serve on this machine: {why} it, see above."
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `doctor --json` prints; `SCHEMA` names its shape."""

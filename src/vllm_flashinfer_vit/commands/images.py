@@ -35,12 +35,13 @@ IMAGE_SUFFIXES = (
 # min_pixels, max_pixels, mean and std of each family's published image processor.
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_GLM = (112 * 112, 28 * 28 * 15000, _CLIP_MEAN, _CLIP_STD)
 _PROCESSORS = {
     "qwen2_vl": (56 * 56, 28 * 28 * 16384, _CLIP_MEAN, _CLIP_STD),
     "qwen2_5_vl": (56 * 56, 28 * 28 * 16384, _CLIP_MEAN, _CLIP_STD),
     "qwen3_vl": (256 * 256, 4096 * 4096, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-    "glm4v": (112 * 112, 28 * 28 * 15000, _CLIP_MEAN, _CLIP_STD),
-    "glm4v_moe": (112 * 112, 28 * 28 * 15000, _CLIP_MEAN, _CLIP_STD),
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
 }
 # Transformers takes any class of its own that a checkpoint names as image processor.
 # Its other Auto classes would ask again whether the checkpoint's code may run.
