@@ -14,7 +14,7 @@ tower in fp32 on TORCH_SDPA, with the same weights.
     python benchmarks/bench_encoder.py --models SigLIP-So400m --cases 1x729 8x729 32x729
     python benchmarks/bench_encoder.py --smoke --output out/encoder.csv   # no GPU
 
-`dots.ocr` and the others of `block_stacks.py` are the blocks alone of towers that take
+`dots.ocr` and the others of `known_stacks.py` are the blocks alone of towers that take
 no patches and grids.
 """
 

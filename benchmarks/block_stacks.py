@@ -5,11 +5,10 @@ A stack is vLLM's own blocks, with random weights and a random stream in place o
 the tower runs in front of them. What comes after the blocks is left out, too.
 """
 
-import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,14 +19,12 @@ from torch import nn
 
 import gemma4_stack
 from gemma4_stack import Gemma4Stack
+from known_stacks import STACKS, Stack, Tensors
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 from vllm_flashinfer_vit.towers.weights import fill_with_random_weights
-from vllm_flashinfer_vit.towers.whole import WholeModel
-from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
 
 Grids = Sequence[Sequence[int]]
-Tensors = dict[str, Any]
 # Holds the engine's configuration that blocks are built in.
 _CONTEXT = TowerSpec(
     family="qwen2_vl",
@@ -48,169 +45,6 @@ _CONTEXT = TowerSpec(
     full_depth=1,
 )
 _ROPE_BASE = 10000.0
-
-
-@dataclass(frozen=True)
-class Stack:
-    """What to build.
-
-    Attributes:
-        module: vLLM's module of the model, with its tower's part where it has several.
-        block: Builds one of its blocks, from that module.
-        depth: Blocks of the tower.
-        width: Columns of the stream.
-        head_dim: Of its attention.
-        shape: The stream's: `T1C`, `1TC`, `TC`, or `BSC` for dense batches.
-        rotary: Makes what turns q and k, of angles `[T, D / 2]` and the dtype.
-    """
-
-    module: str
-    block: Callable[[Any], nn.Module]
-    depth: int
-    width: int
-    head_dim: int
-    shape: str
-    rotary: Callable[[torch.Tensor, torch.dtype], Tensors] = lambda angles, dtype: {}
-
-
-_GEMMA_3 = WHOLE_MODELS["google/gemma-3-4b-it"]
-_DOTS = WHOLE_MODELS["rednote-hilab/dots.ocr"]
-_GLM_OCR = WHOLE_MODELS["zai-org/GLM-OCR"]
-_KIMI = WHOLE_MODELS["moonshotai/Kimi-K2.5"]
-_PIXTRAL = WHOLE_MODELS["mistral-community/pixtral-12b"]
-_INTERN = WHOLE_MODELS["OpenGVLab/InternVL3-8B"]
-_ERNIE = WHOLE_MODELS["baidu/ERNIE-4.5-VL-28B-A3B-PT"]
-_PADDLE = WHOLE_MODELS["PaddlePaddle/PaddleOCR-VL"]
-_OMNI = WHOLE_MODELS["Qwen/Qwen3-Omni-30B-A3B-Instruct"]
-
-
-def _siglip() -> Any:
-    from transformers import SiglipVisionConfig
-
-    return SiglipVisionConfig(**_GEMMA_3.vision)
-
-
-def _siglip_layer(m: Any) -> nn.Module:
-    return m.SiglipEncoderLayer(_siglip(), attn_cls=m.MMEncoderAttention)
-
-
-def _dots(m: Any) -> nn.Module:
-    return m.DotsVisionBlock(SimpleNamespace(**_DOTS.vision))
-
-
-def _glm_ocr(m: Any) -> nn.Module:
-    v = _GLM_OCR.vision
-    norm = functools.partial(m.RMSNorm, eps=v["rms_norm_eps"])
-    return m.GlmOcrVisionBlock(
-        v["hidden_size"], v["num_heads"], v["intermediate_size"], norm
-    )
-
-
-def _kimi(m: Any) -> nn.Module:
-    gelu = nn.GELU(approximate="tanh")
-    v = _KIMI.vision
-    return m.MoonViTEncoderLayer(
-        v["num_attention_heads"],
-        v["hidden_size"],
-        v["intermediate_size"],
-        activation=gelu,
-        attn_bias=True,
-    )
-
-
-def _ernie(m: Any) -> nn.Module:
-    v = _ERNIE.vision
-    return m.Ernie4_5_VisionBlock(v["embed_dim"], v["num_heads"], float(v["mlp_ratio"]))
-
-
-def _omni(m: Any) -> nn.Module:
-    v = _OMNI.vision
-    return m.Qwen3_VisionBlock(
-        v["hidden_size"],
-        v["num_heads"],
-        v["intermediate_size"],
-        m._ACTIVATION_REGISTRY[v["hidden_act"]],
-    )
-
-
-def _kimi_k3(m: Any) -> nn.Module:
-    if not hasattr(m, "_make_vision_norm"):
-        raise ImportError("Kimi K3's blocks, from vLLM 0.27 on")
-    return m.MoonViTEncoderLayer(
-        12,
-        1024,
-        4096,
-        activation=nn.GELU(approximate="tanh"),
-        qkv_hidden_size=1536,
-        norm_type="rmsnorm",
-        linear_bias=False,
-    )
-
-
-def _pixtral(m: Any) -> nn.Module:
-    return m.TransformerBlock(SimpleNamespace(**_PIXTRAL.vision))
-
-
-def _intern(m: Any) -> nn.Module:
-    return m.InternVisionEncoderLayer(SimpleNamespace(**_INTERN.vision))
-
-
-def _tables(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    return {"rotary_pos_emb_cos": cos, "rotary_pos_emb_sin": sin}
-
-
-def _angles(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    return {"rotary_pos_emb": angles}
-
-
-def _kimi_turns(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    return {"rope_freqs_cis": torch.polar(torch.ones_like(angles), angles)}
-
-
-def _pixtral_turns(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    from vllm.model_executor.models import pixtral
-
-    turns = torch.polar(torch.ones_like(angles), angles)
-    # The sources say which of the two forms a release takes.
-    is_real = "freqs_cis.dtype == torch.float32" in inspect.getsource(pixtral)
-    return {"freqs_cis": torch.view_as_real(turns) if is_real else turns}
-
-
-def _stack(
-    whole: WholeModel, block: Callable[[Any], nn.Module], shape: str, *rotary: Any
-) -> Stack:
-    """Return the blocks of a model that the package knows."""
-    vision = whole.vision
-    width = vision.get("embed_dim", vision["hidden_size"])
-    depth = vision[whole.depth]
-    return Stack(whole.tower, block, depth, width, whole.head_dim, shape, *rotary)
-
-
-STACKS: Mapping[str, Stack] = {
-    "GLM-OCR": _stack(_GLM_OCR, _glm_ocr, "T1C", _tables),
-    "PaddleOCR-VL": _stack(
-        _PADDLE, lambda m: m.SiglipEncoderLayer(_siglip()), "1TC", _angles
-    ),
-    "dots.ocr": _stack(_DOTS, _dots, "TC", _angles),
-    "ERNIE-4.5-VL": _stack(_ERNIE, _ernie, "T1C", _angles),
-    "Qwen3-Omni": _stack(_OMNI, _omni, "T1C", _tables),
-    "Kimi-K2.5": _stack(_KIMI, _kimi, "TC", _kimi_turns),
-    "Kimi-K3": Stack("kimi_k25_vit", _kimi_k3, 27, 1024, 128, "TC", _kimi_turns),
-    "Pixtral-12B": _stack(_PIXTRAL, _pixtral, "1TC", _pixtral_turns),
-    "SigLIP-So400m": _stack(_GEMMA_3, _siglip_layer, "BSC"),
-    "Idefics2": Stack(
-        "idefics2_vision_model",
-        lambda m: m.Idefics2EncoderLayer(_siglip()),
-        27,
-        1152,
-        72,
-        "BSC",
-    ),
-    "InternViT-300M": _stack(_INTERN, _intern, "BSC"),
-}
-
-
 # What `build_stack` can build.
 NAMES = frozenset({*STACKS, *gemma4_stack.TOWERS})
 
@@ -246,10 +80,13 @@ class BlockStack(nn.Module):
             **stack.rotary(self._turns(grids).to(on), self._dtype),
         }
         forward = inspect.signature(type(self.blocks[0]).forward).parameters
-        # Without a default in some.
-        if "sequence_lengths" in forward:
-            metadata["sequence_lengths"] = None
-        return metadata
+        # Some take no longest length; some have to be told that there is no mask.
+        _, _, *others = forward.values()
+        return {
+            one.name: metadata.get(one.name)
+            for one in others
+            if one.name in metadata or one.default is inspect.Parameter.empty
+        }
 
     def _turns(self, grids: Grids) -> torch.Tensor:
         """Return angles by rows and columns, half of them each, `[T, D / 2]`."""

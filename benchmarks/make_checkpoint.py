@@ -186,9 +186,12 @@ def _processor(
         "image_std": [0.5] * 3,
     }
     videos = "Qwen3VL" if is_qwen3 else "Qwen2VL"
+    # In pixels, from each model's preprocessor_config.json.
+    sizes = (256 * 256, 4096 * 4096) if is_qwen3 else (56 * 56, 3584 * 3584)
     return getattr(transformers, f"{STEMS[family]}Processor")(
         image_processor=transformers.Qwen2VLImageProcessor(
-            size={"shortest_edge": 56 * 56, "longest_edge": 4096 * 28 * 28}, **pixels
+            size=dict(zip(("shortest_edge", "longest_edge"), sizes, strict=True)),
+            **pixels,
         ),
         tokenizer=tokenizer,
         video_processor=getattr(transformers, f"{videos}VideoProcessor")(**pixels),

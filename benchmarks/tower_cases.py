@@ -30,12 +30,13 @@ CASES: dict[str, Grids] = {
         (1, 22, 38),
     ),
 }
-# Of towers that take images of one size: 384 x 384 pixels in patches of 14 (SigLIP),
-# 448 x 448 (InternViT, without its first token), Gemma 4's largest image, and 896 x 896
-# pixels (Gemma 3).
+# Of towers that take images of one size: 224 x 224 pixels in patches of 14 and a first
+# token (BLIP-2, DeepSeek-OCR), 336 x 336 and one (CLIP), 384 x 384 (SigLIP; Moondream 3
+# of 378 x 378), 448 x 448 (AIMv2; InternViT and RADIO, without their first tokens),
+# Gemma 4's largest image, and 896 x 896 pixels (Gemma 3).
 DENSE_CASES: dict[str, Grids] = {
     f"{images}x{rows * columns}": ((1, rows, columns),) * images
-    for rows, columns in ((27, 27), (32, 32), (42, 60), (64, 64))
+    for rows, columns in ((1, 257), (1, 577), (27, 27), (32, 32), (42, 60), (64, 64))
     for images in (1, 8, 32)
 }
 SMOKE_CASES: dict[str, Grids] = {"1x64": ((1, 8, 8),), "video2x48": ((2, 6, 8),)}

@@ -35,12 +35,15 @@ for folder in ("benchmarks", "tests/integration"):
 import chosen_rows  # noqa: E402
 
 FACTS = Path(__file__).with_name("models.toml")
-RESULTS = ROOT / "benchmarks" / "results" / "h200" / "encoder.csv"
+RESULTS = ROOT / "benchmarks" / "results"
+# GPUs whose rows say a model's gain, by what the table calls them. Only a model without
+# rows of the first shows the second's.
+GPUS = {"": "h200", "H100: ": "h100-80gb-hbm3"}
 
 Tower = Mapping[str, Any]
 _DENSE = (
     *("module", "serves", "head dims", "blocks", "encoder graphs", "FP8 on an H200"),
-    *("by name", "gain on an H200", "tested"),
+    *("by name", "gain", "tested"),
 )
 _PACKED = (*_DENSE[:3], "longest length", *_DENSE[3:], "stock 0.25.1")
 _OUTSIDE = ("module", "what", "serves", "why", "what runs", "tested")
@@ -83,7 +86,7 @@ def built() -> dict[str, list[tuple[str, int]]]:
     once; the benchmarks measure them under these names.
     """
     import gemma4_stack
-    from block_stacks import STACKS
+    from known_stacks import STACKS
     from vllm_flashinfer_vit.towers.spec import FAMILIES, NAMED_MODELS
     from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
 
@@ -113,7 +116,7 @@ def gains(rows: Iterable[chosen_rows.Row]) -> dict[str, str]:
     """Return by model the geometric means of the newest vLLM that it was measured with.
 
     Args:
-        rows: Of `RESULTS`.
+        rows: Of one file, `encoder.csv` of a GPU.
     """
     found: dict[str, str] = {}
     rows = list(rows)
@@ -125,6 +128,15 @@ def gains(rows: Iterable[chosen_rows.Row]) -> dict[str, str]:
             shown = [f"{names[p]}{mean}" for p, mean in means.items() if mean]
             if shown:
                 found[model] = f"{_short(model)} {', '.join(shown)}"
+    return found
+
+
+def measured() -> dict[str, str]:
+    """Return by model the gain on the first of `GPUS` that has one, and which it is."""
+    found: dict[str, str] = {}
+    for prefix, gpu in GPUS.items():
+        of_gpu = gains(chosen_rows.read(RESULTS / gpu / "encoder.csv"))
+        found = {**{model: prefix + gain for model, gain in of_gpu.items()}, **found}
     return found
 
 
@@ -145,7 +157,7 @@ class _Known:
 
         self.encoders = {**PACKED, **DENSE}
         self.built = built()
-        self.gains = gains(chosen_rows.read(RESULTS))
+        self.gains = measured()
         self.patched = with_block_patch()
 
     def runs_programs(self, tower: Tower) -> bool:
@@ -160,7 +172,7 @@ def _cells(tower: Tower, known: _Known) -> dict[str, str]:
     part = f" ({tower['part']})" if "part" in tower else ""
     models = known.built.get(f"{tower['module']}{part}", ())
     head_dims = sorted({dim for _, dim in models} | set(tower.get("head_dims", ())))
-    measured = [known.gains[name] for name, _ in models if name in known.gains]
+    found = [known.gains[name] for name, _ in models if name in known.gains]
     is_outside = "why" in tower
     programs = "" if is_outside or not known.runs_programs(tower) else "programs"
     return {
@@ -173,7 +185,7 @@ def _cells(tower: Tower, known: _Known) -> dict[str, str]:
         "encoder graphs": _graphs(tower),
         "FP8 on an H200": _fp8(head_dims),
         "by name": ", ".join(_named(models)),
-        "gain on an H200": "; ".join(measured) or "not measured",
+        "gain": "; ".join(found) or "not measured",
         "why": tower.get("why", ""),
         "what runs": tower.get("runs", ""),
         "tested": tower["tested"],

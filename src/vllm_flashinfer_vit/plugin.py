@@ -12,6 +12,7 @@ from vllm_flashinfer_vit.models import (
     documents,
     exact_graphs,
     glm,
+    image_patches,
     interleaved,
     qwen2_5_vl,
     qwen2_vl,
@@ -49,6 +50,9 @@ _MODEL_PATCHES = (
     *encoder_graphs.PATCHES,
     *counters.PATCHES,
 )
+# Applied at once: such towers have no layer of vLLM's, and images are prepared in
+# processes without a model. Each asks for itself whether FLASHINFER is served.
+_EARLY = (transformers_towers, image_patches)
 # Inherited by the processes that an engine starts: the first one speaks for all.
 _ENV_WARNED = "_VLLM_FLASHINFER_VIT_WARNED"
 
@@ -71,10 +75,10 @@ def register() -> None:
         if refusal is not None:
             logger.error("%s Without FLASHINFER, vLLM runs as ever.", refusal)
         _register_layer(refusal)
-        # No layer of vLLM's is in such towers, so they are found as models are built.
-        importlib.import_module(transformers_towers.MODULE)
-        for error in apply_fitting(transformers_towers.PATCHES):
-            logger.warning("%s", error)
+        for module in _EARLY:
+            importlib.import_module(module.MODULE)
+            for error in apply_fitting(module.PATCHES):
+                logger.warning("%s", error)
     except Exception:
         logger.exception(
             "vllm-flashinfer-vit is not active in this process; vLLM runs without it"
@@ -120,7 +124,7 @@ def all_patches() -> tuple[Patch, ...]:
     """Return every patch, as `doctor` lists them."""
     return (
         *platform.PATCHES,
-        *transformers_towers.PATCHES,
+        *(patch for module in _EARLY for patch in module.PATCHES),
         *_MODEL_PATCHES,
         *fp8_scales.PATCHES,
     )

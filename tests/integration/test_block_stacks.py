@@ -13,7 +13,8 @@ from cases import relative_error, values
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from block_stacks import STACKS, StackTower, build_stack  # noqa: E402
+from block_stacks import StackTower, build_stack  # noqa: E402
+from known_stacks import STACKS  # noqa: E402
 from vllm_flashinfer_vit.blocks.attach import program_of  # noqa: E402
 from vllm_flashinfer_vit.models import gemma4  # noqa: E402
 
@@ -45,7 +46,7 @@ def run(tower: StackTower, grids: list[list[int]]) -> torch.Tensor:
 
 @cpu_only
 @pytest.mark.parametrize("name", values(sorted(FAST), sorted(set(STACKS) - FAST)))
-def test_blocks_run_as_programs_and_equal_stocks(name: str) -> None:
+def test_blocks_run_as_programs_and_equal_stocks(name: str, ran: list[int]) -> None:
     served = build(name, "FLASHINFER")
     assert all(program_of(block) for block in served.visual.blocks)
     assert served.kernels(GRIDS) == {"all": "reference"}
@@ -55,6 +56,7 @@ def test_blocks_run_as_programs_and_equal_stocks(name: str) -> None:
         found, expected = run(served, grids), run(stock, grids)
         assert relative_error(found, expected) < 1e-5
         assert relative_error(found, noise(*found.shape)) > 0.1
+    assert ran == [0, 1] * len(batches)
 
 
 @cpu_only

@@ -2,6 +2,7 @@
 """docs/models.toml has a row for every encoder, and agrees with vLLM as installed."""
 
 import ast
+import csv
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -180,26 +181,46 @@ def test_graphs_are_captured_by_this_vllm(tower: Any) -> None:
         assert (name in captured()) == (Version(since) <= Version(VLLM)), name
 
 
-def test_gains_are_of_the_newest_vllm_with_rows() -> None:
-    def row(vllm: str, model: str, provider: str, ms: float) -> dict[str, str]:
-        return {
-            **{"vllm": vllm, "model": model, "provider": provider, "p50_ms": str(ms)},
-            **{"mode": "graph", "case": "a", "dtype": "bf16", "commit": vllm},
-        }
+def row(vllm: str, model: str, provider: str, ms: float) -> dict[str, str]:
+    return {
+        **{"vllm": vllm, "model": model, "provider": provider, "p50_ms": str(ms)},
+        **{"mode": "graph", "case": "a", "dtype": "bf16", "commit": vllm},
+    }
 
+
+def timed(vllm: str, model: str, ours: float) -> list[dict[str, str]]:
+    """Rows of stock and of this package, which stock's 8 ms are compared with."""
+    times = {"stock-flash_attn": 8.0, "plugin": ours}
+    return [row(vllm, model, provider, ms) for provider, ms in times.items()]
+
+
+def test_gains_are_of_the_newest_vllm_with_rows() -> None:
     rows = [
-        row(vllm, model, provider, ms)
-        for vllm, model, ours in (
-            ("0.33.0", "Qwen/A-7B-Instruct", 4.0),
-            ("0.4.0", "Qwen/A-7B-Instruct", 5.0),
-            ("0.4.0", "B", 8.0),
-        )
-        for provider, ms in (("stock-flash_attn", 8.0), ("plugin", ours))
+        *timed("0.33.0", "Qwen/A-7B-Instruct", 4.0),
+        *timed("0.4.0", "Qwen/A-7B-Instruct", 5.0),
+        *timed("0.4.0", "B", 8.0),
     ]
     assert model_tables.gains(rows) == {
         "Qwen/A-7B-Instruct": "A-7B 2.00",
         "B": "B 1.00",
     }
+
+
+def test_another_gpu_is_named_and_shown_only_for_models_without_rows_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_tables, "RESULTS", tmp_path)
+    rows = [
+        timed("0.33.0", "A", 4.0),
+        [*timed("0.33.0", "A", 5.0), *timed("0.33.0", "B", 2.0)],
+    ]
+    for gpu, of_gpu in zip(model_tables.GPUS.values(), rows, strict=True):
+        (tmp_path / gpu).mkdir()
+        with (tmp_path / gpu / "encoder.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, of_gpu[0])
+            writer.writeheader()
+            writer.writerows(of_gpu)
+    assert model_tables.measured() == {"A": "A 2.00", "B": "H100: B 4.00"}
 
 
 def cells(table: str, module: str) -> dict[str, str]:
@@ -216,7 +237,7 @@ def test_cells_are_of_the_code_and_the_rows() -> None:
     assert qwen["blocks"] == "programs"
     assert qwen["encoder graphs"] == "exact: Qwen2_5_VL"
     assert "Qwen2.5-VL-72B" in qwen["by name"]
-    assert "Qwen2.5-VL-7B 1." in qwen["gain on an H200"]
+    assert qwen["gain"].startswith("Qwen2.5-VL-7B 1.")
     assert qwen["FP8 on an H200"] == "from 2049 tokens"
     kimi = cells(model_tables.packed(), "kimi_k25_vit")
     assert kimi["head dims"] == "72, 128"

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which towers `block_stacks` builds the blocks of: their sizes, and one block of each.
+
+Sizes stand here where `WHOLE_MODELS` has none of the model, with where they are from.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_flashinfer_vit.towers.whole import WholeModel
+from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
+
+Tensors = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What to build.
+
+    Attributes:
+        module: vLLM's module of the model, with its tower's part where it has several.
+        block: Builds one of its blocks, from that module.
+        depth: Blocks of the tower.
+        width: Columns of the stream.
+        head_dim: Of its attention.
+        shape: The stream's: `T1C`, `1TC`, `TC`, or `BSC` for dense batches.
+        rotary: Makes what turns q and k, of angles `[T, D / 2]` and the dtype.
+    """
+
+    module: str
+    block: Callable[[Any], nn.Module]
+    depth: int
+    width: int
+    head_dim: int
+    shape: str
+    rotary: Callable[[torch.Tensor, torch.dtype], Tensors] = lambda angles, dtype: {}
+
+
+_GEMMA_3 = WHOLE_MODELS["google/gemma-3-4b-it"]
+_DOTS = WHOLE_MODELS["rednote-hilab/dots.ocr"]
+_GLM_OCR = WHOLE_MODELS["zai-org/GLM-OCR"]
+_KIMI = WHOLE_MODELS["moonshotai/Kimi-K2.5"]
+_PIXTRAL = WHOLE_MODELS["mistral-community/pixtral-12b"]
+_INTERN = WHOLE_MODELS["OpenGVLab/InternVL3-8B"]
+_ERNIE = WHOLE_MODELS["baidu/ERNIE-4.5-VL-28B-A3B-PT"]
+_PADDLE = WHOLE_MODELS["PaddlePaddle/PaddleOCR-VL"]
+_OMNI = WHOLE_MODELS["Qwen/Qwen3-Omni-30B-A3B-Instruct"]
+
+
+def _siglip(**fields: Any) -> Any:
+    """Return the configuration of SigLIP So400m, which many towers started from."""
+    from transformers import SiglipVisionConfig
+
+    return SiglipVisionConfig(**_GEMMA_3.vision, **fields)
+
+
+def _siglip_layer(m: Any) -> nn.Module:
+    return m.SiglipEncoderLayer(_siglip(), attn_cls=m.MMEncoderAttention)
+
+
+def _dots(m: Any) -> nn.Module:
+    return m.DotsVisionBlock(SimpleNamespace(**_DOTS.vision))
+
+
+def _glm_ocr(m: Any) -> nn.Module:
+    v = _GLM_OCR.vision
+    norm = functools.partial(m.RMSNorm, eps=v["rms_norm_eps"])
+    return m.GlmOcrVisionBlock(
+        v["hidden_size"], v["num_heads"], v["intermediate_size"], norm
+    )
+
+
+def _kimi(m: Any) -> nn.Module:
+    gelu = nn.GELU(approximate="tanh")
+    v = _KIMI.vision
+    return m.MoonViTEncoderLayer(
+        v["num_attention_heads"],
+        v["hidden_size"],
+        v["intermediate_size"],
+        activation=gelu,
+        attn_bias=True,
+    )
+
+
+def _ernie(m: Any) -> nn.Module:
+    v = _ERNIE.vision
+    return m.Ernie4_5_VisionBlock(v["embed_dim"], v["num_heads"], float(v["mlp_ratio"]))
+
+
+def _omni(m: Any) -> nn.Module:
+    v = _OMNI.vision
+    return m.Qwen3_VisionBlock(
+        v["hidden_size"],
+        v["num_heads"],
+        v["intermediate_size"],
+        m._ACTIVATION_REGISTRY[v["hidden_act"]],
+    )
+
+
+def _kimi_k3(m: Any) -> nn.Module:
+    if not hasattr(m, "_make_vision_norm"):
+        raise ImportError("Kimi K3's blocks, from vLLM 0.27 on")
+    return m.MoonViTEncoderLayer(
+        12,
+        1024,
+        4096,
+        activation=nn.GELU(approximate="tanh"),
+        qkv_hidden_size=1536,
+        norm_type="rmsnorm",
+        linear_bias=False,
+    )
+
+
+def _pixtral(m: Any) -> nn.Module:
+    return m.TransformerBlock(SimpleNamespace(**_PIXTRAL.vision))
+
+
+def _intern(m: Any) -> nn.Module:
+    return m.InternVisionEncoderLayer(SimpleNamespace(**_INTERN.vision))
+
+
+def _moonvit(m: Any) -> nn.Module:
+    from transformers.activations import ACT2FN
+
+    act = ACT2FN["gelu_pytorch_tanh"]
+    return m.MoonVitEncoderLayer(16, 1152, 4304, activation=act, attn_bias=True)
+
+
+def _clip(m: Any) -> nn.Module:
+    from transformers import CLIPVisionConfig
+
+    config = CLIPVisionConfig(
+        hidden_size=1024, intermediate_size=4096, num_attention_heads=16
+    )
+    return m.CLIPEncoderLayer(config, attn_cls=m.MMEncoderAttention)
+
+
+def _blip(m: Any) -> nn.Module:
+    from transformers import Blip2VisionConfig
+
+    return m.BlipEncoderLayer(Blip2VisionConfig())
+
+
+def _aimv2(m: Any) -> nn.Module:
+    from transformers import Aimv2VisionConfig
+
+    return m.AIMv2Block(Aimv2VisionConfig(), None, "")
+
+
+def _cohere(m: Any) -> nn.Module:
+    act = m._ACTIVATION_REGISTRY["gelu_pytorch_tanh"]
+    return m.Cohere_VisionBlock(1152, 16, 4304, act)
+
+
+def _radio(m: Any) -> nn.Module:
+    from vllm.transformers_utils.configs.radio import RadioConfig
+
+    return m.RadioVisionEncoderLayer(RadioConfig("vit_huge_patch16_224"))
+
+
+def _tables(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return {"rotary_pos_emb_cos": cos, "rotary_pos_emb_sin": sin}
+
+
+def _angles(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    return {"rotary_pos_emb": angles}
+
+
+def _kimi_turns(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    return {"rope_freqs_cis": torch.polar(torch.ones_like(angles), angles)}
+
+
+def _pair(name: str, angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    """Return tables in fp32, whose halves are alike."""
+    doubled = angles.repeat(1, 2)
+    return {name: (doubled.cos(), doubled.sin())}
+
+
+def _pixtral_turns(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    from vllm.model_executor.models import pixtral
+
+    turns = torch.polar(torch.ones_like(angles), angles)
+    # The sources say which of the two forms a release takes.
+    is_real = "freqs_cis.dtype == torch.float32" in inspect.getsource(pixtral)
+    return {"freqs_cis": torch.view_as_real(turns) if is_real else turns}
+
+
+def _stack(
+    whole: WholeModel, block: Callable[[Any], nn.Module], shape: str, *rotary: Any
+) -> Stack:
+    """Return the blocks of a model that the package knows."""
+    vision = whole.vision
+    width = vision.get("embed_dim", vision["hidden_size"])
+    depth = vision[whole.depth]
+    return Stack(whole.tower, block, depth, width, whole.head_dim, shape, *rotary)
+
+
+def _so400m(
+    module: str, block: Callable[[Any], nn.Module], shape: str, *rotary: Any
+) -> Stack:
+    """Return the blocks of a tower of SigLIP So400m's size."""
+    return Stack(module, block, 27, 1152, 72, shape, *rotary)
+
+
+STACKS: Mapping[str, Stack] = {
+    "GLM-OCR": _stack(_GLM_OCR, _glm_ocr, "T1C", _tables),
+    "PaddleOCR-VL": _stack(
+        _PADDLE, lambda m: m.SiglipEncoderLayer(_siglip()), "1TC", _angles
+    ),
+    "dots.ocr": _stack(_DOTS, _dots, "TC", _angles),
+    "ERNIE-4.5-VL": _stack(_ERNIE, _ernie, "T1C", _angles),
+    "Qwen3-Omni": _stack(_OMNI, _omni, "T1C", _tables),
+    "Kimi-K2.5": _stack(_KIMI, _kimi, "TC", _kimi_turns),
+    "Kimi-K3": Stack("kimi_k25_vit", _kimi_k3, 27, 1024, 128, "TC", _kimi_turns),
+    "Pixtral-12B": _stack(_PIXTRAL, _pixtral, "1TC", _pixtral_turns),
+    "SigLIP-So400m": _stack(_GEMMA_3, _siglip_layer, "BSC"),
+    "Idefics2": _so400m(
+        "idefics2_vision_model", lambda m: m.Idefics2EncoderLayer(_siglip()), "BSC"
+    ),
+    "InternViT-300M": _stack(_INTERN, _intern, "BSC"),
+    # MoonViTConfig of vLLM, by default.
+    "Kimi-VL": _so400m("moonvit", _moonvit, "TC", _kimi_turns),
+    # openai/clip-vit-large-patch14-336; deepseek_ocr of vLLM has the same blocks.
+    "CLIP-L": Stack("clip", _clip, 24, 1024, 64, "BSC"),
+    # Its technical report: SigLIP-400M-384-14.
+    "Keye-VL": _so400m(
+        "keye",
+        lambda m: m.KeyeSiglipEncoderLayer(_siglip()),
+        "1TC",
+        functools.partial(_pair, "rope_emb"),
+    ),
+    # config.json as a test of its conversion has it: no block has windows.
+    "Ovis2.5": _so400m(
+        "siglip2navit",
+        lambda m: m.Siglip2EncoderLayer(_siglip(use_rope=True)),
+        "TC",
+        functools.partial(_pair, "position_embeddings"),
+    ),
+    # Its model card: SigLIP2 NaFlex, shape-optimised, 400M.
+    "LFM2-VL-1.6B": _so400m(
+        "lfm2_siglip2", lambda m: m.Siglip2EncoderLayer(_siglip()), "1TC"
+    ),
+    # Aimv2VisionConfig of Transformers, by default: aimv2-large, which Ovis2-1B has.
+    "AIMv2-L": Stack("aimv2", _aimv2, 24, 1024, 128, "BSC"),
+    # Blip2VisionConfig of Transformers, by default.
+    "BLIP-2": Stack("blip", _blip, 39, 1408, 88, "BSC"),
+    # Moondream3VisionConfig of vLLM, by default.
+    "Moondream3": _so400m(
+        "moondream3", lambda m: m.Moondream3VisionBlock(1152, 4304, 16), "BSC"
+    ),
+    # CohereCompassVisionConfig of Transformers, by default.
+    "Cohere-Compass": _so400m("cohere_compass", _cohere, "T1C", _tables),
+    # RadioConfig of vLLM: ViT-H.
+    "RADIO-H": Stack("radio (one image)", _radio, 32, 1280, 80, "BSC"),
+}
