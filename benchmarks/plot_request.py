@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the parts of requests' lives, from the rows of bench_request.py alone.
 
-    python benchmarks/plot_request.py benchmarks/results/h100-80gb-hbm3/request.csv \\
+    python benchmarks/plot_request.py benchmarks/results/h200/request.csv \\
         docs/figures/request_trace.svg --vllm 0.33.0 --bench trace
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws what servers did, from the rows of bench_serve.py and nothing else.
 
-    python benchmarks/plot_serve.py benchmarks/results/h100-80gb-hbm3/serve.csv \\
+    python benchmarks/plot_serve.py benchmarks/results/h200/serve.csv \\
         docs/figures/serve.svg --vllm 0.33.0 --serve-args "--api-server-count 4"
 """
 
@@ -31,24 +31,27 @@ HATCH = "//"
 
 
 def draw_serve(rows: Sequence[Row]) -> Any:
-    """Draw a column of panels a model, a group of bars a workload, a bar a server.
+    """Draw a row of panels a model, a group of bars a workload, a bar a server.
 
     Args:
         rows: Of one version of vLLM and one set of further arguments.
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
     setups = setups_of(rows)
+    workloads = sorted({row["workload"] for row in rows})
     figure, all_axes = plt.subplots(
-        len(PANELS),
         len(models),
-        figsize=(9, 2.4 * len(PANELS) + 1.2),
+        len(PANELS),
+        figsize=(9, 2.1 * len(models) + 1.2),
         squeeze=False,
         layout="constrained",
     )
-    for column, model in enumerate(models):
-        for axes, panel in zip(all_axes[:, column], PANELS, strict=True):
-            _bars(axes, [row for row in rows if row["model"] == model], panel, setups)
-            axes.set_title(f"{model}, {panel[1]}", loc="left")
+    for line, model in enumerate(models):
+        mine = [row for row in rows if row["model"] == model]
+        for axes, panel in zip(all_axes[line], PANELS, strict=True):
+            _bars(axes, mine, panel, workloads)
+            axes.set_title(panel[1], loc="left")
+        all_axes[line, 0].set_ylabel(model.rpartition("/")[2])
     handles = [
         Patch(
             facecolor=colour_of(provider),
@@ -67,11 +70,11 @@ def _bars(
     axes: Any,
     rows: Sequence[Row],
     panel: tuple[str, str, bool],
-    setups: Sequence[tuple[str, str]],
+    workloads: Sequence[str],
 ) -> None:
     column, _, is_alone = panel
     mine = [row for row in rows if (row["concurrency"] == "1") == is_alone]
-    workloads = list(dict.fromkeys(row["workload"] for row in mine))
+    setups = setups_of(rows)
     width = 0.8 / len(setups)
     for row in mine:
         index = setups.index((row["provider"], row["mode"]))
@@ -89,6 +92,7 @@ def _bars(
         axes.plot([where, where], [value, top], color=GREY, linewidth=0.8)
         axes.text(where, top, f"{value:.3g}", ha="center", va="bottom", fontsize=7)
     axes.set_xticks(range(len(workloads)), workloads)
+    axes.set_xlim(-0.5, len(workloads) - 0.5)
     axes.grid(axis="y")
 
 

@@ -9,16 +9,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from _benchmarks import BENCHMARKS
+from _pages import H100_RESULTS, RESULTS, ROOT, rows, text_of
 
 import chosen_rows
-import engine_tables
 import tower_cases
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS, fp8_names
 
-ROOT = BENCHMARKS.parent
-RESULTS = BENCHMARKS / "results" / "h200"
-H100_RESULTS = RESULTS.with_name("h100-80gb-hbm3")
 sys.path.insert(0, str(ROOT / "docs"))
 
 import generate  # noqa: E402
@@ -32,13 +28,6 @@ PAGES = [
 by_page = pytest.mark.parametrize(
     "page", PAGES, ids=lambda page: str(page.relative_to(ROOT))
 )
-
-
-def rows(
-    name: str, vllm: str = "0.25.1", folder: Path = RESULTS
-) -> list[chosen_rows.Row]:
-    found = chosen_rows.read(folder / f"{name}.csv")
-    return [row for row in found if row["vllm"] == vllm]
 
 
 def test_the_accuracy_page_is_written_from_its_rows() -> None:
@@ -138,39 +127,6 @@ def test_readme_says_what_an_h100_gains() -> None:
     assert f"{bf16} times as fast in graphs, with FP8 {fp8}]" in text
 
 
-def test_pages_say_what_servers_gain() -> None:
-    found = rows("serve", "0.33.0", H100_RESULTS)
-    lines = engine_tables.serve_table(found).splitlines()
-    del lines[1]
-    head, *rest = ([cell.strip() for cell in line.split("|")] for line in lines)
-    lines_of = [dict(zip(head, cells, strict=True)) for cells in rest]
-    # With other arguments stock ran in one of its modes.
-    four = [r for r in lines_of if r["more arguments"] == "`--api-server-count 4`"]
-    many = [r for r in four if r["at once"] == "64"]
-    texts = []
-    for provider in (chosen_rows.PLUGIN, chosen_rows.PLUGIN_FP8):
-        gains = [
-            round(100 * float(row[f"{provider} graph"]) / stock - 100)
-            for row in many
-            for stock in [max(float(row[n]) for n in head if n.startswith("stock-"))]
-        ]
-        texts.append(f"{min(gains)} to {max(gains)} %")
-    text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"{texts[0]} more requests in bf16, {texts[1]} with FP8 attention" in text
-    page = " ".join((ROOT / "docs" / "serving.md").read_text().split())
-    assert all(float(r["best over stock's best"]) > 1 for r in lines_of)
-    alone = [r["best over stock's best"] for r in lines_of if r["at once"] == "1"]
-    said = f"sooner in all eight lines, {min(alone)} to {max(alone)} times"
-    assert len(alone) == 8 and said in page
-    losses = [
-        round(100 - 100 * float(r["stock-flash_attn graph"]) / stock)
-        for r in many
-        for stock in [float(r["stock-flash_attn eager"])]
-    ]
-    said = f"{min(losses)} to {max(losses)} % fewer requests with its graphs"
-    assert said in page
-
-
 @pytest.mark.parametrize("vllm", ["0.25.1", "0.33.0"])
 def test_error_in_bf16_is_below_stock_in_every_case(vllm: str) -> None:
     found = {
@@ -211,6 +167,67 @@ def test_engines_differ_from_stock_by_what_the_pages_say() -> None:
     said = " ".join(results.split())
     assert "bf16 within 0.024, FP8 attention within 0.025" in said
     assert "other scales of rows, within 0.15" in said
+
+
+def test_the_page_of_a_stack_says_what_stock_ran() -> None:
+    text = text_of("results_0.33.0.md")
+    modes: dict[str, set[str]] = defaultdict(set)
+    for row in rows("encoder", "0.33.0"):
+        if row["provider"].startswith("stock-") and row["mode"].endswith("graph"):
+            modes[row["model"]] |= {row["provider"], row["mode"]}
+    old = {m for m, ran in modes.items() if f"{chosen_rows.BASELINE}4" not in ran}
+    shown = re.search(r"\*\*Of ([^*]+), stock ran FlashAttention 3 alone", text)
+    assert shown is not None
+    names = {re.sub(r"-(\d+[BM]?|So400m)$", "", model) for model in old}
+    assert set(re.split(", | and ", shown[1].replace(" 4", "-4"))) == names
+    compiled = {model for model, ran in modes.items() if "compiled_graph" in ran}
+    assert compiled == {m for m in tower_cases.MODELS if "Qwen2-VL" not in m}
+
+
+def test_the_page_of_a_stack_has_the_errors_of_newer_towers() -> None:
+    errors: dict[str, list[float]] = defaultdict(list)
+    newer = [r for r in rows("encoder", "0.33.0") if r["commit"] == "228a8fb"]
+    for row in newer:
+        errors[row["provider"].partition("-flash")[0]].append(
+            100 * float(row["rel_err"])
+        )
+    assert len({row["model"] for row in newer}) == 6
+    bf16, fp8, stock = (errors[name] for name in ("plugin", "plugin-fp8", "stock"))
+    said = (
+        f"by {min(bf16):.2f} to {max(bf16):.2f} % in bf16 and by at most "
+        f"{max(fp8):.2f} % with FP8 attention, stock's by {min(stock):.2f} to "
+        f"{max(stock):.2f} %"
+    )
+    assert said in text_of("results_0.33.0.md")
+
+
+def test_pages_have_the_engines_of_a_stack() -> None:
+    import engine_check
+
+    found = {
+        (r["config"], r["provider"], r["model"].split("/")[-1]): r
+        for r in rows("engine", "0.33.0")
+    }
+    results, quantised = map(text_of, ("results_0.33.0.md", "quantized_towers.md"))
+    engines = {
+        ("fp8_linear", "Qwen3-VL-8B-Instruct"): "Qwen3-VL, FP8 linear layers",
+        ("fp8_linear", "Qwen2.5-VL-7B-Instruct"): "Qwen2.5-VL, FP8 linear layers",
+        ("tp2", "Qwen2-VL-7B-Instruct"): "Qwen2-VL, tensor parallelism over two GPUs",
+    }
+    for (config, model), name in engines.items():
+        ours = found[config, chosen_rows.PLUGIN, model]
+        error = f"{100 * float(ours['rel_err']):.1f} %"
+        assert f"| {name} | {error} |" in results
+        if config == "fp8_linear":
+            stock = found[config, chosen_rows.BASELINE, model]
+            ours_mib, stock_mib = (r["peak_memory_mib"] for r in (ours, stock))
+            held = re.search(rf"{ours_mib}(?: MiB)?, stock's {stock_mib}", quantised)
+            assert held is not None
+            if "Qwen2.5-VL" in model:
+                assert f"its embeddings are {error} from those of stock's" in quantised
+    assert f"allows {100 * engine_check.FP8_LINEAR_GATE:.0f} %" in results
+    errors = re.search(r"of (\d+ to \d+ %) for Qwen2.5-VL", quantised)
+    assert errors is not None and f"Qwen2.5-VL's [by {errors[1]}]" in results
 
 
 def quantised_and_not() -> dict[tuple[str, str], tuple[chosen_rows.Row, ...]]:
