@@ -16,7 +16,12 @@ from vllm_flashinfer_vit.models import image_patches
 from vllm_flashinfer_vit.plugin import apply_fitting, revert_group
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
 
-IMAGES = ("Qwen2VLImageProcessor", "Glm4vImageProcessor", "Glm46VImageProcessor")
+IMAGES = (
+    "Qwen2VLImageProcessor",
+    "Glm4vImageProcessor",
+    "Glm46VImageProcessor",
+    "Ernie4_5_VLMoeImageProcessor",
+)
 VIDEOS = ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor")
 GENERATOR = np.random.default_rng(0)
 
