@@ -75,10 +75,8 @@ def register() -> None:
         if refusal is not None:
             logger.error("%s Without FLASHINFER, vLLM runs as ever.", refusal)
         _register_layer(refusal)
-        for module in _EARLY:
-            importlib.import_module(module.MODULE)
-            for error in apply_fitting(module.PATCHES):
-                logger.warning("%s", error)
+        for error in apply_early_patches():
+            logger.warning("%s", error)
     except Exception:
         logger.exception(
             "vllm-flashinfer-vit is not active in this process; vLLM runs without it"
@@ -157,6 +155,29 @@ def apply_platform_patches() -> str | None:
         f"{'; '.join(map(str, errors))}. Install a vLLM that was tested, or leave "
         "--mm-encoder-attn-backend FLASHINFER out."
     )
+
+
+def apply_early_patches() -> tuple[PatchError, ...]:
+    """Apply the patches that wait for no layer; see `_EARLY`.
+
+    Returns:
+        Why others do not fit, or cannot be had.
+
+    Raises:
+        PatchError: One of them does not fit, and the settings are strict.
+    """
+    errors: list[PatchError] = []
+    for module in _EARLY:
+        try:
+            importlib.import_module(module.MODULE)
+        except ImportError as error:
+            names = ", ".join(patch.name for patch in module.PATCHES)
+            errors.append(PatchError(f"patch {names} does not fit this vLLM: {error}"))
+        else:
+            errors += apply_fitting(module.PATCHES)
+    if errors and is_strict():
+        raise errors[0]
+    return tuple(errors)
 
 
 def apply_model_patches(settings: Settings) -> tuple[str, ...]:

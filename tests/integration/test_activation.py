@@ -18,6 +18,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.choices.usable import NotServedError
+from vllm_flashinfer_vit.models import image_patches, transformers_towers
 from vllm_flashinfer_vit.patches import encoder_graphs, fp8_scales
 from vllm_flashinfer_vit.patches.fingerprints import left_out
 from vllm_flashinfer_vit.patches.patch import PatchError
@@ -235,6 +236,22 @@ class TestPatches:
             assert type(build(engine("TORCH_SDPA"))) is MMEncoderAttention
         monkeypatch.undo()
         assert plugin.apply_platform_patches() is None
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_a_module_of_early_patches_that_is_missing(
+        self, strict: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(image_patches, "MODULE", "vllm.multimodal.no_such_module")
+        monkeypatch.setenv(ENV_STRICT, str(int(strict)))
+        told = "patch image-patches does not fit this vLLM: No module named"
+        if strict:
+            with pytest.raises(PatchError, match=told):
+                plugin.apply_early_patches()
+        else:
+            (error,) = plugin.apply_early_patches()
+            assert str(error).startswith(told)
+        # The others are in place.
+        assert all(patch.applied for patch in transformers_towers.PATCHES)
 
     def test_padding_that_was_asked_for_and_does_not_fit(
         self, monkeypatch: pytest.MonkeyPatch

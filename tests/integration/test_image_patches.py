@@ -4,6 +4,7 @@
 import inspect
 from types import SimpleNamespace
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,7 @@ from vllm.multimodal.processing.context import InputProcessingContext
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_flashinfer_vit.models import image_patches
-from vllm_flashinfer_vit.plugin import apply_fitting, revert_group
+from vllm_flashinfer_vit.patches.patch import apply_fitting
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
 
 IMAGES = (
@@ -34,22 +35,26 @@ def processor_class(name):
     return found
 
 
-@pytest.fixture
-def own_method(monkeypatch):
-    """Return a class's own method, which is put back after the test."""
-
-    def put_back(cls):
-        method = inspect.unwrap(vars(cls)["patchify"])
-        monkeypatch.setattr(cls, "patchify", method)
-        return method
-
-    return put_back
+def own_method(cls):
+    """Return a class's own method, whoever has replaced it."""
+    return inspect.unwrap(vars(cls)["patchify"])
 
 
-def pixels(shape, dtype):
-    """Return random pixels, `[..., C, H, W]`."""
-    values = GENERATOR.integers(0, 256, shape, dtype=np.uint8)
-    return torch.from_numpy(values).to(dtype)
+@pytest.fixture(autouse=True)
+def applied():
+    """Apply the patch and put all back, as it was before."""
+    was_applied = image_patches.PATCH.applied
+    image_patches.PATCH.revert()
+    assert not apply_fitting(image_patches.PATCHES)
+    yield
+    image_patches.PATCH.revert()
+    if was_applied:
+        apply_fitting(image_patches.PATCHES)
+
+
+def pixels(*shape):
+    """Return random bytes, `[..., C, H, W]`."""
+    return torch.from_numpy(GENERATOR.integers(0, 256, shape, dtype=np.uint8))
 
 
 def channels_side_by_side(x):
@@ -57,64 +62,95 @@ def channels_side_by_side(x):
     return x.movedim(-3, -1).contiguous().movedim(-1, -3)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("patch", [14, 16])
+@pytest.mark.parametrize("sizes", [(14, 2, 2), (16, 2, 2), (8, 1, 3), (4, 3, 1)])
 @pytest.mark.parametrize(
     ("name", "leading"),
-    [*((name, (2,)) for name in IMAGES), *((name, (2, 3)) for name in VIDEOS)],
+    [*((name, (2,)) for name in IMAGES), *((name, (2, 5)) for name in VIDEOS)],
 )
-def test_bits_are_the_processors_own(name, leading, patch, dtype, own_method):
+def test_bits_are_the_processors_own(name, leading, sizes):
     original = own_method(processor_class(name))
     served = image_patches._by_runs(original)
-    planes = pixels((*leading, 3, 4 * patch, 6 * patch), dtype)
-    layouts = {
-        "planes": planes,
-        "channels side by side": channels_side_by_side(planes),
-        "a part": pixels((*leading, 3, 4 * patch, 7 * patch), dtype)[..., : 6 * patch],
-    }
-    for layout, x in layouts.items():
-        sizes = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2}
-        theirs, *grid = original(None, x, **sizes)
-        ours, *found = served(None, x, **sizes)
-        assert found == grid, layout
-        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), layout
-        assert ours.is_contiguous()
+    side = sizes[0] * sizes[1]
+    for channels in (1, 3, 4):
+        planes = pixels(*leading, channels, 2 * side, 3 * side)
+        layouts = {
+            "planes": planes,
+            "channels side by side": channels_side_by_side(planes),
+            "a part": pixels(*leading, channels, 2 * side, 4 * side)[..., : 3 * side],
+        }
+        for layout, x in layouts.items():
+            theirs, *grid = original(None, x, *sizes)
+            ours, *found = served(None, x, *sizes)
+            assert found == grid, layout
+            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), layout
+            assert ours.is_contiguous()
 
 
-def test_a_whole_image_processor(own_method):
+def test_a_whole_image_processor():
     cls = processor_class("Qwen2VLImageProcessor")
-    original = own_method(cls)
+    original = vars(cls)["patchify"]
     processor = cls(patch_size=16, size={"shortest_edge": 1024, "longest_edge": 2**20})
     images = [
         Image.fromarray(GENERATOR.integers(0, 256, (h, w, 3), dtype=np.uint8))
         for h, w in ((96, 160), (70, 333), (96, 160), (1, 150))
     ]
-    for how in ({}, {"do_rescale": False, "do_normalize": False}):
-        cls.patchify = original
-        theirs = processor(images=images, return_tensors="pt", **how)
-        image_patches.serve(SimpleNamespace(image_processor=processor))
-        assert vars(cls)["patchify"] is not original
-        ours = processor(images=images, return_tensors="pt", **how)
-        assert torch.equal(ours["pixel_values"], theirs["pixel_values"])
-        assert torch.equal(ours["image_grid_thw"], theirs["image_grid_thw"])
+    how = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
+    theirs = processor(images=images, **how)
+    image_patches.serve(SimpleNamespace(image_processor=processor))
+    assert vars(cls)["patchify"] is not original
+    ours = processor(images=images, **how)
+    assert ours["pixel_values"].dtype == torch.uint8
+    assert torch.equal(ours["pixel_values"], theirs["pixel_values"])
+    assert torch.equal(ours["image_grid_thw"], theirs["image_grid_thw"])
 
 
-def test_what_does_not_fit_a_grid_fails_as_ever(own_method):
-    original = own_method(processor_class("Qwen2VLImageProcessor"))
-    served = image_patches._by_runs(original)
-    x = pixels((1, 3, 33, 64), torch.uint8)
-    with pytest.raises(RuntimeError, match="invalid for input of size") as theirs:
-        original(None, x, 16, 2, 2)
-    with pytest.raises(RuntimeError, match="invalid for input of size") as ours:
-        served(None, x, 16, 2, 2)
-    assert str(ours.value) == str(theirs.value)
+def recorded(self, images, patch_size, merge_size, temporal_patch_size=2):
+    return "the processor's own", images.shape
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        pixels(1, 3, 16, 16).float(),
+        pixels(1, 3, 16, 16).to("meta"),
+        pixels(0, 3, 16, 16),
+        pixels(1, 3, 16, 12),
+    ],
+    ids=["normalised", "on a device", "none", "of another size"],
+)
+def test_the_processors_own_method_cuts_the_rest(images):
+    served = image_patches._by_runs(recorded)
+    found = served(None, images=images, patch_size=4, merge_size=2)
+    assert found == ("the processor's own", images.shape)
+
+
+def test_a_default_of_the_processors_own_method_counts():
+    served = image_patches._by_runs(recorded)
+    patches, rows, columns = served(None, pixels(1, 3, 16, 16), 4, merge_size=2)
+    assert patches.shape == (1, 16, 3 * 2 * 16) and (rows, columns) == (4, 4)
+
+
+def qwen(self, images, *sizes):
+    return own_method(processor_class("Qwen2VLImageProcessor"))(self, images, *sizes)
 
 
 def other_order(self, images, patch_size, merge_size, temporal_patch_size):
-    cls = processor_class("Qwen2VLImageProcessor")
-    method = inspect.unwrap(vars(cls)["patchify"])
-    patches, *grid = method(self, images, patch_size, merge_size, temporal_patch_size)
+    patches, *grid = qwen(self, images, patch_size, merge_size, temporal_patch_size)
     return patches.flip(-1), *grid
+
+
+def other_sizes(self, images, patch_size, merge_size, temporal_patch_size):
+    return qwen(self, images, merge_size, patch_size, temporal_patch_size)
+
+
+def other_dtype(self, images, patch_size, merge_size, temporal_patch_size):
+    images = images.float()
+    return qwen(self, images, patch_size, merge_size, temporal_patch_size)
+
+
+def other_grid(self, images, patch_size, merge_size, temporal_patch_size):
+    patches, *grid = qwen(self, images, patch_size, merge_size, temporal_patch_size)
+    return patches, *reversed(grid)
 
 
 def other_arguments(self, images, patch_size):
@@ -125,21 +161,40 @@ def needs_its_processor(self, images, patch_size, merge_size, temporal_patch_siz
     return self.cut(images)
 
 
-@pytest.mark.parametrize("method", [other_order, other_arguments, needs_its_processor])
+@pytest.mark.parametrize(
+    "method",
+    [other_order, other_sizes, other_dtype, other_grid, other_arguments]
+    + [needs_its_processor],
+)
 def test_other_processors_are_left_alone(method):
     cls = type("Processor", (), {"patchify": method})
     image_patches.serve(SimpleNamespace(image_processor=cls(), video_processor=None))
     assert cls.patchify is method
 
 
-@pytest.fixture
-def patched():
-    """Apply the patch; put all back."""
-    was_applied = [patch.applied for patch in image_patches.PATCHES]
-    assert not apply_fitting(image_patches.PATCHES)
-    yield
-    if not all(was_applied):
-        revert_group(image_patches.PATCHES)
+@pytest.mark.parametrize("name", ["Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"])
+def test_an_opencv_that_splits_otherwise_is_not_used(name, monkeypatch):
+    original = own_method(processor_class(name))
+    image_patches._fits.cache_clear()
+    assert image_patches._fits(original)
+    for split in (lambda pixels, into: into, None):
+        monkeypatch.setattr(cv2, "split", split)
+        image_patches._fits.cache_clear()
+        assert not image_patches._fits(original)
+    monkeypatch.undo()
+    image_patches._fits.cache_clear()
+
+
+def test_a_class_is_served_once_and_put_back():
+    cls = processor_class("Qwen2VLImageProcessor")
+    original = vars(cls)["patchify"]
+    # It inherits the method.
+    processor = SimpleNamespace(image_processor=type("Derived", (cls,), {})())
+    for _ in range(2):
+        image_patches.serve(processor)
+        assert vars(cls)["patchify"].__wrapped__ is original
+    image_patches.PATCH.revert()
+    assert vars(cls)["patchify"] is original
 
 
 @pytest.mark.parametrize(
@@ -147,12 +202,9 @@ def patched():
     [("FLASHINFER", "", True), ("FLASH_ATTN", "", False), (None, "", False)]
     + [("FLASHINFER", "image-patches", False)],
 )
-@pytest.mark.usefixtures("patched")
-def test_only_where_flashinfer_is_asked_for(
-    backend, disabled, is_served, monkeypatch, own_method
-):
+def test_only_where_flashinfer_is_asked_for(backend, disabled, is_served, monkeypatch):
     cls = processor_class("Qwen2VLImageProcessor")
-    original = own_method(cls)
+    original = vars(cls)["patchify"]
     if disabled:
         monkeypatch.setenv(ENV_DISABLE_PATCHES, disabled)
     processor = SimpleNamespace(image_processor=cls())

@@ -74,6 +74,7 @@ def test_method_is_wrapped_once_and_comes_back_by_identity(target):
     patch.apply()
     assert target().method(1) == 2
     assert patch.state() == "applied"
+    assert patch.state(frozenset({"test"})) == "disabled"
     patch.revert()
     patch.revert()
     assert target.__dict__["method"] is original

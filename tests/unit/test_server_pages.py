@@ -31,7 +31,7 @@ def test_pages_say_what_servers_gain() -> None:
     more = "{} to {} %".format(*(round(100 * f(many) - 100) for f in (min, max)))
     sooner = f"{min(alone):.2f} to {max(alone):.2f} times as soon"
     readme = text_of("README.md")
-    assert f"{more} more requests a second than stock's, and a single one" in readme
+    assert f"[{more} more requests a second than stock's with graphs" in readme
     assert sooner in readme
     page = text_of("serving.md")
     assert f"answers {more} more requests a second" in page and sooner in page

@@ -4,12 +4,14 @@
 Transformers' processors of the Qwen-VL and GLM-V families do it by one copy of single
 values, from pixels whose channels lie side by side. Here channels are split first, then
 whole runs are copied: a patch's pixels of one row and channel. The values and their
-order are the same. vLLM gives a processor one thread, unless OMP_NUM_THREADS is set.
+order are the same. That pays for bytes, which vLLM sends where the GPU normalises them;
+what is normalised before is left to the processor.
 """
 
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,11 +26,12 @@ from vllm_flashinfer_vit.settings import Settings
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
 MODULE = "vllm.multimodal.processing.context"
-_PATCH = "image-patches"
 # What a processor's own method takes after its images or videos.
 _SIZES = ("patch_size", "merge_size", "temporal_patch_size")
-# Shapes that one is tried with; a video's frames do not fill its last patch.
-_TRIALS = {"images": (2, 3, 12, 8), "videos": (2, 3, 3, 12, 8)}
+# One that is tried gets these, and pixels of this shape: all sizes differ, and frames
+# of a video do not fill its last patch.
+_TRIAL_SIZES = (4, 2, 3)
+_TRIALS = {"images": (2, 3, 24, 16), "videos": (2, 4, 3, 24, 16)}
 
 Patchify = Callable[..., tuple[torch.Tensor, *tuple[int, ...]]]
 
@@ -39,8 +42,8 @@ def cut(
     """Cut frames into patches; the `merge` x `merge` that a merger takes are in a row.
 
     Args:
-        frames: `[B, F, C, H, W]` on the CPU, not empty, any dtype and strides; H and W
-            are multiples of `patch * merge`. An image is one frame.
+        frames: `[B, F, C, H, W] uint8` on the CPU, not empty, any strides; H and W are
+            multiples of `patch * merge`. An image is one frame.
         patch: Pixels of a patch's side.
         merge: Patches of a side that a merger takes together.
         temporal: Frames of a patch.
@@ -48,48 +51,64 @@ def cut(
             do not suffice; an image's frame stands for all frames of its patches.
 
     Returns:
-        `[B, G * H / patch * W / patch, C * temporal * patch * patch]`, contiguous;
-        then G, of frames, and rows and columns of patches.
+        `[B, G * H / patch * W / patch, C * temporal * patch * patch] uint8`,
+        contiguous; then G, of frames, and rows and columns of patches.
     """
-    if pad := -frames.shape[1] % temporal if is_video else 0:
-        frames = torch.cat([frames, frames[:, -1:].expand(-1, pad, -1, -1, -1)], 1)
     batch, count, channels, height, width = frames.shape
-    distinct = temporal if is_video else 1
-    grid = (count // distinct, height // patch, width // patch)
+    groups = -(-count // temporal) if is_video else 1
+    rows, columns = height // patch, width // patch
+    merged = (rows // merge, columns // merge)
     # One element of a type of as many bytes as a run has.
-    run = np.dtype((np.void, patch * frames.element_size()))
-    runs = _planes(frames).view(run)
-    turned = runs.reshape(
-        (batch, grid[0], distinct, channels)
-        + (grid[1] // merge, merge, patch)
-        + (grid[2] // merge, merge)
-    ).transpose(0, 1, 4, 7, 5, 8, 3, 2, 6)
+    run = np.dtype((np.void, patch))
     # NumPy asks for huge pages, which PyTorch does not: half of the copy's time.
-    out = np.empty((*turned.shape[:7], temporal, patch), run)
-    out[...] = turned
-    patches = torch.from_numpy(out.view(np.uint8)).view(frames.dtype)
-    return patches.view(batch, grid[0] * grid[1] * grid[2], -1), *grid
+    out = np.empty(
+        (batch, groups, *merged, merge, merge, channels, temporal, patch), run
+    )
+    for of_batch, to_batch in zip(frames, out, strict=True):
+        for i in range(groups * temporal if is_video else 1):
+            runs = _planes(of_batch[min(i, count - 1)]).view(run)
+            runs = runs.reshape(channels, merged[0], merge, patch, merged[1], merge)
+            turned = runs.transpose(1, 4, 2, 5, 0, 3)[..., None, :]
+            group, time = divmod(i, temporal)
+            times = slice(time, time + 1) if is_video else slice(None)
+            to_batch[group, ..., times, :] = turned
+    patches = torch.from_numpy(out.view(np.uint8))
+    return patches.view(batch, groups * rows * columns, -1), groups, rows, columns
 
 
-def _planes(frames: torch.Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of frames, contiguous, each channel by itself."""
+def _planes(frame: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of `[C, H, W]`, contiguous, each channel by itself."""
     # vLLM brings it along.
     import cv2
 
-    beside = frames.permute(0, 1, 3, 4, 2)
-    is_split = frames.shape[2] == 1 or not beside.is_contiguous()
-    if is_split or frames.dtype not in (torch.uint8, torch.float32):
-        return frames.contiguous().view(torch.uint8).numpy()
-    pixels = beside.numpy()
-    planes = np.empty(frames.shape, pixels.dtype)
-    for of_batch, to_batch in zip(pixels, planes, strict=True):
-        for frame, channels in zip(of_batch, to_batch, strict=True):
-            cv2.split(frame, list(channels))
-    return planes.view(np.uint8)
+    pixels = frame.permute(1, 2, 0)
+    if frame.shape[0] == 1 or not pixels.is_contiguous():
+        return frame.contiguous().numpy()
+    planes = np.empty(frame.shape, np.uint8)
+    cv2.split(pixels.numpy(), list(planes))
+    return planes
+
+
+@dataclass
+class _ImagePatches(Patch):
+    """Also puts back the methods of processors.
+
+    Attributes:
+        originals: The processors' own methods, by the classes that have them.
+    """
+
+    originals: dict[Any, Patchify] = field(default_factory=dict, init=False)
+
+    def revert(self) -> None:
+        """See `Patch.revert`."""
+        super().revert()
+        while self.originals:
+            home, original = self.originals.popitem()
+            home.patchify = original
 
 
 def serve(processor: Any) -> None:
-    """Have a processor cut by runs, where that gives what it does, bit for bit.
+    """Have a processor's bytes cut by runs, where that gives what it does.
 
     The method is replaced in its class, of which an engine has many processors.
 
@@ -100,11 +119,11 @@ def serve(processor: Any) -> None:
         part = getattr(processor, name, None)
         homes = (c for c in type(part).__mro__ if "patchify" in vars(c))
         home: Any = next(homes, None)
-        if home is None:
+        if home is None or home in PATCH.originals:
             continue
         original = vars(home)["patchify"]
-        is_ours = getattr(original, "__globals__", None) is globals()
-        if not is_ours and _fits(original):
+        if _fits(original):
+            PATCH.originals[home] = original
             home.patchify = _by_runs(original)
             logger.info_once(
                 "vllm-flashinfer-vit cuts what %s prepares into patches.", home.__name__
@@ -122,23 +141,30 @@ def _what_is_cut(original: Any) -> str | None:
 
 @functools.cache
 def _fits(original: Any) -> bool:
-    """Whether a processor's own method gives what `cut` does."""
+    """Whether a processor's own method gives what `cut` does, of bytes."""
     name = _what_is_cut(original)
     if name is None:
         return False
     shape = _TRIALS[name]
-    values = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape)
+    planes = torch.arange(torch.Size(shape).numel()).to(torch.uint8).view(shape)
+    beside = planes.movedim(-3, -1).contiguous().movedim(-1, -3)
     try:
-        theirs = original(None, values, 2, 2, 2)
-        ours = _by_runs(original)(None, values, 2, 2, 2)
-        return theirs[1:] == ours[1:] and torch.equal(theirs[0], ours[0])
-    except Exception:
-        # It works otherwise, and needs more of its processor.
+        for values in (planes, beside):
+            theirs, *grid = original(None, values, *_TRIAL_SIZES)
+            ours, *found = _by_runs(original)(None, values, *_TRIAL_SIZES)
+            if grid != found or ours.dtype != theirs.dtype:
+                return False
+            if not torch.equal(ours, theirs):
+                return False
+    except Exception as error:
+        # It works otherwise, and needs more of its processor; or OpenCV is missing.
+        logger.debug("%s is left as it is: %s", original, error)
         return False
+    return True
 
 
 def _by_runs(original: Patchify) -> Patchify:
-    """Return a processor's method that cuts by runs.
+    """Return a processor's method that cuts bytes by runs.
 
     Args:
         original: Its own, which also gets what `cut` is not for.
@@ -148,16 +174,17 @@ def _by_runs(original: Patchify) -> Patchify:
 
     @functools.wraps(original)
     def patchify(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, *tuple[int, ...]]:
-        given = signature.bind(*args, **kwargs).arguments
-        _, frames, patch, merge, temporal = given.values()
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        _, frames, patch, merge, temporal = given.arguments.values()
         is_whole = all(size % (patch * merge) == 0 for size in frames.shape[-2:])
-        if not (frames.device.type == "cpu" and frames.numel() and is_whole):
+        is_bytes = frames.dtype == torch.uint8 and frames.device.type == "cpu"
+        if not (is_bytes and is_whole and frames.numel()):
             return original(*args, **kwargs)
         if is_video:
             return cut(frames, patch, merge, temporal, is_video)
-        patches, _, rows, columns = cut(
-            frames.unsqueeze(1), patch, merge, temporal, is_video
-        )
+        frames = frames.unsqueeze(1)
+        patches, _, rows, columns = cut(frames, patch, merge, temporal, is_video)
         return patches, rows, columns
 
     return patchify
@@ -170,23 +197,22 @@ def _serve_flashinfer(original: Callable[..., Any]) -> Callable[..., Any]:
         config = self.model_config.multimodal_config
         backend = getattr(config, "mm_encoder_attn_backend", None)
         is_asked = backend == AttentionBackendEnum.FLASHINFER
-        if is_asked and _PATCH not in Settings.from_env().disabled_patches:
+        if is_asked and PATCH.name not in Settings.from_env().disabled_patches:
             serve(processor)
         return processor
 
     return get_hf_processor
 
 
-PATCHES = (
-    Patch(
-        name=_PATCH,
-        target=f"{MODULE}:InputProcessingContext.get_hf_processor",
-        why="processors of the Qwen-VL and GLM-V families cut images into patches by "
-        "single values, a third of the time that they take for a large image",
-        remove_when="Transformers copies runs of pixels",
-        parameters=("self", "typ", "kwargs"),
-        stands_for=(),
-        replace=_serve_flashinfer,
-        compiled=False,
-    ),
+PATCH = _ImagePatches(
+    name="image-patches",
+    target=f"{MODULE}:InputProcessingContext.get_hf_processor",
+    why="processors of the Qwen-VL and GLM-V families cut images into patches by "
+    "single bytes, half of the time that they take for a large image and more",
+    remove_when="Transformers copies runs of pixels",
+    parameters=("self", "typ", "kwargs"),
+    stands_for=(),
+    replace=_serve_flashinfer,
+    compiled=False,
 )
+PATCHES = (PATCH,)

@@ -148,10 +148,11 @@ class Patch:
 
     def state(self, disabled: frozenset[str] = frozenset()) -> str:
         """Describe the patch's state in this process, for `doctor`."""
-        if self.applied:
-            return "applied"
+        # Some are in place all the same, and ask each time whether they are.
         if self.name in disabled:
             return "disabled"
+        if self.applied:
+            return "applied"
         if self.name in left_out():
             return "not for this vLLM"
         try:
