@@ -47,7 +47,7 @@ from soak_client import (
     new_session,
     post,
 )
-from soak_inputs import Request, body, draw_request
+from soak_inputs import LARGEST, MAX_IMAGES, Request, Size, body, draw_request
 from soak_memory import MAX_GROWTH, MemoryLog, growth
 from soak_scales import Mischief, broken_promises, saves, valid_file
 from soak_servers import SETUP, SoakServer, built, commands, scale_file, serving
@@ -61,6 +61,9 @@ TIME_LIMIT_S = 520.0
 DRAWING_THREADS = 6
 # Scales are saved after the 16th step with images.
 WARM_UP = 24
+# Then so many large requests at once, of a server: what a full batch needs of memory is
+# held before growth is looked for.
+CROWD = 32
 SAMPLE_S = 2.0
 COLUMNS = (
     "bench",
@@ -112,18 +115,39 @@ async def warm_up(target: Target, drawing: Executor) -> None:
     Raises:
         RuntimeError: One does not.
     """
-    loop = asyncio.get_running_loop()
     size = (16 * target.patch, 16 * target.patch)
+    # Several images, so that each rank of a data-parallel encoder has one.
+    quiet = [_of_warm_up(number, (size,) * 4) for number in range(WARM_UP)]
+    page = ((LARGEST * target.patch, LARGEST * target.patch),)
+    crowd = [
+        _of_warm_up(WARM_UP + number, page if number % 2 else (size,) * MAX_IMAGES)
+        for number in range(CROWD)
+    ]
     async with new_session() as session:
-        for number in range(WARM_UP):
-            # Several images, so that each rank of a data-parallel encoder has one.
-            request = Request(-1, number, "warm-up", (size,) * 4, None, None, True, 1)
-            data = await loop.run_in_executor(drawing, body, request, target.patch)
+        for request in quiet:
             urls = (*target.servers, target.judge)
-            asked = [post(session, url, data) for url in urls]
-            for status, answer in await asyncio.gather(*asked):
-                if status != 200:
-                    raise RuntimeError(f"status {status} at warm-up: {answer}")
+            await _all_answer(session, urls, [request], target.patch, drawing)
+        await _all_answer(session, target.servers, crowd, target.patch, drawing)
+
+
+def _of_warm_up(number: int, sizes: tuple[Size, ...]) -> Request:
+    return Request(-1, number, "warm-up", sizes, None, None, True, 1)
+
+
+async def _all_answer(
+    session: Any,
+    urls: Sequence[str],
+    requests: Sequence[Request],
+    patch: int,
+    drawing: Executor,
+) -> None:
+    loop = asyncio.get_running_loop()
+    drawn = [loop.run_in_executor(drawing, body, r, patch) for r in requests]
+    bodies = await asyncio.gather(*drawn)
+    asked = [post(session, url, data) for url in urls for data in bodies]
+    for status, answer in await asyncio.gather(*asked):
+        if status != 200:
+            raise RuntimeError(f"status {status} at warm-up: {answer}")
 
 
 async def soak(
