@@ -12,7 +12,6 @@ from vllm_flashinfer_vit.models import (
     documents,
     exact_graphs,
     glm,
-    image_patches,
     interleaved,
     qwen2_5_vl,
     qwen2_vl,
@@ -25,6 +24,7 @@ from vllm_flashinfer_vit.patches import (
     counters,
     encoder_graphs,
     fp8_scales,
+    image_patches,
     platform,
 )
 from vllm_flashinfer_vit.patches.patch import (

@@ -18,8 +18,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.choices.usable import NotServedError
-from vllm_flashinfer_vit.models import image_patches, transformers_towers
-from vllm_flashinfer_vit.patches import encoder_graphs, fp8_scales
+from vllm_flashinfer_vit.models import transformers_towers
+from vllm_flashinfer_vit.patches import encoder_graphs, fp8_scales, image_patches
 from vllm_flashinfer_vit.patches.fingerprints import left_out
 from vllm_flashinfer_vit.patches.patch import PatchError
 from vllm_flashinfer_vit.settings import (

@@ -11,9 +11,10 @@ import torch
 import transformers
 from PIL import Image
 from vllm.multimodal.processing.context import InputProcessingContext
+from vllm.utils.torch_utils import set_default_torch_num_threads
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_flashinfer_vit.models import image_patches
+from vllm_flashinfer_vit.patches import image_patches
 from vllm_flashinfer_vit.patches.patch import apply_fitting
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
 
@@ -46,7 +47,9 @@ def applied():
     was_applied = image_patches.PATCH.applied
     image_patches.PATCH.revert()
     assert not apply_fitting(image_patches.PATCHES)
-    yield
+    # As vLLM gives a processor; more, and its own method cuts.
+    with set_default_torch_num_threads(1):
+        yield
     image_patches.PATCH.revert()
     if was_applied:
         apply_fitting(image_patches.PATCHES)
@@ -122,6 +125,14 @@ def test_the_processors_own_method_cuts_the_rest(images):
     served = image_patches._by_runs(recorded)
     found = served(None, images=images, patch_size=4, merge_size=2)
     assert found == ("the processor's own", images.shape)
+
+
+def test_with_several_threads_the_processors_own_method_cuts(monkeypatch):
+    served = image_patches._by_runs(recorded)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert served(None, pixels(1, 3, 16, 16), 4, 2)[0] == "the processor's own"
+    # A trial is of what fewer threads cut by.
+    assert not image_patches._fits(other_order)
 
 
 def test_a_default_of_the_processors_own_method_counts():

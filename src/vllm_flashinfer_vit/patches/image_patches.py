@@ -26,6 +26,8 @@ from vllm_flashinfer_vit.settings import Settings
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
 MODULE = "vllm.multimodal.processing.context"
+# With so many threads PyTorch's copy takes as long (H200 host, OMP_NUM_THREADS=4).
+_THREADS = 4
 # What a processor's own method takes after its images or videos.
 _SIZES = ("patch_size", "merge_size", "temporal_patch_size")
 # One that is tried gets these, and pixels of this shape: all sizes differ, and frames
@@ -37,25 +39,26 @@ Patchify = Callable[..., tuple[torch.Tensor, *tuple[int, ...]]]
 
 
 def cut(
-    frames: torch.Tensor, patch: int, merge: int, temporal: int, is_video: bool
-) -> tuple[torch.Tensor, int, int, int]:
-    """Cut frames into patches; the `merge` x `merge` that a merger takes are in a row.
+    pixels: torch.Tensor, patch: int, merge: int, temporal: int
+) -> tuple[torch.Tensor, *tuple[int, ...]]:
+    """Cut pixels into patches; the `merge` x `merge` that a merger takes are in a row.
 
     Args:
-        frames: `[B, F, C, H, W] uint8` on the CPU, not empty, any strides; H and W are
-            multiples of `patch * merge`. An image is one frame.
+        pixels: Images `[B, C, H, W]` or videos `[B, F, C, H, W]`, uint8 on the CPU, not
+            empty, any strides; H and W are multiples of `patch * merge`.
         patch: Pixels of a patch's side.
         merge: Patches of a side that a merger takes together.
-        temporal: Frames of a patch.
-        is_video: Whether frames follow each other, the last one once more where they
-            do not suffice; an image's frame stands for all frames of its patches.
+        temporal: Frames of a patch. An image stands for all of them; a video's last
+            frame comes once more where they do not suffice.
 
     Returns:
         `[B, G * H / patch * W / patch, C * temporal * patch * patch] uint8`,
-        contiguous; then G, of frames, and rows and columns of patches.
+        contiguous; then of videos G, of frames, and rows and columns of patches.
     """
-    batch, count, channels, height, width = frames.shape
-    groups = -(-count // temporal) if is_video else 1
+    is_video = pixels.dim() == 5
+    videos = pixels if is_video else pixels.unsqueeze(1)
+    batch, count, channels, height, width = videos.shape
+    groups = -(-count // temporal)
     rows, columns = height // patch, width // patch
     merged = (rows // merge, columns // merge)
     # One element of a type of as many bytes as a run has.
@@ -64,16 +67,17 @@ def cut(
     out = np.empty(
         (batch, groups, *merged, merge, merge, channels, temporal, patch), run
     )
-    for of_batch, to_batch in zip(frames, out, strict=True):
+    for video, of_video in zip(videos, out, strict=True):
         for i in range(groups * temporal if is_video else 1):
-            runs = _planes(of_batch[min(i, count - 1)]).view(run)
+            runs = _planes(video[min(i, count - 1)]).view(run)
             runs = runs.reshape(channels, merged[0], merge, patch, merged[1], merge)
             turned = runs.transpose(1, 4, 2, 5, 0, 3)[..., None, :]
             group, time = divmod(i, temporal)
             times = slice(time, time + 1) if is_video else slice(None)
-            to_batch[group, ..., times, :] = turned
+            of_video[group, ..., times, :] = turned
     patches = torch.from_numpy(out.view(np.uint8))
-    return patches.view(batch, groups * rows * columns, -1), groups, rows, columns
+    patches = patches.view(batch, groups * rows * columns, -1)
+    return (patches, *((groups,) if is_video else ()), rows, columns)
 
 
 def _planes(frame: torch.Tensor) -> NDArray[np.uint8]:
@@ -130,28 +134,19 @@ def serve(processor: Any) -> None:
             )
 
 
-def _what_is_cut(original: Any) -> str | None:
-    """Return what a method calls its images or videos, None if it is another one."""
-    try:
-        _, name, *sizes = inspect.signature(original).parameters
-    except (TypeError, ValueError):
-        return None
-    return name if name in _TRIALS and tuple(sizes) == _SIZES else None
-
-
 @functools.cache
 def _fits(original: Any) -> bool:
-    """Whether a processor's own method gives what `cut` does, of bytes."""
-    name = _what_is_cut(original)
-    if name is None:
-        return False
-    shape = _TRIALS[name]
-    planes = torch.arange(torch.Size(shape).numel()).to(torch.uint8).view(shape)
-    beside = planes.movedim(-3, -1).contiguous().movedim(-1, -3)
+    """Whether a processor's own method gives what `cut` does."""
     try:
-        for values in (planes, beside):
-            theirs, *grid = original(None, values, *_TRIAL_SIZES)
-            ours, *found = _by_runs(original)(None, values, *_TRIAL_SIZES)
+        _, name, *sizes = inspect.signature(original).parameters
+        if name not in _TRIALS or tuple(sizes) != _SIZES:
+            return False
+        shape = _TRIALS[name]
+        planes = torch.arange(torch.Size(shape).numel()).to(torch.uint8).view(shape)
+        beside = planes.movedim(-3, -1).contiguous().movedim(-1, -3)
+        for pixels in (planes, beside):
+            theirs, *grid = original(None, pixels, *_TRIAL_SIZES)
+            ours, *found = cut(pixels, *_TRIAL_SIZES)
             if grid != found or ours.dtype != theirs.dtype:
                 return False
             if not torch.equal(ours, theirs):
@@ -170,22 +165,18 @@ def _by_runs(original: Patchify) -> Patchify:
         original: Its own, which also gets what `cut` is not for.
     """
     signature = inspect.signature(original)
-    is_video = _what_is_cut(original) == "videos"
 
     @functools.wraps(original)
     def patchify(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, *tuple[int, ...]]:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        _, frames, patch, merge, temporal = given.arguments.values()
-        is_whole = all(size % (patch * merge) == 0 for size in frames.shape[-2:])
-        is_bytes = frames.dtype == torch.uint8 and frames.device.type == "cpu"
-        if not (is_bytes and is_whole and frames.numel()):
-            return original(*args, **kwargs)
-        if is_video:
-            return cut(frames, patch, merge, temporal, is_video)
-        frames = frames.unsqueeze(1)
-        patches, _, rows, columns = cut(frames, patch, merge, temporal, is_video)
-        return patches, rows, columns
+        _, pixels, patch, merge, temporal = given.arguments.values()
+        is_whole = all(size % (patch * merge) == 0 for size in pixels.shape[-2:])
+        is_bytes = pixels.dtype == torch.uint8 and pixels.device.type == "cpu"
+        is_slow = torch.get_num_threads() < _THREADS
+        if is_slow and is_bytes and is_whole and pixels.numel():
+            return cut(pixels, patch, merge, temporal)
+        return original(*args, **kwargs)
 
     return patchify
 
