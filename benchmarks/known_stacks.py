@@ -256,6 +256,10 @@ STACKS: Mapping[str, Stack] = {
     "Moondream3": _so400m(
         "moondream3", lambda m: m.Moondream3VisionBlock(1152, 4304, 16), "BSC"
     ),
+    # VitConfig of vLLM, by default.
+    "Molmo2": _so400m(
+        "molmo2 (encoder)", lambda m: m.Molmo2VisionBlock(m.VitConfig()), "BSC"
+    ),
     # CohereCompassVisionConfig of Transformers, by default.
     "Cohere-Compass": _so400m("cohere_compass", _cohere, "T1C", _tables),
     # RadioConfig of vLLM: ViT-H.

@@ -154,6 +154,8 @@ def glmasr(m: Any) -> tuple[nn.Module, Call]:
 def mllama4(m: Any) -> tuple[nn.Module, Call]:
     config = config_of(
         hidden_size=176,
+        intermediate_size=96,
+        num_hidden_layers=2,
         num_attention_heads=2,
         image_size=56,
         patch_size=14,
@@ -161,15 +163,22 @@ def mllama4(m: Any) -> tuple[nn.Module, Call]:
         rope_parameters={"rope_theta": 10000.0},
         rope_theta=10000.0,
     )
-    attention = m.Llama4VisionAttention(config, None)
-    return attention, lambda: attention(noise(3, 17, 176))
+    encoder = m.Llama4VisionEncoder(config, None)
+    # One batch after the other, of one size and of another.
+    return encoder, lambda: [encoder(noise(batch, 17, 176)) for batch in (3, 3, 1)]
 
 
 def molmo2(m: Any) -> tuple[nn.Module, Call]:
-    attention = m.ViTMultiHeadDotProductAttention(
-        hidden_size=144, num_heads=2, num_key_value_heads=2, head_dim=72
+    config = m.VitConfig(
+        hidden_size=144,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
     )
-    return attention, lambda: attention(noise(3, 17, 144))
+    blocks = m.Molmo2VisionBlockCollection(config)
+    # Of all of them, the adapter takes two.
+    return blocks, lambda: blocks(noise(3, 17, 144))
 
 
 def moondream3(m: Any) -> tuple[nn.Module, Call]:
@@ -185,6 +194,17 @@ def step3_vl(m: Any) -> tuple[nn.Module, Call]:
 
 
 def step_vl(m: Any) -> tuple[nn.Module, Call]:
+    return _perception(m, [(3, 4), (4, 3), (4, 4)], ls_init_value=0.1)
+
+
+def step_vl_plain(m: Any) -> tuple[nn.Module, Call]:
+    """Without layer scales, and with a token in front of the patches."""
+    return _perception(m, [(4, 4), (3, 3)], use_cls_token=True)
+
+
+def _perception(
+    m: Any, grids: list[tuple[int, int]], use_cls_token: bool = False, **fields: Any
+) -> tuple[nn.Module, Call]:
     tower = m.PerceptionEncoderVisionTransformer(
         192,
         layers=2,
@@ -192,9 +212,14 @@ def step_vl(m: Any) -> tuple[nn.Module, Call]:
         max_grid_height=4,
         max_grid_width=4,
         mlp_ratio=1.0,
-        act_layer=nn.GELU(),
+        act_layer=m.get_act_fn("quick_gelu"),
+        use_cls_token=use_cls_token,
+        **fields,
     )
-    return tower, lambda: tower(noise(3, 12, 192), grid_hw=(3, 4))
+    # Two of the grids have as many patches, and are turned otherwise.
+    return tower, lambda: [
+        tower(noise(3, h * w + use_cls_token, 192), grid_hw=(h, w)) for h, w in grids
+    ]
 
 
 def minicpmv4_6(m: Any) -> tuple[nn.Module, Call]:

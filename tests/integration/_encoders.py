@@ -44,8 +44,15 @@ PACKED = {
     "pixtral_hf": _program("pixtral", lengths.pixtral_hf),
     "muse_glimmer": _model("muse_glimmer", lengths.muse_glimmer, 1),
     "cohere_compass": _program("cohere_compass", lengths.cohere_compass),
-    "muse_spark": Encoder("models.muse_spark.common.vision", lengths.muse_spark, 1),
-    "deepseek_v4": Encoder("models.deepseek_v4.common.vision", lengths.deepseek_v4, 2),
+    "muse_spark": Encoder("models.muse_spark.common.vision", lengths.muse_spark, 2, 2),
+    # Four passes.
+    "deepseek_v4": Encoder(
+        "models.deepseek_v4.common.vision", lengths.deepseek_v4, 8, 8
+    ),
+    "minimax_m3": Encoder(
+        "models.minimax_m3.common.vision_tower", lengths.minimax_m3, 2, 2
+    ),
+    "glm5next": Encoder("models.glm5next.common.multimodal", lengths.glm5next, 2, 2),
 }
 # Dense batches, without cu_seqlens.
 DENSE = {
@@ -63,11 +70,12 @@ DENSE = {
     "idefics2-masked": _model("idefics2_vision_model", dense.idefics2_masked, 4, 4),
     "glm4v": _model("glm4v", dense.glm4v, 1),
     "glmasr": _model("glmasr", dense.glmasr, 1),
-    "mllama4": _model("mllama4", dense.mllama4, 1),
-    "molmo2": _model("molmo2", dense.molmo2, 1),
+    "mllama4": _model("mllama4", dense.mllama4, 6, 6),
+    "molmo2": _program("molmo2", dense.molmo2),
     "moondream3": _program("moondream3", dense.moondream3),
     "step3_vl": _model("step3_vl", dense.step3_vl, 1),
-    "step_vl": _model("step_vl", dense.step_vl),
+    "step_vl": _model("step_vl", dense.step_vl, 6, 6),
+    "step_vl-plain": _model("step_vl", dense.step_vl_plain, 4, 4),
     "minicpmv4_6": _model("minicpmv4_6", dense.minicpmv4_6, 1),
     "hunyuan_vision": _model("hunyuan_vision", dense.hunyuan_vision, 1),
     "funasr": _model("funasr", dense.funasr, 1),

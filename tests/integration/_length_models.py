@@ -14,10 +14,12 @@ from _models import (
     intern_config,
     noise,
     offsets,
+    plain,
     siglip_config,
     through,
 )
 from torch import nn
+from torch.nn.functional import rms_norm
 
 
 def qwen3_omni_audio(m: Any) -> tuple[nn.Module, Call]:
@@ -210,25 +212,125 @@ def _packed_rotary(
 
 
 def muse_spark(m: Any) -> tuple[nn.Module, Call]:
-    attention = m.NaViTAttention(128, 2)
+    encoder = m.NaViTEncoder(128, 2, 2, intermediate_size=96)
     device = torch.get_default_device()
     cu_seqlens, max_seqlen = m._seqlens_to_cu_seqlens(LENGTHS, device)
-    angles = noise(76, 32)
+    angles = noise(76, 32).float()
     rotary = torch.stack([angles.cos(), angles.sin()], dim=-1)
-    return attention, lambda: attention(noise(76, 128), rotary, cu_seqlens, max_seqlen)
+    return encoder, lambda: encoder(noise(76, 128), rotary, cu_seqlens, max_seqlen)
 
 
 def deepseek_v4(m: Any) -> tuple[nn.Module, Call]:
-    config = config_of(vision_dim=128, vision_n_heads=2, vision_inter_dim=96)
-    attention = m.DeepseekV4VisionAttention(config)
-    if "cu_seqlens" not in signature(attention.forward).parameters:
+    """Images packed in one call, and each in a call of its own without offsets."""
+    if not hasattr(m, "build_packed_vit_metadata"):
         raise NotImplementedError("takes one image at a time")
-    angles = noise(76, 1, 32)
+    config = config_of(
+        vision_dim=128,
+        vision_n_heads=2,
+        vision_inter_dim=96,
+        vision_n_layers=2,
+        vision_patch_size=4,
+        vision_rope_theta=10000.0,
+    )
+    tower = m.DeepseekV4ViT(config)
+    grids = [(4, 6), (10, 2), (1, 3)]
+    sizes = [height * width for height, width in grids]
+    pixels = noise(sum(sizes), 3, 4, 4)
+
+    def call() -> list[torch.Tensor]:
+        metadata = m.build_packed_vit_metadata(
+            grids,
+            rope_dim=tower.rope_dim,
+            rope_theta=tower.rope_theta,
+            device=torch.get_default_device(),
+        )
+        names = "vit_cos", "vit_sin", "cu_seqlens", "max_seqlen"
+        packed = tower.forward_packed(pixels, *(metadata[name] for name in names))
+        alone = zip(pixels.split(sizes), grids, strict=True)
+        return [packed, *(tower(image, *grid) for image, grid in alone)]
+
+    return tower, call
+
+
+def minimax_m3(m: Any) -> tuple[nn.Module, Call]:
+    """The encoder; planes of cosines and sines as vLLM's kernel fills them."""
+    if not hasattr(m, "triton_mrope"):
+        raise NotImplementedError("turns by tables without planes")
+    config = config_of(
+        hidden_size=160,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        layer_norm_eps=1e-5,
+        hidden_act="gelu",
+    )
+    encoder = m.MiniMaxVLEncoder(config)
+    third = 13
+    angles = noise(3, 76, 3 * third).float()
+    for at, plane in enumerate(angles):
+        # Their own columns only.
+        plane[:, : at * third] = plane[:, (at + 1) * third :] = torch.nan
     longest = torch.tensor(max(LENGTHS), dtype=torch.int32)
 
     def call() -> torch.Tensor:
-        cos, sin = angles.cos(), angles.sin()
-        packed = attention(noise(76, 128), cos, sin, offsets(LENGTHS), longest)
-        return torch.cat([packed, attention(noise(76, 128), cos, sin)])
+        tables = angles.cos(), angles.sin()
+        x = noise(76, 1, 160)
+        with plain(m, "triton_mrope", _mrope):
+            return encoder(x, offsets(LENGTHS), *tables, longest)
 
-    return attention, call
+    return encoder, call
+
+
+def _mrope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    sections: list[int],
+    head_size: int,
+    rotary_dim: int,
+    **_: bool,
+) -> None:
+    """Turn q and k `[T, H D]` in place, by halves of the turned part of a head."""
+    cos, sin = (
+        torch.cat([t[i] for i, t in enumerate(of.split(sections, dim=-1))], dim=-1)
+        for of in (cos, sin)
+    )
+    for x in (q, k):
+        turned = x.view(len(x), -1, head_size)[..., :rotary_dim]
+        first, second = turned.float().chunk(2, dim=-1)
+        c, s = cos[:, None], sin[:, None]
+        turned.copy_(torch.cat([first * c - second * s, second * c + first * s], -1))
+
+
+def glm5next(m: Any) -> tuple[nn.Module, Call]:
+    blocks = nn.ModuleList(
+        m.Glm5NextVisionBlock(128, 2, 96, 1.5, partial(m.RMSNorm, eps=1e-5))
+        for _ in range(2)
+    )
+    angles = noise(76, 32)
+    given = {
+        "cu_seqlens": offsets(LENGTHS),
+        "rotary_pos_emb_cos": angles.cos(),
+        "rotary_pos_emb_sin": angles.sin(),
+        "max_seqlen": torch.tensor(max(LENGTHS), dtype=torch.int32),
+    }
+
+    def call() -> torch.Tensor:
+        with plain(m, "fused_q_kv_rmsnorm", _both_normed):
+            return through(blocks, noise(76, 1, 128), **given)
+
+    return blocks, call
+
+
+def _both_normed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )

@@ -51,7 +51,11 @@ OTHERS = {
     "moonvit": "moonvit-blocks",
     "keye": "keye-blocks",
     "lfm2_siglip2": "lfm2_siglip2-blocks",
+    "glm5next": "glm5next-blocks",
+    "minimax_m3": "minimax_m3-blocks",
+    "muse_spark": "muse_spark-blocks",
     "clip": "clip-blocks",
+    "molmo2": "molmo2-blocks",
 }
 ENCODERS = {**PACKED, **DENSE}
 

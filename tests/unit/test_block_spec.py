@@ -7,11 +7,13 @@ import pytest
 
 from vllm_flashinfer_vit.models.glm import SPEC as GLM
 from vllm_flashinfer_vit.models.interleaved import KIMI, PIXTRAL, PIXTRAL_HF
+from vllm_flashinfer_vit.models.self_turning import LLAMA_4, STEP
 
 
 def test_complex_rotary_is_of_interleaved_pairs() -> None:
-    found = [spec.rotary.is_interleaved for spec in (KIMI, PIXTRAL, PIXTRAL_HF)]
-    assert found == [True, True, False]
+    specs = (KIMI, PIXTRAL, PIXTRAL_HF, LLAMA_4, STEP)
+    found = [spec.rotary.is_interleaved for spec in specs]
+    assert found == [True, True, False, True, True]
 
 
 def test_norms_of_q_and_k_in_front_of_interleaved_pairs() -> None:

@@ -24,6 +24,7 @@ from vllm_flashinfer_vit.patches.source import fingerprint
 from vllm_flashinfer_vit.plugin import all_patches
 
 METHOD = "toy_vllm.layers:Layer.forward"
+FUNCTION = "toy_vllm.layers:logged"
 SOURCE = """
 import functools
 
@@ -49,7 +50,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "__init__.py").touch()
     (folder / "layers.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    marks = {METHOD: {fingerprint(METHOD): ("7.0", "8.0")}}
+    marks = {name: {fingerprint(name): ("7.0", "8.0")} for name in (METHOD, FUNCTION)}
     monkeypatch.setattr(fingerprints, "known", lambda: Fingerprints({}, marks))
     yield folder
     for name in [name for name in sys.modules if name.startswith("toy_vllm")]:
@@ -108,6 +109,15 @@ def test_a_stranger_around_it_or_within(layer: Any) -> None:
     assert difference(METHOD) == told
     layer.forward = lambda self, x: x
     assert difference(METHOD) == told
+
+
+def test_functions_beside_methods(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert difference(FUNCTION) is None
+    module = sys.modules[layer.__module__]
+    monkeypatch.setattr(module, "logged", by_a_stranger(module.logged))
+    assert difference(FUNCTION) == f"{FUNCTION} is wrapped or replaced by {__name__}"
+    monkeypatch.delattr(module, "logged")
+    assert "there is no" in str(difference(FUNCTION))
 
 
 def test_a_method_that_is_no_python_function(layer: Any) -> None:

@@ -12,6 +12,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTH = 64
 
 
+def deepseek_v4_norm() -> nn.Module:
+    vision = pytest.importorskip("vllm.models.deepseek_v4.common.vision")
+    return vision.DeepseekV4RMSNorm(WIDTH, eps=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "make",
@@ -19,8 +24,9 @@ WIDTH = 64
         lambda: nn.RMSNorm(WIDTH),
         lambda: nn.RMSNorm(WIDTH, eps=1e-3),
         lambda: nn.LayerNorm(WIDTH, eps=1e-3),
+        deepseek_v4_norm,
     ],
-    ids=["RMSNorm, no eps", "RMSNorm", "LayerNorm"],
+    ids=["RMSNorm, no eps", "RMSNorm", "LayerNorm", "DeepSeek-V4.1's"],
 )
 def test_values_so_small_that_eps_counts(make, dtype):
     module = make().to(DEVICE, dtype)

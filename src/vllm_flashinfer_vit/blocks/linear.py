@@ -114,7 +114,10 @@ class OwnLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output for `[T, inputs]`, contiguous."""
         result = self._block.get_submodule(self._path)(x)
-        output = result[0] if isinstance(result, tuple) else result
+        output, bias = result if isinstance(result, tuple) else (result, None)
+        if bias is not None:
+            # That the model would add itself.
+            output = output + bias
         return output.contiguous()
 
 

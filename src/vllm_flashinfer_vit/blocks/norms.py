@@ -32,6 +32,11 @@ class SumNorm(Protocol):
         """
 
 
+# RMSNorms of single models, in fp32 and rounded once, with `eps` and a weight.
+_OWN_RMS_NORMS = frozenset(
+    {("vllm.models.deepseek_v4.common.vision", "DeepseekV4RMSNorm")}
+)
+
 # One or two, of T rows of C values each.
 Branches = tuple[torch.Tensor, ...]
 # `[C]` each: what branches are multiplied by before they are added.
@@ -59,12 +64,31 @@ class Norm:
         return self._parameters["bias"] if self.is_layer_norm else None
 
 
+def scaling_of(
+    block: torch.nn.Module, names: tuple[str, ...]
+) -> tuple[tuple[Any, str], ...]:
+    """Return which modules have a block's layer scales, and by which names.
+
+    Args:
+        block: The block.
+        names: Their paths in it.
+
+    Returns:
+        The modules' parameters and the names; empty for a block without layer scales.
+    """
+    paths = [name.rpartition(".") for name in names]
+    found = [(block.get_submodule(at)._parameters, name) for at, _, name in paths]
+    return tuple(found) if all(name in has for has, name in found) else ()
+
+
 def is_known(module: Any) -> bool:
     """Whether a module is a LayerNorm or an RMSNorm with all its parameters."""
     if _is_layer_norm(module):
         return module.weight is not None and module.bias is not None
     if type(module) is torch.nn.RMSNorm:
         return module.weight is not None and len(module.normalized_shape) == 1
+    if (type(module).__module__, type(module).__qualname__) in _OWN_RMS_NORMS:
+        return True
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     # A platform may have a class of its own in its place.

@@ -10,6 +10,7 @@ Numerics: see `kernels.add_norm`, `kernels.rope` and the attention kernels; GEMM
 their fp32 sums once, after the bias and the activation that they apply.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
@@ -137,7 +138,7 @@ class BlockProgram:
         rotary = self.spec.rotary
         if rotary is None or self._qk_norms():
             return None
-        is_exact = rotary.form in ("angles", "complex", "pair")
+        is_exact = rotary.form not in ("tables", "doubled")
         return torch.float32 if is_exact else self._attention.dtype
 
     def build(self) -> None:
@@ -147,6 +148,7 @@ class BlockProgram:
         self._norm1, self._norm2 = (
             Norm(self._part(path)) for path in (spec.norm1, spec.norm2)
         )
+        self._scaling = norms.scaling_of(self._block, spec.layer_scales or ())
         self._heads = attention.num_heads, attention.num_kv_heads, attention.head_size
         self._split = None
         if spec.split is not None and getattr(self._part(spec.qkv), "tp_size", 1) > 1:
@@ -209,12 +211,13 @@ class BlockProgram:
         if self.spec.is_packed:
             # Rows of several batches would be in turns.
             is_one = x.dim() == 2 or (x.dim() == 3 and 1 in x.shape[:2])
-            return is_one and given.get("cu_seqlens") is not None
+            # Without offsets, `[T, C]` can be one sequence only.
+            return is_one and (x.dim() == 2 or given.get("cu_seqlens") is not None)
         mask = self._mask_in(given)
         if mask is not None and mask.shape != (x.shape[0], 1, 1, x.shape[1]):
             return False
         # Of anything else this knows nothing.
-        known = None, x, mask
+        known = None, x, mask, *self._own_in(given)
         return x.dim() == 3 and all(any(v is k for k in known) for v in given.values())
 
     def run(self, x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
@@ -278,12 +281,8 @@ class BlockProgram:
             )
 
     def _layer_scales(self) -> norms.LayerScales:
-        names = self.spec.layer_scales
-        if names is None:
-            return ()
         # As weights are, read where the block has them now.
-        found = self._block._parameters
-        return tuple(found[name].detach() for name in names)  # type: ignore[union-attr]
+        return tuple(has[name].detach() for has, name in self._scaling)
 
     def _sum(
         self,
@@ -342,7 +341,7 @@ class BlockProgram:
     ) -> tuple[torch.Tensor, dict[object, Any]]:
         """Return attention's output, and where what reads it keeps its launches."""
         attention = self._attention
-        cos, sin = self._tables(now, given)
+        cos, sin = self._tables(now, x, given)
         cu_seqlens = self._offsets(now, given)
         read = cu_seqlens, cos, sin, given.get("max_seqlen")
         is_shared = (
@@ -397,15 +396,28 @@ class BlockProgram:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
         """Return `cu_seqlens`, `max_seqlen` and `seq_len` of a `Batch`."""
         if self.spec.is_packed:
-            return cu_seqlens, max_seqlen, 0
+            seq_len = len(x) if cu_seqlens is None else 0
+            return cu_seqlens, max_seqlen, seq_len
         if cu_seqlens is None:
             return None, None, x.shape[1]
         longest = torch.tensor(x.shape[1], dtype=torch.int32, device="cpu")
         return cu_seqlens, longest, 0
 
-    def _tables(self, now: Pass, given: Mapping[str, Any]) -> tuple[Any, Any]:
+    def _own_in(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return what `Rotary.own` reads of what `forward` was given."""
+        rotary = self.spec.rotary
+        if rotary is None or rotary.own is None:
+            return ()
+        return tuple(given.get(name) for name in rotary.parameters)
+
+    def _tables(
+        self, now: Pass, x: torch.Tensor, given: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
         """Return what turns q and k: cosines and sines, `[T, R / 2]` each, or None."""
         rotary, found = self.spec.rotary, self._tables_in(given)
+        if rotary is not None and rotary.own is not None:
+            make = functools.partial(rotary.own, self._block, x)
+            return now.own_tables(rotary, make, self._own_in(given))
         if rotary is None or found is None:
             return None, None
         return now.tables(rotary, found)
@@ -413,7 +425,9 @@ class BlockProgram:
     def _tables_in(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
         """Return what the spec's rotary names, or None where nothing turns."""
         rotary = self.spec.rotary
-        if rotary is None or given.get(rotary.parameters[0]) is None:
+        if rotary is None or rotary.own is not None:
+            return None
+        if given.get(rotary.parameters[0]) is None:
             return None
         return tuple(given[name] for name in rotary.parameters)
 

@@ -22,7 +22,7 @@ def tables(rotary: Rotary, given: Sequence[torch.Tensor]) -> Tables:
     if rotary.form == "angles":
         angles = first.float()
         return angles.cos(), angles.sin()
-    if rotary.form == "complex":
+    if rotary.form in ("complex", "real"):
         parts = torch.view_as_real(first) if first.is_complex() else first
         cos, sin = parts.float().unbind(-1)
         return cos.contiguous(), sin.contiguous()
@@ -30,6 +30,22 @@ def tables(rotary: Rotary, given: Sequence[torch.Tensor]) -> Tables:
     if rotary.form in ("doubled", "pair"):
         half = cos.shape[-1] // 2
         return cos[..., :half], sin[..., :half]
+    if rotary.form == "exact":
+        return cos.squeeze(1), sin.squeeze(1)
+    if rotary.form == "planes":
+        return _sections(cos), _sections(sin)
+    return cos, sin
+
+
+def _sections(planes: torch.Tensor) -> torch.Tensor:
+    """Return each plane's own columns; the others may hold anything."""
+    parts = planes.chunk(len(planes), dim=-1)
+    return torch.cat([part[at] for at, part in enumerate(parts)], dim=-1)
+
+
+def repeated(found: Tables, rows: int) -> Tables:
+    """Return tables of one sequence for as many alike as have `rows` in all."""
+    cos, sin = (part.repeat(rows // len(part), 1) for part in found)
     return cos, sin
 
 

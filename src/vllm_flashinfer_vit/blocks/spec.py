@@ -30,12 +30,21 @@ class Rotary:
         form: `tables` for cos and sin `[T, R / 2]`; `doubled` for both `[T, R]`, of
             which the halves are alike; `pair` for a tuple of such tables in fp32;
             `angles` for what they are of; `complex` for `[T, D / 2]` complex, or its
-            real view, by interleaved pairs.
+            real view, by interleaved pairs; `real` for that view by halves;
+            `exact` for cos and sin `[T, 1, R / 2]` in fp32; `planes` for both
+            `[3, T, R / 2]` in fp32, a third of the columns from each.
         parameters: The names in `forward`.
+        own: Makes it for one sequence of a dense batch, where attention turns q and k
+            by what its module keeps: of the block, the stream, whose values do not
+            matter, and the parameters' values, by which sizes are told. All blocks of
+            a tower make the same. None where `forward` is given it.
     """
 
-    form: Literal["tables", "doubled", "pair", "angles", "complex"]
+    form: Literal[
+        "tables", "doubled", "pair", "angles", "complex", "real", "exact", "planes"
+    ]
     parameters: tuple[str, ...]
+    own: Callable[[Any, Any, tuple[Any, ...]], Any] | None = None
 
     @property
     def is_interleaved(self) -> bool:
@@ -71,13 +80,14 @@ class BlockSpec:
         qk_norms: The RMSNorms of each head's q and k, in front of rotary, in blocks
             that have them; None where none has. Pairs are not interleaved then.
         layer_scales: The parameters `[C]` that what attention and the MLP add to the
-            stream is multiplied by, or None.
+            stream is multiplied by, in blocks that have them; None where none has.
         is_packed: Whether `forward` takes `cu_seqlens`, and a stream of one batch
             `[T, 1, C]`, `[1, T, C]` or `[T, C]`. Else the stream is `[B, S, C]`.
         key_mask: The name of what `forward` adds to the scores of a dense batch,
             `[B, 1, 1, S]`: 0 for tokens, and the lowest number for the padding after
             them. None where it takes no mask.
         returns_pair: Whether `forward` returns the stream and None.
+        returns_tuple: Whether `forward` returns a tuple of the stream alone.
     """
 
     first: str
@@ -95,6 +105,7 @@ class BlockSpec:
     is_packed: bool = True
     key_mask: str | None = None
     returns_pair: bool = False
+    returns_tuple: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no kernel does."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_flashinfer_vit.blocks.cublaslt import Problems
-from vllm_flashinfer_vit.blocks.rotary import Tables, tables
+from vllm_flashinfer_vit.blocks.rotary import Tables, repeated, tables
 from vllm_flashinfer_vit.blocks.spec import Rotary
 from vllm_flashinfer_vit.ops.batch import row_offsets
 
@@ -175,6 +175,7 @@ class Pass:
         self.attention: dict[object, Settled] = {}
         self.key = key
         self._turned: tuple[tuple[Any, ...], Tables] | None = None
+        self._own: tuple[tuple[Any, ...], Tables] | None = None
         self._masked: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def tables(self, rotary: Rotary, given: tuple[torch.Tensor, ...]) -> Tables:
@@ -189,6 +190,23 @@ class Pass:
         if self._turned is None or not all(map(operator.is_, self._turned[0], given)):
             self._turned = given, tables(rotary, given)
         return self._turned[1]
+
+    def own_tables(
+        self,
+        rotary: Rotary,
+        make: Callable[[tuple[Any, ...]], torch.Tensor],
+        given: tuple[Any, ...],
+    ) -> Tables:
+        """Return what a block makes, once for all passes that are given the same.
+
+        Args:
+            rotary: What is made.
+            make: See `Rotary.own`.
+            given: The values of its parameters.
+        """
+        if self._own is None or self._own[0] != given:
+            self._own = given, repeated(tables(rotary, (make(given),)), self._rows)
+        return self._own[1]
 
     def offsets(self, mask: torch.Tensor) -> torch.Tensor:
         """Return `cu_seqlens`, made once for all blocks that are given one mask.

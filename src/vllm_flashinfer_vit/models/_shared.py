@@ -36,6 +36,11 @@ LINEAR = tuple(
 )
 
 
+def module_of(family: str) -> str:
+    """Return a family's module: below `MODELS`, or below vLLM if it has dots."""
+    return f"vllm.{family}" if "." in family else f"{MODELS}.{family}"
+
+
 def methods(family: str, *classes: str) -> tuple[str, ...]:
     """Return constructors and forwards of a family's classes, `family:Class.method`."""
     return tuple(
@@ -43,6 +48,11 @@ def methods(family: str, *classes: str) -> tuple[str, ...]:
         for name in classes
         for method in ("__init__", "forward")
     )
+
+
+def _full(method: str) -> str:
+    family, _, path = method.partition(":")
+    return f"{module_of(family)}:{path}"
 
 
 def is_served(attention: Any) -> bool:
@@ -63,11 +73,11 @@ def block_program(
     """Return the patch that has the blocks of a tower run their programs.
 
     Args:
-        family: vLLM's module of the model.
+        family: vLLM's module of the model; see `module_of`.
         block: The class of the tower's blocks.
         spec: What they are.
         parts: The methods of attention and MLP that a program does the work of, each
-            `family:Class.method`.
+            `family:Class.method`, or `family:function`.
         parameters: What their `forward` takes.
         name: What the patch's name begins with, if not the family.
     """
@@ -79,17 +89,9 @@ def block_program(
 
     return Patch(
         name=f"{name or family}-blocks",
-        target=f"{MODELS}.{family}:{block}.forward",
+        target=f"{module_of(family)}:{block}.forward",
         # The constructor says which modules a block has.
-        stands_for=tuple(
-            f"{MODELS}.{method}"
-            for method in (
-                f"{family}:{block}.__init__",
-                f"{family}:{block}.forward",
-                *parts,
-            )
-        )
-        + LINEAR,
+        stands_for=(*map(_full, (*methods(family, block), *parts)), *LINEAR),
         why="stock copies and rotates q and k, adds and normalises by two kernels, and "
         "pays for several layers of Python in front of each of them",
         remove_when="vLLM runs a vision block by as few launches, prepared beforehand",

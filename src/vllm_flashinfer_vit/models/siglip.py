@@ -2,8 +2,9 @@
 """SigLIP, and the towers of its kind: dense batches of images of one size, no rotary.
 
 That is SigLIP in Gemma 3, PaliGemma and LLaVA, CLIP in LLaVA, Phi-3-Vision and
-DeepSeek-OCR, BLIP-2's and Moondream's, Idefics2's in Idefics3 and Aria, AIMv2 in Ovis,
-with RMSNorm and SwiGLU, and InternViT and RADIO, which scale what their branches add.
+DeepSeek-OCR, BLIP-2's, Moondream's and Molmo 2's, Idefics2's in Idefics3 and Aria,
+AIMv2 in Ovis, with RMSNorm and SwiGLU, and InternViT and RADIO, which scale what their
+branches add.
 MiniCPM-V gives Idefics2's blocks a mask of the padding, with which vLLM's own attend by
 PyTorch's SDPA, past any layer.
 """
@@ -36,6 +37,18 @@ MOONDREAM = BlockSpec(
     norm2="ln2",
     qkv="attn.qkv_proj",
     proj="attn.out_proj",
+    rotary=None,
+    is_packed=False,
+)
+MOLMO_2 = BlockSpec(
+    first="feed_forward.w1",
+    act="feed_forward.act",
+    second="feed_forward.w2",
+    norm1="attention_norm",
+    norm2="ffn_norm",
+    qkv="attention.merged_qkv",
+    attention="attention.attn",
+    proj="attention.wo",
     rotary=None,
     is_packed=False,
 )
@@ -86,6 +99,13 @@ PATCHES = (
         "Moondream3VisionBlock",
         MOONDREAM,
         methods("moondream3", "Moondream3VisionAttention", "Moondream3VisionMLP"),
+        ("self", "x"),
+    ),
+    block_program(
+        "molmo2",
+        "Molmo2VisionBlock",
+        MOLMO_2,
+        methods("molmo2", "ViTMultiHeadDotProductAttention", "ViTMLP"),
         ("self", "x"),
     ),
     block_program(

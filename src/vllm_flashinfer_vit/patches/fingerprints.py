@@ -93,7 +93,8 @@ def difference(method: str) -> str | None:
     """Say how a method differs from what was read, or None if it does not.
 
     Args:
-        method: `module:Class.method`; the module may be imported or not.
+        method: `module:Class.method`, or `module:function`; the module may be imported
+            or not.
     """
     try:
         found = fingerprint(method)
@@ -113,7 +114,10 @@ def _wrapper(method: str) -> str | None:
     class_name, _, attribute = path.partition(".")
     if module not in sys.modules:
         return None
-    layer = vars(getattr(sys.modules[module], class_name, object)).get(attribute)
+    owner: Any = sys.modules[module]
+    if attribute:
+        owner = getattr(owner, class_name, object)
+    layer = vars(owner).get(attribute or class_name)
     if layer is None:
         return f"there is no {method} in this process"
     allowed = {*_KNOWN_WRAPPERS, *sys.stdlib_module_names, module.partition(".")[0]}

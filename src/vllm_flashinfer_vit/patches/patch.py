@@ -26,9 +26,9 @@ class Patch:
         remove_when: The upstream state that makes it superfluous.
         parameters: Parameter names that the original must have, in order.
         stands_for: The methods whose work the replacement does, or on whose inner
-            workings it counts, each `module:Class.method`; they must be as in a vLLM
-            that they were read in. Empty if it only adds to the original, or answers
-            in its place without counting on it.
+            workings it counts, each `module:Class.method` or `module:function`; they
+            must be as in a vLLM that they were read in. Empty if it only adds to the
+            original, or answers in its place without counting on it.
         replace: Takes the original function and returns the new one.
         compiled: Whether vLLM may compile what is replaced, or calls of it, into code
             that it caches; False only where the replacement never runs in such code.
