@@ -123,9 +123,9 @@ async def warm_up(target: Target, drawing: Executor) -> None:
         _of_warm_up(WARM_UP + number, page if number % 2 else (size,) * MAX_IMAGES)
         for number in range(CROWD)
     ]
+    urls = (*target.servers, target.judge)
     async with new_session() as session:
         for request in quiet:
-            urls = (*target.servers, target.judge)
             await _all_answer(session, urls, [request], target.patch, drawing)
         await _all_answer(session, target.servers, crowd, target.patch, drawing)
 

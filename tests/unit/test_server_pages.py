@@ -11,18 +11,19 @@ import engine_tables
 
 
 def server_lines(results: Path) -> list[dict[str, str]]:
-    """Return the lines of the table of servers, of four API servers each."""
+    """Return the lines of the table of servers, by its head."""
     found = rows("serve", "0.33.0", results)
     lines = engine_tables.serve_table(found).splitlines()
     del lines[1]
     head, *rest = ([cell.strip() for cell in line.split("|")] for line in lines)
     lines_of = [dict(zip(head, cells, strict=True)) for cells in rest]
     assert all(float(r["best over stock's best"]) > 1 for r in lines_of)
-    return [r for r in lines_of if r["more arguments"].endswith("server-count 4`")]
+    return lines_of
 
 
 def test_pages_say_what_servers_gain() -> None:
     lines = server_lines(RESULTS)
+    assert all(r["more arguments"].endswith("server-count 4`") for r in lines)
     unset = [r for r in lines if "OMP" not in r["more arguments"]]
     many, alone = (
         [float(r["best over stock's best"]) for r in unset if r["at once"] == at_once]
@@ -97,13 +98,10 @@ def test_pages_say_what_parts_of_a_request_take() -> None:
 def test_the_page_of_an_h100_has_its_servers() -> None:
     text = text_of("results_h100.md").partition(" ## Servers ")[2]
     found = rows("serve", "0.33.0", H100_RESULTS)
-    lines = [
-        [cell.strip("` ") for cell in line.split("|")]
-        for line in engine_tables.serve_table(found).splitlines()[2:]
-    ]
     gains: dict[str, list[float]] = defaultdict(list)
-    for _, _, _, at_once, more, *_, ratio, _ in lines:
-        gains[more if at_once == "64" else "alone"].append(float(ratio))
+    for line in server_lines(H100_RESULTS):
+        kind = line["more arguments"] if line["at once"] == "64" else "alone"
+        gains[kind].append(float(line["best over stock's best"]))
     alone = gains.pop("alone")
     assert f"{min(alone):.2f} to {max(alone):.2f} times as soon" in text
     four, shared, one = (

@@ -98,9 +98,8 @@ def runs(
                 program.count_refused(given[stream])
                 return original(self, *args, **kwargs)
             out = program.run(given[stream], given)
-            if spec.returns_tuple:
-                return (out,)
-            return (out, None) if spec.returns_pair else out
+            after = spec.returned_with
+            return out if after is None else (out, *after)
 
         vars(forward)[_SPEC] = spec
         return forward

@@ -86,8 +86,8 @@ class BlockSpec:
         key_mask: The name of what `forward` adds to the scores of a dense batch,
             `[B, 1, 1, S]`: 0 for tokens, and the lowest number for the padding after
             them. None where it takes no mask.
-        returns_pair: Whether `forward` returns the stream and None.
-        returns_tuple: Whether `forward` returns a tuple of the stream alone.
+        returned_with: What comes after the stream in the tuple that `forward` returns;
+            None where it returns the stream itself.
     """
 
     first: str
@@ -104,8 +104,7 @@ class BlockSpec:
     layer_scales: tuple[str, str] | None = None
     is_packed: bool = True
     key_mask: str | None = None
-    returns_pair: bool = False
-    returns_tuple: bool = False
+    returned_with: tuple[None, ...] | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no kernel does."""

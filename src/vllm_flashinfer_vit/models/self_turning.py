@@ -59,7 +59,7 @@ LLAMA_4 = BlockSpec(
     proj="self_attn.o_proj",
     rotary=Rotary("complex", (), own=_llama_4),
     is_packed=False,
-    returns_tuple=True,
+    returned_with=(),
 )
 STEP = BlockSpec(
     first="mlp.fc1",

@@ -25,9 +25,9 @@ SIGLIP = BlockSpec(
     proj="self_attn.out_proj",
     rotary=None,
     is_packed=False,
-    returns_pair=True,
+    returned_with=(None,),
 )
-CLIP = dataclasses.replace(SIGLIP, returns_pair=False)
+CLIP = dataclasses.replace(SIGLIP, returned_with=None)
 BLIP = dataclasses.replace(CLIP, qkv="self_attn.qkv", proj="self_attn.projection")
 MOONDREAM = BlockSpec(
     first="mlp.fc1",
