@@ -151,7 +151,8 @@ def _blip(m: Any) -> nn.Module:
 def _aimv2(m: Any) -> nn.Module:
     from transformers import Aimv2VisionConfig
 
-    return m.AIMv2Block(Aimv2VisionConfig(), None, "")
+    # vLLM 0.25 reads a name that Transformers no longer sets.
+    return m.AIMv2Block(Aimv2VisionConfig(use_bias=False), None, "")
 
 
 def _cohere(m: Any) -> nn.Module:
