@@ -111,6 +111,19 @@ class _ImagePatches(Patch):
             home.patchify = original
 
 
+def is_asked_for(model_config: Any, name: str) -> bool:
+    """Whether an engine asks for FLASHINFER, and its user for a patch.
+
+    Args:
+        model_config: vLLM's `ModelConfig` of the engine.
+        name: The patch's.
+    """
+    config = model_config.multimodal_config
+    backend = getattr(config, "mm_encoder_attn_backend", None)
+    is_served = backend == AttentionBackendEnum.FLASHINFER
+    return is_served and name not in Settings.from_env().disabled_patches
+
+
 def serve(processor: Any) -> None:
     """Have a processor's bytes cut by runs, where that gives what it does.
 
@@ -185,10 +198,7 @@ def _serve_flashinfer(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_hf_processor(self: Any, *args: Any, **kwargs: Any) -> Any:
         processor = original(self, *args, **kwargs)
-        config = self.model_config.multimodal_config
-        backend = getattr(config, "mm_encoder_attn_backend", None)
-        is_asked = backend == AttentionBackendEnum.FLASHINFER
-        if is_asked and PATCH.name not in Settings.from_env().disabled_patches:
+        if is_asked_for(self.model_config, PATCH.name):
             serve(processor)
         return processor
 
