@@ -162,7 +162,7 @@ class TestGemms:
 
         monkeypatch.setattr(torch, "_addmm_activation", noting)
         # Left out, it is what blocks have; no op in its place.
-        monkeypatch.setattr(mlp_module, "_act_into", lambda activation: None)
+        monkeypatch.setattr(mlp_module, "_act_into", lambda *_: None)
         with _blocks.without(*["fused_gelu"] * is_left_out):
             served = build("qwen3_vl")
         # Blocks may share a module without weights.
@@ -184,7 +184,7 @@ class TestGemms:
             calls.append((*out.shape, values.shape[1]))
             out.copy_(FUNCTIONS[ACTIVATIONS[family]](values))
 
-        monkeypatch.setattr(mlp_module, "_act_into", lambda activation: act_into)
+        monkeypatch.setattr(mlp_module, "_act_into", lambda *_: act_into)
         served = build(family)
         found = outputs(served)
         width = programs(served)[0].widths[1]
@@ -324,12 +324,15 @@ class TestIsPlain:
     def test_plain(self, layer: Any) -> None:
         assert steps_module.is_plain(layer)
 
-    @pytest.mark.parametrize("name", ["gather_output", "skip_bias_add"])
-    def test_not(self, name: str, layer: Any) -> None:
+    def test_gathered(self, layer: Any) -> None:
         layer.tp_size = 2
         assert steps_module.is_plain(layer)
-        setattr(layer, name, True)
+        layer.gather_output = True
         assert not steps_module.is_plain(layer)
+
+    def test_a_bias_that_the_model_adds(self, layer: Any) -> None:
+        layer.skip_bias_add = True
+        assert steps_module.is_plain(layer)
 
     def test_summed(self, layer: Any) -> None:
         from vllm.model_executor.layers.linear import RowParallelLinear

@@ -204,10 +204,6 @@ def block_scales(layer: Any) -> None:
     layer.weight_scale = nn.Parameter(scales, requires_grad=False)
 
 
-def returned_bias(layer: Any) -> None:
-    layer.skip_bias_add = True
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -216,7 +212,6 @@ def returned_bias(layer: Any) -> None:
         (bounded, "the scales of its rows are bounded"),
         (row_major, "its weight is not in columns"),
         (block_scales, "neither one scale nor one for each output"),
-        (returned_bias, "returns its bias"),
     ],
 )
 def test_what_is_not_known_is_left_alone(

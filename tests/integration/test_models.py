@@ -13,6 +13,7 @@ from _encoders import CROSS, DENSE, PACKED, WHISPER
 from _models import Encoder, OpCount, Result, encode, engine, noise, patches
 
 from cases import relative_error
+from vllm_flashinfer_vit.blocks import mlp
 from vllm_flashinfer_vit.plugin import all_patches, apply_model_patches
 from vllm_flashinfer_vit.settings import Settings
 from vllm_flashinfer_vit.towers.spec import TowerSpec
@@ -185,6 +186,31 @@ def test_encoder_whose_linear_layers_run_as_on_a_gpu(name: str) -> None:
     result = run(ENCODERS[name], engine_of("FLASHINFER"))
     assert result.programs == ENCODERS[name].programs
     stock = run(ENCODERS[name], engine_of("TORCH_SDPA"))
+    assert relative_error(result.out, stock.out) < TOLERANCE
+
+
+@cpu_only
+@pytest.mark.usefixtures("direct", "nan_empty")
+def test_a_clamped_activation_writes_into_the_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GLM-5.3's, by vLLM's op, which this machine lacks."""
+    calls = []
+
+    def clamped(
+        out: torch.Tensor, values: torch.Tensor, limit: float, alpha: float, beta: float
+    ) -> None:
+        calls.append(out.data_ptr())
+        gate, up = values.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        out.copy_(gate * torch.sigmoid(alpha * gate) * (up + beta))
+
+    ops = {"silu_and_mul_with_clamp": clamped}
+    monkeypatch.setattr(mlp, "compiled_op", ops.get)
+    result = run(ENCODERS["glm5next"], engine_of("FLASHINFER"))
+    assert len(calls) == 2
+    assert len(set(calls)) == 1
+    stock = run(ENCODERS["glm5next"], engine_of("TORCH_SDPA"))
     assert relative_error(result.out, stock.out) < TOLERANCE
 
 

@@ -349,8 +349,7 @@ def _misfit(layer: Any, kernel: Any) -> str | None:
         is_plain = not (getattr(layer, "gather_output", False) and is_split)
     is_static = kernel.config.activation_quant_key.scale.static
     problems = {
-        "it splits or gathers rows, or returns its bias": not is_plain
-        or layer.skip_bias_add,
+        "it splits or gathers rows": not is_plain,
         f"its weight is not in columns of multiples of {_UNIT}": weight.stride(0) != 1
         or any(size % _UNIT for size in weight.shape),
         "its weight has neither one scale nor one for each output": scale.dtype

@@ -240,13 +240,13 @@ def is_unquantized(layer: Any) -> bool:
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether vLLM would run a layer by no more than a GEMM and its bias."""
+    """Whether a layer is no more than a GEMM and its bias, whoever adds that."""
     if not is_unquantized(layer):
         return False
     # Over ranks it sums its outputs, and one rank adds the bias.
     is_summed = isinstance(layer, RowParallelLinear) and layer.tp_size > 1
     is_gathered = getattr(layer, "gather_output", False) and layer.tp_size > 1
-    return not (is_summed or is_gathered or layer.skip_bias_add)
+    return not (is_summed or is_gathered)
 
 
 def run(

@@ -44,7 +44,7 @@ class Mlp:
         path, act = spec.first, layers.part(spec.act)
         self._act = act
         activation = activation_of(act)
-        self.act_into = None if activation is None else _act_into(activation)
+        self.act_into = _act_into(act, activation)
         self.hidden = padded_inputs(layers.part(spec.second))
         self.stacked = 0
         self.acts, self.large = False, None
@@ -181,8 +181,10 @@ def activation_of(act: Any) -> Activation | None:
     return ops.get(native)
 
 
-def _act_into(activation: Activation) -> Callable[..., Any] | None:
+def _act_into(act: Any, activation: Activation | None) -> Callable[..., Any] | None:
     """Return an activation, `(out, values)`, if this process has it compiled."""
+    if activation is None:
+        return _clamped_swiglu(act)
     if activation == "swiglu":
         return compiled_op("silu_and_mul")
     if activation == "quick_gelu":
@@ -193,3 +195,18 @@ def _act_into(activation: Activation) -> Callable[..., Any] | None:
         torch.ops.aten.gelu.out(values, approximate=approximate, out=out)
 
     return gelu_into
+
+
+def _clamped_swiglu(act: Any) -> Callable[..., Any] | None:
+    """Return vLLM's SwiGLU of clamped values, if a module is that."""
+    from vllm.model_executor.layers.activation import SiluAndMulWithClamp
+
+    native = getattr(type(act), "forward_native", None)
+    op = compiled_op("silu_and_mul_with_clamp")
+    if native is not SiluAndMulWithClamp.forward_native or op is None:
+        return None
+
+    def swiglu_into(out: torch.Tensor, values: torch.Tensor) -> None:
+        op(out, values, act.swiglu_limit, act.alpha, act.beta)
+
+    return swiglu_into
