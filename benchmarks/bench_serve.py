@@ -3,10 +3,11 @@
 
 Each setup is a server of its own, with a language model of true size and dummy weights.
 All of them stay up, and take turns: one is asked at a time, by vLLM's own
-`vllm bench serve`, for one token after images or a video that no server has seen. A
-setup is a contender's name, as in contenders.py, and how its encoder runs: `graph` with
-vLLM's encoder CUDA graphs, stock's blocks compiled where that vLLM can, or `eager`,
-vLLM's default. With `-q8` at its end a contender serves `--quantization fp8`.
+`vllm bench serve`, for one token, or `--answer-tokens`, after images or a video that no
+server has seen. A setup is a contender's name, as in contenders.py, and how its encoder
+runs: `graph` with vLLM's encoder CUDA graphs, stock's blocks compiled where that vLLM
+can, or `eager`, vLLM's default. With `-q8` at its end a contender serves
+`--quantization fp8`.
 
 A server in bf16 takes up to 30 GB, so a GPU of 80 GB holds two: stock's graphs and this
 package's with FP8 attention, unless others are asked for. Name one of stock's among
@@ -68,6 +69,7 @@ COLUMNS = (
     "model",
     "workload",
     "concurrency",
+    "answer_tokens",
     "requests",
     "completed",
     "req_s",
@@ -314,7 +316,9 @@ def measure(
                     zlib.crc32(f"{name} {at_once} {turn} {place}".encode())
                     for place in range(count if turn >= 0 else min(count, 4))
                 ]
-                dataset = write_dataset(checkpoint, workload, patch_size, seeds)
+                dataset = write_dataset(
+                    checkpoint, workload, patch_size, seeds, args.answer_tokens
+                )
                 for server in order_of_turn(servers, turn):
                     result = ask(server.url, checkpoint, dataset, len(seeds), at_once)
                     if turn >= 0:
@@ -330,6 +334,7 @@ def measure(
                         "model": model,
                         "workload": name,
                         "concurrency": at_once,
+                        "answer_tokens": args.answer_tokens,
                         "serve_args": with_threads(args.serve_args),
                         **samples.row(),
                         **asdict(environment),
@@ -357,6 +362,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", nargs="+", type=int, default=CONCURRENCY)
     parser.add_argument("--requests", type=int, help="of a turn")
     parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--answer-tokens", type=int, default=1, help="of each answer")
     parser.add_argument("--serve-args", default="", help="more for every server")
     parser.add_argument(
         "--gpus",

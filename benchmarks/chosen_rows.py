@@ -20,6 +20,8 @@ PLUGIN_FP8 = "plugin-fp8"
 QUANTIZED = "-q8"
 # Rows that are equal in these measured the same.
 KEYS = ("model", "case", "provider", "mode", "dtype")
+# Rows of servers that were asked the same.
+SERVER_KEYS = ("model", "workload", "concurrency", "answer_tokens", "serve_args")
 
 
 class NoRowsError(SystemExit):
@@ -62,10 +64,10 @@ def of_last_commit(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
 
 def of_servers(rows: Iterable[Row]) -> list[Row]:
     """Return servers' newest rows: of a workload those of its last commit alone."""
-    names = ("model", "workload", "concurrency", "serve_args")
+    names = (*SERVER_KEYS, "provider", "mode")
     return newest(
-        of_last_commit(rows, names),
-        lambda row: tuple(row[name] for name in (*names, "provider", "mode")),
+        of_last_commit(rows, SERVER_KEYS),
+        lambda row: tuple(row[name] for name in names),
     )
 
 

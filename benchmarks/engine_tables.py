@@ -9,6 +9,7 @@ from chosen_rows import (
     BASELINE,
     PLUGIN,
     PLUGIN_FP8,
+    SERVER_KEYS,
     Best,
     NoRowsError,
     Row,
@@ -190,18 +191,19 @@ def serve_table(rows: Iterable[Row]) -> str:
     in milliseconds. Several: requests a second. A line has the servers of the commit
     that measured it last.
     """
-    names = ("model", "workload", "concurrency", "serve_args")
     rows = of_servers(rows)
     setups = setups_of(rows)
     found: dict[tuple[str, ...], dict[tuple[str, str], Row]] = defaultdict(dict)
     for row in rows:
-        key = tuple(row[name] for name in names)
+        key = tuple(row[name] for name in SERVER_KEYS)
         found[key][row["provider"], row["mode"]] = row
     heads = (" ".join(setup) for setup in setups)
     first = ("model", "workload", "at once", "more arguments")
     lines = table_head([*first, *heads, "best over stock's best"])
     for key, by_setup in found.items():
-        model, workload, at_once, more = key
+        model, workload, at_once, tokens, more = key
+        if tokens != "1":
+            workload += f", {tokens} tokens of answer"
         column, is_time = ("ttft_p50_ms", True) if at_once == "1" else ("req_s", False)
         cells = []
         for setup in setups:

@@ -114,13 +114,13 @@ class Layer:
             passes: All are run, in order, if the method has a memory.
             scales: `[3]` fp32, for `static`.
         """
-        from vllm_flashinfer_vit.kernels.formats import DynamicScales
+        from vllm_flashinfer_vit.kernels.formats import DeviceScales
         from vllm_flashinfer_vit.ops.attention import Fp8, fp8_attention
         from vllm_flashinfer_vit.ops.plan import Plan
 
         state = None
         if method != "block":
-            state = DynamicScales.on(scales.device)
+            state = DeviceScales.on(scales.device)
         if method == "static":
             state = state._replace(scales=scales)
         fp8 = Fp8(method, state=state)

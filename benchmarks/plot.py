@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the benchmarks' figures, from CSV files and nothing else.
 
-Colours are Okabe and Ito's, which people with any colour vision tell apart, and a
-contender has the same one in every figure; text and lines are a grey that shows on
-white and on black, and the background is transparent.
-
     python benchmarks/plot.py encoder benchmarks/results/h200/encoder.csv \\
         docs/figures/encoder_graph.svg --modes graph \\
         --providers stock-flash_attn plugin plugin-fp8
@@ -24,40 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from chosen_rows import of_one_vllm
 from csv_log import COLUMNS
+from figures import GREY, STYLE, colour_of, say_where, write_svg
 from waterfall import CLASS_COLOURS, text_colour
 
-GREY = "#767676"
-COLOURS = {
-    "stock-flash_attn": "#999999",
-    "stock-flash_attn4": "#BBBBBB",
-    "stock-flashinfer": "#DDDDDD",
-    "stock-torch_sdpa": "#666666",
-    "plugin": "#0072B2",
-    "plugin-fp8": "#D55E00",
-    "stock-flash_attn-q8": "#8A8A8A",
-    "stock-flash_attn4-q8": "#ABABAB",
-    "stock-flashinfer-q8": "#CCCCCC",
-    "plugin-q8": "#1B5E20",
-    "plugin-fp8-q8": "#880E4F",
-    "plugin-hopper_fp8": "#E69F00",
-    "plugin-triton_fp8": "#CC79A7",
-    "plugin-triton": "#56B4E9",
-    "plugin-flash_attn": "#009E73",
-    "plugin-flash_attn_4": "#004D3B",
-    "plugin-cudnn": "#F0E442",
-    "plugin-cudnn_fp8": "#8B7D00",
-    "plugin-triton_window": "#7B3294",
-    "plugin-reference": "#000000",
-    "plugin-reference_fp8": "#444444",
-}
 # Under every figure whose cases have such names.
 CASE_NAMES = (
     "NxL: N images of L patches each; video16x1024: 16 frames of 1024 patches; "
@@ -77,25 +47,6 @@ HOST_MODES = {"host": "", "fused_host": ", fused ops", "compiled_host": ", compi
 BENCH_NAMES = {
     "attention": "attention alone",
     "qkv_attention": "from the QKV projection, with rotary embedding",
-}
-STYLE = {
-    "font.size": 9,
-    "svg.fonttype": "none",
-    # Element names that do not change from run to run.
-    "svg.hashsalt": "vllm-flashinfer-vit",
-    "text.color": GREY,
-    "axes.labelcolor": GREY,
-    "axes.edgecolor": GREY,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "grid.color": GREY,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "savefig.transparent": True,
 }
 
 Row = dict[str, str]
@@ -133,17 +84,6 @@ def _groups(
 
 def _unique(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
-
-
-def colour_of(provider: str) -> str:
-    """Return a contender's colour.
-
-    Raises:
-        ValueError: It has none.
-    """
-    if provider not in COLOURS:
-        raise ValueError(f"{provider!r} has no colour: give it one in COLOURS")
-    return COLOURS[provider]
 
 
 @dataclass(frozen=True)
@@ -238,17 +178,6 @@ def _draw(
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
     say_where(figure, CASE_NAMES, rows)
     return figure
-
-
-def say_where(figure: Any, names: str, rows: Sequence[Row]) -> None:
-    """Write under a figure what its names mean, and what measured its rows."""
-    where = _unique(
-        f"{row['gpu']}, vLLM {row['vllm']}, torch {row['torch']}, FlashInfer "
-        f"{row['flashinfer']}, QuACK {row['quack']}, cuDNN {row['cudnn']}, "
-        f"commit {row['commit']}"
-        for row in rows
-    )
-    figure.supxlabel("\n".join([names, *where]), fontsize=7)
 
 
 def draw_encoder(rows: Sequence[Row]) -> Any:
@@ -395,15 +324,8 @@ def draw(
     if not rows:
         names = ", ".join(itertools.chain(*wanted.values()))
         raise ValueError(f"{source} has no rows of {names}")
-    with matplotlib.rc_context(STYLE):
+    with plt.rc_context(STYLE):
         write_svg(DRAWINGS[kind](rows), target)
-
-
-def write_svg(figure: Any, target: Path) -> None:
-    """Write a figure; the same rows give the same file."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, format="svg", metadata={"Date": None})
-    plt.close(figure)
 
 
 def main() -> None:

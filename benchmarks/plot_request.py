@@ -5,17 +5,15 @@
         docs/figures/request_trace.svg --vllm 0.33.0 --bench trace
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from bench_request import BENCHES, WHOLE
-from chosen_rows import Row, newest, of_one_vllm, read
-from plot import STYLE, say_where, write_svg
+from chosen_rows import Row, newest
+from figures import draw_by_options, say_where
 from waterfall import CLASS_COLOURS, text_colour
 
 NAMES = (
@@ -90,27 +88,16 @@ def _setup(row: Row) -> str:
     return f"{row['provider']}, {row['mode']}"
 
 
+def last_of_stages(rows: Sequence[Row]) -> list[Row]:
+    """Return the last row of each part of each engine's requests."""
+    names = ("provider", "mode", "model", "workload", "stage")
+    return newest(rows, lambda row: tuple(row[name] for name in names))
+
+
 def main() -> None:
     """Draw the figure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--vllm", help="rows of this version; needed if there are more")
-    parser.add_argument("--bench", choices=BENCHES, default="request")
-    parser.add_argument("--engine-args", default="", help="of engines with these")
-    args = parser.parse_args()
-    rows = of_one_vllm(read(args.source), args.vllm, args.source)
-    mine = {"bench": args.bench, "engine_args": args.engine_args}
-    rows = [row for row in rows if all(row[key] == mine[key] for key in mine)]
-    if not rows:
-        raise SystemExit(f"{args.source} has no such rows: {mine}")
-    names = ("provider", "mode", "model", "workload", "stage")
-    rows = newest(rows, lambda row: tuple(row[name] for name in names))
-    with plt.rc_context(STYLE):
-        write_svg(draw_request(rows), args.target)
-    print(f"drew {args.target}")
+    options = {"bench": "request", "engine_args": ""}
+    draw_by_options(__doc__, options, last_of_stages, draw_request)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,14 @@
         docs/figures/serve.svg --vllm 0.33.0 --serve-args "--api-server-count 4"
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from chosen_rows import Row, of_one_vllm, of_servers, read, setups_of
-from plot import GREY, STYLE, colour_of, say_where, write_svg
+from chosen_rows import Row, of_servers, setups_of
+from figures import GREY, colour_of, draw_by_options, say_where
 
 # Column, label, and whether a row is of one request at a time.
 PANELS = (
@@ -24,7 +22,7 @@ PANELS = (
 NAMES = (
     "Hatched: without encoder CUDA graphs. Thin lines: the 99th percentile. Requests "
     "have one image, thumbnails 20 of 400 patches;\na photograph has 4096 patches, a "
-    "page 15376. One token is asked for; language models have dummy weights."
+    "page 15376. {} asked for; language models have dummy weights."
 )
 # Of a server whose encoder runs without graphs.
 HATCH = "//"
@@ -34,7 +32,8 @@ def draw_serve(rows: Sequence[Row]) -> Any:
     """Draw a row of panels a model, a group of bars a workload, a bar a server.
 
     Args:
-        rows: Of one version of vLLM and one set of further arguments.
+        rows: Of one version of vLLM, one set of further arguments, and answers of one
+            length.
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
     setups = setups_of(rows)
@@ -62,7 +61,9 @@ def draw_serve(rows: Sequence[Row]) -> Any:
         for provider, mode in setups
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
-    say_where(figure, NAMES, rows)
+    tokens = rows[0]["answer_tokens"]
+    asked = "One token is" if tokens == "1" else f"{tokens} tokens are"
+    say_where(figure, NAMES.format(asked), rows)
     return figure
 
 
@@ -98,21 +99,9 @@ def _bars(
 
 def main() -> None:
     """Draw the figure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    draw_by_options(
+        __doc__, {"serve_args": "", "answer_tokens": "1"}, of_servers, draw_serve
     )
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--vllm", help="rows of this version; needed if there are more")
-    parser.add_argument("--serve-args", default="", help="of servers with these")
-    args = parser.parse_args()
-    rows = of_one_vllm(read(args.source), args.vllm, args.source)
-    rows = [row for row in rows if row["serve_args"] == args.serve_args]
-    if not rows:
-        raise SystemExit(f"{args.source} has no rows with {args.serve_args!r}")
-    with plt.rc_context(STYLE):
-        write_svg(draw_serve(of_servers(rows)), args.target)
-    print(f"drew {args.target}")
 
 
 if __name__ == "__main__":

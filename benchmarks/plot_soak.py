@@ -5,15 +5,13 @@
         docs/figures/soak.svg --vllm 0.33.0
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
-from chosen_rows import Row, newest, of_one_vllm, read
-from plot import STYLE, colour_of, say_where, write_svg
+from chosen_rows import Row, newest
+from figures import colour_of, draw_by_options, say_where
 
 # Column and label.
 PANELS = (("rss_mib", "host memory, GiB"), ("device_mib", "device memory, GiB"))
@@ -61,24 +59,14 @@ def draw_soak(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def last_of_servers(rows: Sequence[Row]) -> list[Row]:
+    """Return each server's last row."""
+    return newest(rows, lambda row: (row["model"], row["server"]))
+
+
 def main() -> None:
     """Draw the figure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--vllm", help="rows of this version; needed if there are more")
-    parser.add_argument("--serve-args", default="", help="of servers with these")
-    args = parser.parse_args()
-    rows = of_one_vllm(read(args.source), args.vllm, args.source)
-    rows = [row for row in rows if row["serve_args"] == args.serve_args]
-    if not rows:
-        raise SystemExit(f"{args.source} has no rows with {args.serve_args!r}")
-    rows = newest(rows, lambda row: (row["model"], row["server"]))
-    with plt.rc_context(STYLE):
-        write_svg(draw_soak(rows), args.target)
-    print(f"drew {args.target}")
+    draw_by_options(__doc__, {"serve_args": ""}, last_of_servers, draw_soak)
 
 
 if __name__ == "__main__":

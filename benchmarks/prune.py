@@ -18,15 +18,33 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from environment import STACK_COLUMNS
+from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS
 
 # What was measured, in the columns that a file has of these.
 IDENTITY = (
     *("bench", "level", "config", "input", "seed", "method", "model", "case"),
     *("provider", "kernel", "blocks", "class", "head_dim", "dtype", "mode", "tokens"),
-    *("workload", "concurrency", "serve_args", "server", "stage", "engine_args"),
+    *("workload", "concurrency", "answer_tokens", "serve_args", "server"),
+    *("stage", "engine_args"),
     # Ten random requests do not stand for a hundred.
     "requests",
+)
+# What was found. Each column of each file but bits.csv is of one of the three.
+MEASURED = (
+    *("p20_ms", "p50_ms", "p80_ms", "tflops", "tb_per_s", "rel_err", "ms", "kernels"),
+    *("err_fp32", "cos_fp32", "err_bf16", "cos_bf16"),
+    # Of engines.
+    *("answered_image", "answered_video", "answered_multi", "attention_share"),
+    *("graph_hits", "graph_misses", "graph_rel_err", "graph_bitwise", "bitwise"),
+    *("same_kernel_rel_err", "same_kernel_bitwise", "layer_class", "compiled_modules"),
+    *("patches", "padded_over_real", "total_ms", "triton_kernels", "cudnn_plans"),
+    *("workspace_bytes", "reserved_bytes", "peak_memory_mib", "start_s"),
+    # Of servers.
+    *("completed", "req_s", "image_tokens_s", "ttft_p50_ms", "ttft_p99_ms"),
+    *("sent", "answered", "refused", "cancelled", "faults", "sampled", "wrong"),
+    *("median_diff", "worst_diff", "noticed", "rss_growth", "device_growth"),
+    *("built_after_start", "scale_file_changes", "scales_saved", "scales_not_saved"),
+    *("device_of", "done", "rss_mib", "device_mib"),
 )
 UNKNOWN = "unknown"
 
@@ -73,6 +91,9 @@ def main() -> None:
     columns = reader.fieldnames or []
     if "sha256" in columns:
         raise SystemExit(f"{args.source} compares commits: nothing in it is replaced")
+    if odd := set(columns) - {*IDENTITY, *MEASURED, *ENVIRONMENT_COLUMNS}:
+        names = ", ".join(sorted(odd))
+        raise SystemExit(f"{args.source}: add {names} to IDENTITY or MEASURED first")
     kept = newest_rows(rows, args.commits)
     if not kept:
         raise SystemExit(f"{args.source} has no rows of {', '.join(args.commits)}")

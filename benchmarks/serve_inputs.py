@@ -99,15 +99,20 @@ def image_tokens(workload: Workload, seeds: Sequence[int]) -> int:
 
 
 def write_dataset(
-    folder: Path, workload: Workload, patch_size: int, seeds: Sequence[int]
+    folder: Path,
+    workload: Workload,
+    patch_size: int,
+    seeds: Sequence[int],
+    answer_tokens: int = 1,
 ) -> list[str]:
-    """Write requests, for answers of one token.
+    """Write requests.
 
     Args:
         folder: Where. Servers must be allowed to read videos from it.
         workload: What they are.
         patch_size: Of the model, in pixels.
         seeds: One a request. Equal ones give equal images and videos.
+        answer_tokens: How long each answer is to be.
 
     Returns:
         The arguments with which `vllm bench serve` reads and sends them.
@@ -118,7 +123,7 @@ def write_dataset(
     if not workload.is_video:
         path = folder / "requests.jsonl"
         write_requests(path, workload, patch_size, seeds)
-        reader, options = "custom_image", ["--custom-output-len", "1"]
+        reader, options = "custom_image", ["--custom-output-len", str(answer_tokens)]
     else:
         # `custom_image` refuses every part but text and images, and `sharegpt` hands on
         # the address of a video file.
@@ -126,7 +131,8 @@ def write_dataset(
         write_videos(path, workload, patch_size, seeds)
         body = {"mm_processor_kwargs": {"size": _VIDEO_PIXELS}}
         reader = "sharegpt"
-        options = ["--sharegpt-output-len", "1", "--extra-body", json.dumps(body)]
+        options = ["--sharegpt-output-len", str(answer_tokens)]
+        options += ["--extra-body", json.dumps(body)]
     return ["--dataset-name", reader, "--dataset-path", str(path), *options]
 
 

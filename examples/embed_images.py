@@ -22,8 +22,9 @@ from vllm_flashinfer_vit.commands.images import (
     image_processor,
     read_patches,
 )
-from vllm_flashinfer_vit.towers.spec import TowerSpec, resolve_spec
-from vllm_flashinfer_vit.towers.tower import build_tower
+from vllm_flashinfer_vit.towers.model_tower import build
+from vllm_flashinfer_vit.towers.resolve import resolve
+from vllm_flashinfer_vit.towers.spec import TowerSpec
 
 
 def embed(
@@ -38,7 +39,7 @@ def embed(
     """
     on_gpu = torch.cuda.is_available()
     processor = image_processor(spec, max_pixels)
-    tower = build_tower(
+    tower = build(
         spec,
         backend="FLASHINFER",
         dtype=torch.bfloat16 if on_gpu else torch.float32,
@@ -73,9 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, help="build only the first blocks")
     parser.add_argument("--max-pixels", type=int, help="shrink larger images")
     args = parser.parse_args(arguments)
-    spec = resolve_spec(
-        args.model, random_weights=args.random_weights, depth=args.depth
-    )
+    spec = resolve(args.model, random_weights=args.random_weights, depth=args.depth)
+    if not isinstance(spec, TowerSpec):
+        parser.error(
+            f"the tower of {spec.model} takes other arguments than patches and grids; "
+            "use `vllm-flashinfer-vit encode`"
+        )
     for name, embedding in embed(spec, args.images, args.max_pixels).items():
         tokens, hidden = embedding.shape
         print(f"{name}: {tokens} tokens of {hidden} values")

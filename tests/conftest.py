@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared fixtures: GPU tests skip without a GPU, unwritten memory shows as NaN."""
 
+import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +32,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    # Else each collection goes through a million objects of what was imported.
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vllms_methods_read_once() -> Iterator[None]:
+    """Keep fingerprints: files of vLLM stay the same, and every tower asks for all."""
+    from vllm_flashinfer_vit.patches import fingerprints
+
+    read = fingerprints.fingerprint
+    kept = functools.cache(read)
+
+    def fingerprint(target: str) -> str:
+        return kept(target) if target.startswith("vllm.") else read(target)
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(fingerprints, "fingerprint", fingerprint)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -115,16 +115,12 @@ class Run:
         cls, report: Mapping[str, Any], cases: Iterable[ElementTree.Element]
     ) -> "Run":
         """Return what `doctor --json` and pytest's XML say."""
-        # It imports torch, which whoever reads records does without.
-        sys.path.insert(0, str(ROOT / "benchmarks"))
-        from environment import commit
-
         stack = report["stack"]
         fatal = (p["what"] for p in report["problems"] if p["fatal"])
         return cls(
             made_by={
                 "command": f"make canary VLLM={stack['vllm']}",
-                "commit": commit(),
+                "commit": _commit(),
                 "date": datetime.now(UTC).date().isoformat(),
             },
             vllm=stack["vllm"],
@@ -135,12 +131,6 @@ class Run:
             tests=Tests.of_xml(cases),
             problems=tuple(map(_short, fatal)),
         )
-
-    @property
-    def is_of_a_release(self) -> bool:
-        """Whether vLLM is a release: no candidate, no build of a commit or a CUDA."""
-        version = Version(self.vllm)
-        return not (version.is_prerelease or version.local)
 
     @property
     def failures(self) -> int:
@@ -169,6 +159,20 @@ class Run:
         for what, state, why in self.rows():
             lines.append(f"| {what} | {state} | {why.replace('|', '/')} |")
         return "\n".join(lines)
+
+
+def is_release(vllm: str) -> bool:
+    """Whether a vLLM is a release: no candidate, no build of a commit or a CUDA."""
+    version = Version(vllm)
+    return not (version.is_prerelease or version.local)
+
+
+def _commit() -> str:
+    # It imports torch, which whoever reads records does without.
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from environment import commit
+
+    return commit()
 
 
 def _short(text: str) -> str:
@@ -206,7 +210,8 @@ def main() -> None:
     """Run `doctor` and the tests, and print the table.
 
     Raises:
-        SystemExit: Something fails: 1; nothing is there to be told: the reason.
+        SystemExit: Something fails: 1; nothing is there to be told, or a record would
+            not say what ran: the reason.
     """
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -222,6 +227,13 @@ def main() -> None:
     told = subprocess.run([doctor, "doctor", "--json"], capture_output=True, text=True)
     if not told.stdout:
         raise SystemExit(f"doctor failed: {told.stderr}")
+    report = json.loads(told.stdout)
+    is_recorded = args.record and is_release(report["stack"]["vllm"])
+    if is_recorded and (commit := _commit()).endswith("+dirty"):
+        raise SystemExit(
+            f"the tree is {commit}: a record names the commit that ran, so commit or "
+            "stash what `git status` shows; without --record the table alone is printed"
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tests.xml"
         pytest = [sys.executable, "-m", "pytest", "-q", f"--junitxml={path}"]
@@ -231,8 +243,8 @@ def main() -> None:
             raise SystemExit(f"pytest ended with {status}, see above")
         # Written by pytest just now.
         cases = ElementTree.parse(path).iter("testcase")  # noqa: S314
-        run = Run.of(json.loads(told.stdout), cases)
-    if args.record and run.is_of_a_release:
+        run = Run.of(report, cases)
+    if is_recorded:
         RECORDS.mkdir(exist_ok=True)
         target = RECORDS / f"{run.vllm}.json"
         target.write_text(dumps(run), encoding="utf-8")

@@ -4,7 +4,7 @@
 The host needs the same release of Python and CUDA's libraries of the same major version
 as wheels (`nvidia-cublas` and its kin); all else travels, in parts.
 
-    python tools/offline_stack.py pack .venv-0.33.0 out/stack --gpu 90
+    python tools/offline_stack.py pack .venv-X out/stack --gpu 90
     # On the host, beside a copy of this repository and out/stack:
     mkdir stack; cat out/stack/part.* | tar xJf - -C stack
     eval "$(python3 tools/offline_stack.py env stack)"

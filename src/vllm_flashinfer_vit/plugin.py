@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation on one screen: what is registered in vLLM, what is patched, and when."""
+"""Activation: what is registered in vLLM, what is patched, and when."""
 
 import importlib
 import logging
@@ -8,20 +8,7 @@ from collections.abc import Iterable
 
 from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
 from vllm_flashinfer_vit.machine.versions import check_vllm, newer_note, vllm_version
-from vllm_flashinfer_vit.models import (
-    documents,
-    exact_graphs,
-    glm,
-    interleaved,
-    packages,
-    qwen2_5_vl,
-    qwen2_vl,
-    qwen3_vl,
-    self_turning,
-    siglip,
-    siglip_packed,
-    transformers_towers,
-)
+from vllm_flashinfer_vit.models import exact_graphs, families, transformers_towers
 from vllm_flashinfer_vit.patches import (
     counters,
     encoder_graphs,
@@ -41,16 +28,7 @@ from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES, Settings, is_stric
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
 _MODEL_PATCHES = (
-    *qwen2_vl.PATCHES,
-    *qwen2_5_vl.PATCHES,
-    *qwen3_vl.PATCHES,
-    *glm.PATCHES,
-    *documents.PATCHES,
-    *siglip.PATCHES,
-    *siglip_packed.PATCHES,
-    *interleaved.PATCHES,
-    *packages.PATCHES,
-    *self_turning.PATCHES,
+    *families.PATCHES,
     *exact_graphs.PATCHES,
     *encoder_graphs.PATCHES,
     *counters.PATCHES,
@@ -104,12 +82,12 @@ def _register_layer(refusal: str | None) -> None:
         MMEncoderAttention,
     )
 
-    from vllm_flashinfer_vit.engine.activation import Activation
+    from vllm_flashinfer_vit.engine.hooks import Hooks
     from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 
     taken = op_registry_oot.get(MMEncoderAttention.__name__)
     if taken is None:
-        FlashInferViTAttention.activation = Activation(
+        FlashInferViTAttention.hooks = Hooks(
             refusal=refusal,
             model_patches=apply_model_patches,
             fp8_patches=apply_fp8_patches,

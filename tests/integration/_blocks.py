@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from _models import noise, offsets
-from _towers import DEVICE
+from _towers import DEVICE, SMALL
 from torch import nn
 from torch.nn.functional import gelu, silu
 
@@ -27,61 +27,20 @@ from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 SIZE, ALIGNED = 44, 64
 GRIDS = [[1, 12, 20], [1, 6, 4]]
 LAYERS = ("qkv", "proj", "first", "second")
-SPECS = {
-    "qwen2_vl": {
-        "depth": 2,
-        "embed_dim": 64,
-        "hidden_size": 48,
-        "hidden_act": "quick_gelu",
-        "mlp_ratio": 2,
-        "num_heads": 2,
-        "in_channels": 3,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
-    "qwen2_5_vl": {
-        "depth": 2,
-        "hidden_size": 64,
-        "hidden_act": "silu",
-        "intermediate_size": SIZE,
-        "num_heads": 2,
-        "in_channels": 3,
-        "out_hidden_size": 48,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [1],
-    },
+_CHANGES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"mlp_ratio": 2},
+    "qwen2_5_vl": {"intermediate_size": SIZE},
     "qwen3_vl": {
         "depth": 3,
-        "hidden_size": 64,
-        "hidden_act": "gelu_pytorch_tanh",
         "intermediate_size": SIZE,
-        "num_heads": 2,
-        "in_channels": 3,
-        "out_hidden_size": 48,
-        "num_position_embeddings": 64,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
         "deepstack_visual_indexes": [0, 1],
     },
-    "glm4v": {
-        "depth": 2,
-        "hidden_size": 64,
-        "hidden_act": "silu",
-        "image_size": 56,
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "in_channels": 3,
-        # Of the blocks' MLPs.
-        "out_hidden_size": SIZE,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
+    # Its blocks' MLPs are as wide as its output.
+    "glm4v": {"out_hidden_size": SIZE},
+}
+SPECS = {
+    family: SMALL[family] | {"num_heads": 2} | changes
+    for family, changes in _CHANGES.items()
 }
 
 

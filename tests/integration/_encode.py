@@ -32,9 +32,8 @@ def options(*given: Path, **changes: Any) -> Options:
     return Options(**(values | changes))
 
 
-def save_image(path: Path, width: int, height: int, mode: str = "RGB") -> Path:
+def save_image(path: Path, width: int, height: int) -> Path:
     generator = np.random.default_rng(0)
-    channels = len(Image.new(mode, (1, 1)).getbands())
-    values = generator.integers(0, 256, (height, width, channels), dtype=np.uint8)
-    Image.fromarray(values.squeeze(), mode).save(path)
+    values = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(values).save(path)
     return path

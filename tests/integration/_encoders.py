@@ -52,7 +52,7 @@ PACKED = {
     "minimax_m3": Encoder(
         "models.minimax_m3.common.vision_tower", lengths.minimax_m3, 2, 2
     ),
-    "glm5next": Encoder("models.glm5next.common.multimodal", lengths.glm5next, 2, 2),
+    "glm5next": Encoder("models.glm5next.common.multimodal", grids.glm5next, 2, 2),
 }
 # Dense batches, without cu_seqlens.
 DENSE = {

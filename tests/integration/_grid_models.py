@@ -4,8 +4,18 @@
 from typing import Any
 
 import torch
-from _models import GRIDS, Call, config_of, noise, offsets, patches, siglip_config
+from _models import (
+    GRIDS,
+    Call,
+    config_of,
+    noise,
+    offsets,
+    patches,
+    plain,
+    siglip_config,
+)
 from torch import nn
+from torch.nn.functional import rms_norm
 
 
 def glm4_1v(m: Any) -> tuple[nn.Module, Call]:
@@ -43,6 +53,44 @@ def glm_ocr(m: Any) -> tuple[nn.Module, Call]:
     text = config_of(intermediate_size=96)
     tower = m.GlmOcrVisionTransformer(text, vision)
     return tower, lambda: tower(noise(patches(GRIDS), 3 * 2 * 14 * 14), GRIDS)
+
+
+def glm5next(m: Any) -> tuple[nn.Module, Call]:
+    vision = config_of(
+        depth=2,
+        hidden_size=128,
+        num_heads=2,
+        out_hidden_size=96,
+        intermediate_size=96,
+        projection_intermediate_size=64,
+        patch_size=14,
+        temporal_patch_size=2,
+        in_channels=3,
+        spatial_merge_size=2,
+        rms_norm_eps=1e-5,
+        swiglu_limit=1.5,
+    )
+    text = config_of(max_position_embeddings=64)
+    tower = m.Glm5NextVisionTransformer(text, vision, norm_eps=1e-5)
+
+    def call() -> torch.Tensor:
+        with plain(m, "fused_q_kv_rmsnorm", _both_normed):
+            return tower(noise(patches(GRIDS), 3 * 2 * 14 * 14), GRIDS)
+
+    return tower, call
+
+
+def _both_normed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
 
 
 def exaone4_5(m: Any) -> tuple[nn.Module, Call]:

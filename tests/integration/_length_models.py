@@ -19,7 +19,6 @@ from _models import (
     through,
 )
 from torch import nn
-from torch.nn.functional import rms_norm
 
 
 def qwen3_omni_audio(m: Any) -> tuple[nn.Module, Call]:
@@ -146,7 +145,7 @@ def pixtral(m: Any) -> tuple[nn.Module, Call]:
 
     def call() -> torch.Tensor:
         freqs = torch.view_as_real(turns) if real else turns
-        return tower(noise(1, 76, 128), freqs, *_pixtral_lengths(m, tower, 128))
+        return tower(noise(1, 76, 128), freqs, *_pixtral_lengths(m, tower))
 
     return tower, call
 
@@ -165,18 +164,18 @@ def pixtral_hf(m: Any) -> tuple[nn.Module, Call]:
 
     def call() -> torch.Tensor:
         tables = angles.cos(), angles.sin()
-        lengths = _pixtral_lengths(m, tower, 128)
+        lengths = _pixtral_lengths(m, tower)
         return tower(noise(1, 76, 128), tables, *lengths, return_all_hidden_states=True)
 
     return tower, call
 
 
-def _pixtral_lengths(m: Any, tower: Any, width: int) -> tuple[Any, ...]:
+def _pixtral_lengths(m: Any, tower: Any) -> tuple[Any, ...]:
     if not hasattr(m, "_make_packed_sequence_metadata"):
         raise NotImplementedError("attends by a dense mask, not by MMEncoderAttention")
     backend = tower.layers[0].attention.attn.attn_backend
     device = torch.get_default_device()
-    return m._make_packed_sequence_metadata(LENGTHS, backend, width, 1, device)
+    return m._make_packed_sequence_metadata(LENGTHS, backend, 128, 1, device)
 
 
 def muse_glimmer(m: Any) -> tuple[nn.Module, Call]:
@@ -301,36 +300,3 @@ def _mrope(
         first, second = turned.float().chunk(2, dim=-1)
         c, s = cos[:, None], sin[:, None]
         turned.copy_(torch.cat([first * c - second * s, second * c + first * s], -1))
-
-
-def glm5next(m: Any) -> tuple[nn.Module, Call]:
-    blocks = nn.ModuleList(
-        m.Glm5NextVisionBlock(128, 2, 96, 1.5, partial(m.RMSNorm, eps=1e-5))
-        for _ in range(2)
-    )
-    angles = noise(76, 32)
-    given = {
-        "cu_seqlens": offsets(LENGTHS),
-        "rotary_pos_emb_cos": angles.cos(),
-        "rotary_pos_emb_sin": angles.sin(),
-        "max_seqlen": torch.tensor(max(LENGTHS), dtype=torch.int32),
-    }
-
-    def call() -> torch.Tensor:
-        with plain(m, "fused_q_kv_rmsnorm", _both_normed):
-            return through(blocks, noise(76, 1, 128), **given)
-
-    return blocks, call
-
-
-def _both_normed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
-        for x, weight in ((q, q_weight), (k, k_weight))
-    )

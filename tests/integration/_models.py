@@ -15,6 +15,7 @@ from typing import Any, Self
 from unittest.mock import patch
 
 import torch
+from _towers import SMALL
 from torch import nn
 
 from vllm_flashinfer_vit.blocks.program import BlockProgram
@@ -32,24 +33,7 @@ LENGTHS = [13, 40, 1, 22]
 
 LAYERS = {"FlashInferViTAttention", "MMEncoderAttention", "WhisperEncoderAttention"}
 
-CONTEXT = TowerSpec(
-    family="qwen2_vl",
-    vision_config={
-        "depth": 1,
-        "embed_dim": 32,
-        "hidden_size": 32,
-        "hidden_act": "quick_gelu",
-        "mlp_ratio": 2,
-        "num_heads": 2,
-        "in_channels": 3,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
-    model="context",
-    checkpoint=None,
-    full_depth=1,
-)
+CONTEXT = TowerSpec("qwen2_vl", SMALL["qwen2_vl"] | {"depth": 1}, "context", None, 1)
 
 
 def engine(
@@ -135,7 +119,7 @@ def _noted_layouts() -> Iterator[list[tuple[str, tuple[str, ...]]]]:
         ]
         layout = "views" if all(are_views) else "turned" if are_views[2] else "packed"
         layouts = self.layouts
-        if self.rotary_dtype is not None:
+        if self.turning is not None:
             layouts = tuple("turned" if x == "views" else x for x in layouts)
         found.append((layout, layouts))
         return checked(self, batch)

@@ -19,6 +19,7 @@ from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.models import transformers_towers
+from vllm_flashinfer_vit.ops.batch import Turning
 from vllm_flashinfer_vit.patches import encoder_graphs, fp8_scales, image_patches
 from vllm_flashinfer_vit.patches.fingerprints import left_out
 from vllm_flashinfer_vit.patches.patch import PatchError
@@ -106,7 +107,7 @@ class TestRotary:
         try:
             with tower.running():
                 module, _ = encoder.build(encoder.load())
-        except ImportError as error:
+        except (ImportError, NotImplementedError) as error:
             pytest.skip(f"not in this vLLM, or its transformers: {error}")
         return layers_of(module)
 
@@ -121,18 +122,25 @@ class TestRotary:
             ("keye", (torch.float32, False)),
             ("siglip2navit", (torch.float32, False)),
             # Turned in front of attention, or never.
-            ("glm_ocr", (None, False)),
-            ("siglip", (None, False)),
+            ("glm_ocr", None),
+            ("siglip", None),
         ],
     )
     def test_what_programs_hand_to_attention(
-        self, name: str, expected: tuple[torch.dtype | None, bool]
+        self, name: str, expected: tuple[torch.dtype, bool] | None
     ) -> None:
         tower = small_tower("qwen3_vl", dtype=torch.bfloat16)
         with set_default_torch_dtype(torch.bfloat16):
             layers = self.layers(tower, name)
-        found = {(layer.rotary_dtype, layer.is_interleaved) for layer in layers}
-        assert found == {expected}
+        whole = expected and Turning(expected[0], layers[0].head_size, expected[1])
+        assert {layer.turning for layer in layers} == {whole}
+
+    def test_a_program_that_turns_a_part_of_a_head(self) -> None:
+        """78 of MiniMax-M3's 80 values; where this vLLM has it."""
+        tower = small_tower("qwen3_vl", dtype=torch.bfloat16)
+        with set_default_torch_dtype(torch.bfloat16):
+            layers = self.layers(tower, "minimax_m3")
+        assert {layer.turning for layer in layers} == {Turning(torch.float32, 78)}
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_not_where_the_patch_is_left_out(
@@ -142,7 +150,7 @@ class TestRotary:
         monkeypatch.setenv(ENV_DISABLE_PATCHES, ",".join(names))
         layers = layers_of(small_tower(family).visual)
         assert layers
-        assert not any(layer.rotary_dtype for layer in layers)
+        assert not any(layer.turning for layer in layers)
 
 
 def on_cpu(make: Any) -> Any:
@@ -157,10 +165,10 @@ class TestPatches:
     def test_a_layer_by_itself_patches_nothing(
         self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from vllm_flashinfer_vit.engine.activation import Activation
+        from vllm_flashinfer_vit.engine.hooks import Hooks
         from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 
-        monkeypatch.setattr(FlashInferViTAttention, "activation", Activation())
+        monkeypatch.setattr(FlashInferViTAttention, "hooks", Hooks())
         assert type(build(flashinfer)) is FlashInferViTAttention
         assert not any(patch.applied for patch in MODEL_PATCHES)
 
@@ -221,8 +229,8 @@ class TestPatches:
         for patch in platform.PATCHES:
             monkeypatch.setattr(patch, "parameters", ("cls", "head_size", "backend"))
         monkeypatch.setenv(ENV_STRICT, str(int(strict)))
-        activation = FlashInferViTAttention.activation
-        monkeypatch.setattr(FlashInferViTAttention, "activation", activation)
+        hooks = FlashInferViTAttention.hooks
+        monkeypatch.setattr(FlashInferViTAttention, "hooks", hooks)
         monkeypatch.delitem(op_registry_oot, "MMEncoderAttention")
         if strict:
             with pytest.raises(PatchError, match="patch select-cpu does not fit"):

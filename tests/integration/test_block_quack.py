@@ -90,9 +90,9 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "MIN_QUACK_PLAIN_ROWS", ROWS)
 
 
-def build_bf16(family: str, backend: str = "FLASHINFER", **vision: Any) -> Tower:
+def build_bf16(family: str) -> Tower:
     """QuACK runs 16 bits only."""
-    return build(family, backend, dtype=torch.bfloat16, **vision)
+    return build(family, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("family", SPECS)

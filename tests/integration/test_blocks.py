@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of towers that run as programs: results, settings, what is left to vLLM."""
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -206,7 +207,7 @@ class TestSettings:
             plain = build(family)
         assert not any(program_of(block) for block in blocks(plain))
         layers = plain.attention_layers().values()
-        assert not any(layer.rotary_dtype for layer in layers)
+        assert not any(layer.turning for layer in layers)
         if family != "qwen2_vl":
             shapes = [p.shape for p in mlp(plain).parameters()]
             assert any(SIZE in shape for shape in shapes)
@@ -214,7 +215,7 @@ class TestSettings:
         assert not ran
         served = build(family)
         layers = served.attention_layers().values()
-        assert all(layer.rotary_dtype for layer in layers)
+        assert all(layer.turning for layer in layers)
         assert relative_error(found, outputs(served)) < TOLERANCE
 
     @pytest.mark.parametrize("name", OTHERS)
@@ -261,6 +262,22 @@ class TestOwnForward:
         line = self.attached(block, monkeypatch)
         assert line is not None and "compile_mm_encoder" in line
 
+    @pytest.mark.parametrize("compiles", [False, True])
+    def test_a_tower_that_is_compiled_whole(
+        self, compiles: bool, block: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            "vllm.compilation.decorators.should_torch_compile_mm_encoder",
+            lambda config: compiles,
+        )
+        assert self.attached(block, monkeypatch) is None
+        spec = spec_of(type(block))
+        assert spec is not None
+        whole = replace(spec, is_compiled_whole=True)
+        monkeypatch.setattr("test_blocks.spec_of", lambda block_class: whole)
+        line = self.attached(block, monkeypatch)
+        assert (line is not None and "tower is compiled" in line) is compiles
+
     def test_batch_invariant(self, block: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
         line = self.attached(block, monkeypatch)
@@ -305,9 +322,7 @@ class TestOwnForward:
             served = build("qwen3_vl")
         # The log drops what was said before.
         assert len(lines) == 3 and len(set(lines)) == 1
-        assert not any(
-            layer.rotary_dtype for layer in served.attention_layers().values()
-        )
+        assert not any(layer.turning for layer in served.attention_layers().values())
         found = outputs(served)
         assert not ran
         assert relative_error(found, outputs(stock)) < TOLERANCE

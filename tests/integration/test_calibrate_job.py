@@ -165,8 +165,8 @@ class TestCalibrate:
     @pytest.mark.parametrize(
         ("changes", "what"),
         [
-            ({"margin": 0.0}, "margin is 0.0"),
-            ({"margin": float("nan")}, "margin is nan"),
+            ({"margin": 0.0}, "--margin is 0.0: use a finite number above 0"),
+            ({"margin": float("nan")}, "--margin is nan: use a finite"),
             ({"merge": Path("/nowhere/old.json")}, "/nowhere/old.json"),
         ],
     )

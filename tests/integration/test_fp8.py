@@ -16,7 +16,7 @@ from vllm_flashinfer_vit.fp8 import scale_files
 from vllm_flashinfer_vit.fp8.scale_files import QKV, LayerScales, ScaleFile
 from vllm_flashinfer_vit.fp8.state import EngineScales, _warn_of_origin, made_by_engine
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
-from vllm_flashinfer_vit.kernels.formats import DynamicScales
+from vllm_flashinfer_vit.kernels.formats import DeviceScales
 from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.settings import (
@@ -45,7 +45,7 @@ PLAN = "128:reference,*:reference_fp8"
 def run_op(
     inputs: tuple[torch.Tensor, ...],
     method: str = "block",
-    state: DynamicScales | None = None,
+    state: DeviceScales | None = None,
     save: bool = False,
     plan: str = PLAN,
     batch: Case = BATCH,
@@ -66,7 +66,7 @@ def op_inputs(batch: Case = BATCH, **kwargs: Any) -> tuple[torch.Tensor, ...]:
 
 
 def state_tensors(state: Any) -> list[torch.Tensor]:
-    return [getattr(state, name) for name in DynamicScales._fields]
+    return [getattr(state, name) for name in DeviceScales._fields]
 
 
 @cpu_only
@@ -81,7 +81,7 @@ class TestOp:
     @pytest.mark.parametrize("method", ["block", "static", "dynamic"])
     def test_is_about_what_fp8_can_be(self, method: str) -> None:
         inputs = op_inputs()
-        state = DynamicScales.on("cpu")
+        state = DeviceScales.on("cpu")
         state.scales.fill_(5 / 448)
         error = relative_error(run_op(inputs, method, state), self.exact(inputs))
         assert 1e-3 < error < 8e-2
@@ -89,7 +89,7 @@ class TestOp:
     def test_windows_are_not_quantised(self) -> None:
         batch = Case("", (64,) * 4)
         inputs = op_inputs(batch)
-        state = DynamicScales.on("cpu")
+        state = DeviceScales.on("cpu")
         out = run_op(inputs, "dynamic", state, batch=batch)
         plain = run_op(inputs, plan="*:reference", batch=batch)
         assert torch.equal(out, plain)
@@ -99,13 +99,13 @@ class TestOp:
     @pytest.mark.parametrize("method", ["block", "static", "dynamic"])
     def test_an_image_with_nan_spoils_no_other(self, method: str, bad: float) -> None:
         inputs = op_inputs()
-        clean = DynamicScales.on("cpu")
+        clean = DeviceScales.on("cpu")
         expected = run_op(inputs, method, clean)
         spoilt = [x.clone() for x in inputs]
         for x in spoilt[:3]:
             # Smaller than what stands elsewhere, or the clean scales would differ.
             x[310, 0, 3] = bad
-        state = DynamicScales.on("cpu")
+        state = DeviceScales.on("cpu")
         out = run_op(tuple(spoilt), method, state)
         others = [*range(300), *range(340, BATCH.rows)]
         assert out[300:340].isnan().any()
@@ -118,7 +118,7 @@ class TestOp:
 
     def test_dynamic_scales_follow_16_passes(self) -> None:
         inputs = op_inputs()
-        state = DynamicScales.on("cpu")
+        state = DeviceScales.on("cpu")
         loud = tuple(x * 10 for x in inputs[:3]) + inputs[3:]
         run_op(loud, "dynamic", state)
         first = state.scales.clone()
@@ -131,7 +131,7 @@ class TestOp:
     def test_saving_counts_passes_that_are_not_quantised(self) -> None:
         batch = Case("", (64,))
         inputs = op_inputs(batch)
-        state = DynamicScales.on("cpu")
+        state = DeviceScales.on("cpu")
         out = run_op(inputs, "block", state, save=True, batch=batch)
         assert torch.equal(out, run_op(inputs, plan="*:reference", batch=batch))
         assert state.position.item() == 1
@@ -145,7 +145,7 @@ class TestOp:
         inputs = op_inputs()
         longest = torch.tensor(BATCH.max_seqlen)
         args = (*Batch(*inputs, BATCH.cu_seqlens(), longest), SCALE)
-        state = DynamicScales.on("cpu")
+        state = DeviceScales.on("cpu")
         op = torch.ops.vllm_flashinfer_vit.fp8_attention
         torch.library.opcheck(op, (*args, PLAN, method, save, *state))
         if method == "block" and not save:
@@ -286,8 +286,8 @@ class TestLayer:
 @pytest.mark.parametrize("head_dim", [72, 80, 128])
 @pytest.mark.parametrize("kernel", ["triton_fp8", "hopper_fp8", "cudnn_fp8"])
 class TestOnGpu:
-    def state(self, method: str) -> DynamicScales:
-        state = DynamicScales.on("cuda")
+    def state(self, method: str) -> DeviceScales:
+        state = DeviceScales.on("cuda")
         if method == "static":
             state.scales.fill_(6 / 448)
         return state

@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from engines import random_pixels  # noqa: E402
 from simulated_graphs import build_manager, capture, simulated_graphs  # noqa: E402
 from vllm_flashinfer_vit.graphs.sizes import ReplayPixelsError  # noqa: E402
-from vllm_flashinfer_vit.settings import ENV_STRICT  # noqa: E402
 from vllm_flashinfer_vit.towers.tower import Tower  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("plain_kernel")
@@ -59,9 +58,7 @@ class TestBytes:
         expected = tower.encode(inputs["pixel_values_videos"], grids)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
-    def test_images_of_floats_run_without_a_graph(
-        self, family: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_images_of_floats_run_without_a_graph(self, family: str) -> None:
         tower = tower_of_bytes(family)
         modality, grids = BATCHES[0]
         inputs = random_request(tower, modality, grids)
@@ -71,7 +68,7 @@ class TestBytes:
             capture(manager, tower)
             got = torch.cat(manager.execute(inputs))
             assert (manager.graph_hits, manager.graph_misses) == (0, 1)
-            monkeypatch.setenv(ENV_STRICT, "1")
+            manager.strict = True
             with pytest.raises(
                 ReplayPixelsError, match=r"float32, .*uint8; give images of"
             ):

@@ -156,9 +156,7 @@ class TestReplay:
             storages.add(held["pixel_values"].untyped_storage().data_ptr())
         assert len(storages) == 1
 
-    def test_too_many_frames_run_without_a_graph(
-        self, family: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_too_many_frames_run_without_a_graph(self, family: str) -> None:
         tower = small_tower(family)
         grids = [[30, 2, 2], [10, 2, 2]]
         with simulated_graphs():
@@ -176,7 +174,7 @@ class TestReplay:
             assert words[:2] == [spec.FAMILIES[family].model, "graph_size"]
             assert "encoder_cudagraph_max_frames_per_batch" in words[2]
             assert "has 41 entries" in str(said.call_args.args[1])
-            monkeypatch.setenv(ENV_STRICT, "1")
+            manager.strict = True
             with pytest.raises(ReplaySizeError) as error:
                 run(manager, tower, "video", grids)
         expected = tower.encode(pixels(tower.spec, grids), grids)
@@ -191,7 +189,7 @@ class TestReplay:
 
     @pytest.mark.parametrize("max_frames", [None, 150])
     def test_automatic_graphs_hold_no_video_of_tiny_frames(
-        self, family: str, max_frames: int | None, monkeypatch: pytest.MonkeyPatch
+        self, family: str, max_frames: int | None
     ) -> None:
         tower = small_tower(family)
         grids = [[145, 2, 2]]
@@ -211,7 +209,7 @@ class TestReplay:
             got = run(manager, tower, "video", grids)
             assert manager.graph_misses == (room < 145)
             if room < 145:
-                monkeypatch.setenv(ENV_STRICT, "1")
+                manager.strict = True
                 with pytest.raises(ReplaySizeError, match=f" {room} video frames"):
                     run(manager, tower, "video", grids)
         expected = tower.encode(pixels(tower.spec, grids), grids)
@@ -337,6 +335,15 @@ class TestStockBackend:
         assert self.shortest(family) < 0
         monkeypatch.setenv(ENV_FIX_GRAPH_PADDING, "1")
         assert self.shortest(family) == 0
+
+    @pytest.mark.parametrize("is_strict", [False, True])
+    def test_whether_it_is_strict_is_settled_when_it_is_built(
+        self, is_strict: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(ENV_STRICT, str(int(is_strict)))
+        manager = build_manager(small_tower("qwen3_vl"), max_tokens=160)
+        monkeypatch.delenv(ENV_STRICT)
+        assert manager.strict == is_strict
 
     @pytest.mark.parametrize("is_strict", [False, True])
     def test_a_class_of_others_stays_what_it_is(

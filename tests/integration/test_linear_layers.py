@@ -59,7 +59,7 @@ class TestUnquantized:
     def test_what_fits_none(self, family: str, pattern: str) -> None:
         visual = small_tower(family).visual
         given = ["re:.*attn.*", pattern]
-        message = f"unquantized {pattern!r} fits no linear layer of small {family}"
+        message = f"--unquantized {pattern!r} fits no linear layer of small {family}"
         with pytest.raises(TowerError, match=re.escape(message)):
             check_unquantized(visual, small_spec(family), given)
 

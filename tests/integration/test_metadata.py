@@ -45,8 +45,9 @@ def tower_of(family: str, backend: str = "FLASHINFER") -> Tower:
 
 def apply(patches: Sequence[Patch]) -> None:
     for patch in patches:
-        patch.check()
-        patch.apply()
+        if patch.loaded:
+            patch.check()
+            patch.apply()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -11,6 +12,8 @@ import pytest
 import torch
 from _encoders import CROSS, DENSE, PACKED, WHISPER
 from _models import Encoder, OpCount, Result, encode, engine, noise, patches
+from _towers import SMALL
+from torch import nn
 
 from cases import relative_error
 from vllm_flashinfer_vit.blocks import mlp
@@ -28,60 +31,20 @@ cpu_only = pytest.mark.skipif(
 TOLERANCE = 1e-5
 
 # True head dims; windowed, full-attention and tapped blocks where the family has them.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {
-        "depth": 2,
-        "embed_dim": 160,
-        "hidden_size": 96,
-        "hidden_act": "quick_gelu",
-        "mlp_ratio": 1,
-        "num_heads": 2,
-        "in_channels": 3,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
-    "qwen2_5_vl": {
-        "depth": 3,
-        "hidden_size": 160,
-        "hidden_act": "silu",
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "in_channels": 3,
-        "out_hidden_size": 96,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [1],
-    },
+_CHANGES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"embed_dim": 160, "hidden_size": 96, "mlp_ratio": 1},
+    "qwen2_5_vl": {"depth": 3, "hidden_size": 160, "out_hidden_size": 96},
     "qwen3_vl": {
         "depth": 3,
         "hidden_size": 144,
-        "hidden_act": "gelu_pytorch_tanh",
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "in_channels": 3,
         "out_hidden_size": 96,
-        "num_position_embeddings": 64,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
         "deepstack_visual_indexes": [0, 1],
     },
-    "glm4v": {
-        "depth": 2,
-        "hidden_size": 256,
-        "hidden_act": "silu",
-        "image_size": 56,
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "in_channels": 3,
-        "out_hidden_size": 96,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
+    "glm4v": {"hidden_size": 256, "out_hidden_size": 96},
+}
+FAMILIES = {
+    family: SMALL[family] | {"num_heads": 2} | changes
+    for family, changes in _CHANGES.items()
 }
 IMAGES = {
     "one": [[1, 8, 8]],
@@ -212,6 +175,25 @@ def test_a_clamped_activation_writes_into_the_pass(
     assert len(set(calls)) == 1
     stock = run(ENCODERS["glm5next"], engine_of("TORCH_SDPA"))
     assert relative_error(result.out, stock.out) < TOLERANCE
+
+
+@cpu_only
+def test_glm_5_takes_what_is_kept_without_graphs_too() -> None:
+    """Stock's longest length is on the device there, where nothing can read it."""
+    encoder = ENCODERS["glm5next"]
+    longest, tables = mock.Mock(), mock.Mock()
+
+    def twice(module: Any) -> tuple[nn.Module, Any]:
+        built: Any
+        built, call = encoder.build(module)
+        tables.side_effect = built.rot_pos_emb
+        # nn.Module finds what an object itself has first.
+        built.compute_attn_mask_seqlen, built.rot_pos_emb = longest, tables
+        return built, lambda: [call(), call()][1]
+
+    assert run(replace(encoder, build=twice), engine_of("FLASHINFER")).programs == 4
+    assert not longest.called
+    assert tables.call_count == 1
 
 
 @cpu_only

@@ -160,12 +160,12 @@ def test_vllm_takes_the_settings(family: str, method: str) -> None:
 @pytest.mark.parametrize(
     "method, unquantized, reason",
     [
-        ("fp8_per_tensor", ["re:["], "'re:\\['.* unterminated character set at"),
-        ("fp9", [], "'fp9' quantises no 16-bit weights; use fp8, fp8_per_tensor"),
+        ("fp8_per_tensor", ["re:["], "'re:\\['.*unterminated character set at"),
+        ("fp9", [], "'fp9' quantises no 16-bit weights: use fp8, fp8_per_tensor"),
         ("awq", [], "'awq' quantises no 16-bit weights"),
         ("online", [], "'online' quantises no 16-bit weights"),
-        ("fp8", ["visual.blocks.0.mlp.down_proj"], "takes no list"),
-        (None, ["visual.blocks.0.mlp.down_proj"], "needs quantization"),
+        ("fp8", ["visual.blocks.0.mlp.down_proj"], "takes no --unquantized"),
+        (None, ["visual.blocks.0.mlp.down_proj"], "needs --quantization"),
         ("fp8_per_tensor", ["re:.*attn.*"], "needs a GPU"),
     ],
 )

@@ -50,8 +50,10 @@ VISION = {
 }
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-# One rank: arguments are the checkpoint, the shared folder, the rank and `BENCHMARKS`.
-RANK = """
+# Both ranks, which fork once all is imported: arguments are the checkpoint, the shared
+# folder and `BENCHMARKS`.
+RANKS = """
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -62,12 +64,12 @@ use_cpu_platform(force=True)
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
-checkpoint, shared, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-sys.path.insert(0, sys.argv[4])
+checkpoint, shared = sys.argv[1], Path(sys.argv[2])
+sys.path.insert(0, sys.argv[3])
 from simulated_graphs import build_manager, capture, simulated_graphs
 from vllm_flashinfer_vit.blocks import attach, layers
 from vllm_flashinfer_vit.blocks.linear import is_plain
-from vllm_flashinfer_vit.towers.spec import resolve_spec
+from vllm_flashinfer_vit.towers.spec import model_module, resolve_spec
 from vllm_flashinfer_vit.towers.tower import build_tower
 
 
@@ -77,14 +79,8 @@ def addmm_gelu(bias, x, transposed, *, use_gelu, out):
 
 
 torch.set_num_threads(1)
-store = torch.distributed.FileStore(str(shared / "store"), 2)
-torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-with set_current_vllm_config(VllmConfig()):
-    parallel_state.init_distributed_environment(
-        world_size=2, rank=rank, local_rank=rank, backend="gloo"
-    )
-    parallel_state.initialize_model_parallel(2, backend="gloo")
 spec = resolve_spec(checkpoint)
+model_module(spec.family)
 pixels, grids = torch.load(shared / "input.pt")
 
 
@@ -100,24 +96,43 @@ def build():
     return tower, out, found.steps
 
 
-_, own, _ = build()
-# Now layers whose outputs are not summed over ranks run as on a GPU.
-layers.can_run = is_plain
-torch._addmm_activation = addmm_gelu
-tower, out, steps = build()
-with simulated_graphs():
-    manager = build_manager(
-        tower, max_tokens=160, budgets=(16, 128), max_items=8, frames_per_video=4
-    )
-    capture(manager, tower)
-    with tower.running():
-        video = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor(grids)}
-        replayed = torch.cat(manager.execute(video))
-assert manager.graph_hits == len(grids) and not manager.graph_misses
-widths = {tuple(p.shape) for n, p in tower.visual.named_parameters() if ".mlp." in n}
-if rank == 0:
-    torch.save((own, out, replayed, steps, widths), shared / "output.pt")
-torch.distributed.barrier()
+def run(rank):
+    store = torch.distributed.FileStore(str(shared / "store"), 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(
+            world_size=2, rank=rank, local_rank=rank, backend="gloo"
+        )
+        parallel_state.initialize_model_parallel(2, backend="gloo")
+    _, own, _ = build()
+    # Now layers whose outputs are not summed over ranks run as on a GPU.
+    layers.can_run = is_plain
+    torch._addmm_activation = addmm_gelu
+    tower, out, steps = build()
+    with simulated_graphs():
+        manager = build_manager(
+            tower, max_tokens=160, budgets=(16, 128), max_items=8, frames_per_video=4
+        )
+        capture(manager, tower)
+        with tower.running():
+            video = {"pixel_values_videos": pixels}
+            video["video_grid_thw"] = torch.tensor(grids)
+            replayed = torch.cat(manager.execute(video))
+    assert manager.graph_hits == len(grids) and not manager.graph_misses
+    mlps = {n: p for n, p in tower.visual.named_parameters() if ".mlp." in n}
+    widths = {tuple(p.shape) for p in mlps.values()}
+    if rank == 0:
+        torch.save((own, out, replayed, steps, widths), shared / "output.pt")
+    torch.distributed.barrier()
+
+
+fork = multiprocessing.get_context("fork")
+ranks = [fork.Process(target=run, args=(rank,)) for rank in range(2)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+assert [rank.exitcode for rank in ranks] == [0, 0]
 """
 
 
@@ -159,17 +174,13 @@ def test_two_ranks_agree_with_one(family: str, tmp_path: Path) -> None:
         rows, spec.patch_dim, generator=torch.Generator().manual_seed(1)
     )
     torch.save((pixels, GRIDS), tmp_path / "input.pt")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, checkpoint, tmp_path, str(rank), BENCHMARKS],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    logs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], logs
+    done = subprocess.run(
+        [sys.executable, "-c", RANKS, checkpoint, tmp_path, BENCHMARKS],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
     *outputs, steps, widths = torch.load(tmp_path / "output.pt")
     stock = build_tower(spec, backend="TORCH_SDPA", dtype=torch.float32, device="cpu")
     expected = stock.encode(pixels, GRIDS)

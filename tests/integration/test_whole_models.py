@@ -252,7 +252,7 @@ class TestRun:
 
     def test_layers_are_not_quantised(self) -> None:
         spec = resolve(self.NAME, random_weights=True, depth=1)
-        with pytest.raises(TowerError, match="leave quantization out"):
+        with pytest.raises(TowerError, match="leave --quantization"):
             build_model(
                 spec,
                 backend="FLASHINFER",
@@ -281,9 +281,17 @@ class TestResolve:
             resolve(name, random_weights=True)
         assert "known are Qwen/" in str(caught.value)
 
-    def test_weights_are_random(self) -> None:
-        with pytest.raises(TowerError, match=r"--random-weights.*engine only"):
-            resolve(self.NAME)
+    @pytest.mark.parametrize(
+        ("name", "other"),
+        [
+            (NAME, "engine only"),
+            ("Qwen/Qwen2-VL-2B-Instruct", "or give the folder of a local checkpoint"),
+        ],
+    )
+    def test_weights_of_names_are_random(self, name: str, other: str) -> None:
+        message = rf"--random-weights, or random_weights=True\).* {other}"
+        with pytest.raises(TowerError, match=message):
+            resolve(name)
 
     @pytest.mark.parametrize("depth", [0, 25])
     def test_depth(self, depth: int) -> None:

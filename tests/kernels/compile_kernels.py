@@ -55,7 +55,7 @@ from vllm_flashinfer_vit.kernels import (
 )
 from vllm_flashinfer_vit.kernels._launch import Launch, Slot
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS
-from vllm_flashinfer_vit.kernels.formats import DynamicScales
+from vllm_flashinfer_vit.kernels.formats import DeviceScales
 
 # The first with e4m3.
 FP8 = 89
@@ -275,7 +275,7 @@ def of_fp8_attention(dim: int) -> Iterator[Case]:
         flash_fp8.prepare(rows, offsets(), *rest)
 
     yield f"triton_fp8 {dim}", triton_fp8
-    state = DynamicScales.on("cpu")
+    state = DeviceScales.on("cpu")
     yield (
         f"absmax {dim}",
         functools.partial(absmax.absmax, q, k, v, offsets(), state.amax, *tables),
@@ -343,7 +343,7 @@ def of_streams() -> Iterator[Case]:
 
 def of_fp8_streams() -> Iterator[Case]:
     """What writes rows in e4m3 beside attention, and what ends a pass with scales."""
-    yield "update", functools.partial(absmax.update, DynamicScales.on("cpu"))
+    yield "update", functools.partial(absmax.update, DeviceScales.on("cpu"))
     for width, form in itertools.product((1152, 1280), ("own", "one")):
         yield from sums(width, form)
     activations = ("swiglu", "quick_gelu", "tanh_gelu", "gelu")

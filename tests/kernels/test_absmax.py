@@ -15,7 +15,7 @@ from cases import (
 )
 from vllm_flashinfer_vit.kernels.absmax import absmax, update
 from vllm_flashinfer_vit.kernels.absmax_ref import absmax_ref, update_ref
-from vllm_flashinfer_vit.kernels.formats import HISTORY, DynamicScales
+from vllm_flashinfer_vit.kernels.formats import HISTORY, DeviceScales
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 
@@ -119,21 +119,20 @@ def test_absmax_raises_what_it_finds():
     assert torch.equal(amax[::2], _absmax(inputs)[::2])
 
 
-@pytest.mark.parametrize("margin", [1.0, 1.5])
-def test_scales_of_many_passes(margin):
-    state, expected = DynamicScales.on(DEVICE), DynamicScales.on(DEVICE)
+def test_scales_of_many_passes():
+    state, expected = DeviceScales.on(DEVICE), DeviceScales.on(DEVICE)
     # The largest pass leaves the history after 16 more.
     seen = [2.0, 900.0, *range(HISTORY + 2)]
     for i, value in enumerate(seen):
         amax = torch.tensor([value, 2 * value, 0.0], device=DEVICE)
         state.amax.copy_(amax)
         expected.amax.copy_(amax)
-        update(state, margin)
-        update_ref(expected, margin)
+        update(state)
+        update_ref(expected)
         for x, y in zip(state, expected, strict=True):
             assert torch.equal(x, y)
         window = seen[max(0, i + 1 - HISTORY) : i + 1]
-        assert state.scales[0].item() == pytest.approx(max(window) * margin / 448)
+        assert state.scales[0].item() == pytest.approx(max(window) / 448)
         assert state.scales[2] == 1
         assert (state.amax == 0).all()
 
@@ -142,20 +141,18 @@ def test_absmax_rejects_what_it_cannot_read():
     inputs = _inputs(Case("8", (8,)), 2, 64)
     with pytest.raises(ValueError, match="float64"):
         absmax(*inputs[:4], torch.zeros(3, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"got -1\.0"):
-        update(DynamicScales.on(DEVICE), -1.0)
 
 
 @pytest.mark.gpu
 def test_a_captured_pass_moves_on_as_an_eager_one():
     q, k, v, cu_seqlens, angles = _inputs(Case("300", (300,), repeats=1), 4, 72, 72)
-    captured, eager = DynamicScales.on("cuda"), DynamicScales.on("cuda")
+    captured, eager = DeviceScales.on("cuda"), DeviceScales.on("cuda")
 
-    def run(state: DynamicScales) -> None:
+    def run(state: DeviceScales) -> None:
         absmax(q, k, v, cu_seqlens, state.amax, *angles)
         update(state)
 
-    run(DynamicScales.on("cuda"))  # compiles outside the capture
+    run(DeviceScales.on("cuda"))  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(captured)

@@ -11,27 +11,46 @@ import pytest
 import torch
 
 from cases import CASES, GPU_CASES, Case, make_qkv, params, relative_error
-from vllm_flashinfer_vit.kernels import cudnn, flash, flash_attn
+from vllm_flashinfer_vit.kernels import cudnn
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
+from vllm_flashinfer_vit.kernels.catalog import KERNELS, Kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_empty")]
 
 HEADS = 4
+# Of tests for which any will do, where a kernel takes it: Qwen2-VL's.
+HEAD_DIM = 80
 
 
-KERNELS = {
-    "cudnn": cudnn.attention,
-    "flash_attn": flash_attn.attention,
-    "flash_attn_4": flash_attn.attention_4,
-    "triton": flash.attention,
-}
+def _is_for_all(kernel: Kernel) -> bool:
+    """Whether it takes q, k and v as they are, in fp16 and bf16, of any length."""
+    special = kernel.is_fp8 or kernel.rotates or kernel.is_reference
+    return not special and kernel.max_len is None
 
 
-@pytest.fixture(params=KERNELS)
-def attention(request) -> Callable[..., torch.Tensor]:
-    if request.param == "flash_attn_4" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("flash_attn_4 is for Hopper")
-    return KERNELS[request.param]
+@pytest.fixture(params=[name for name, one in KERNELS.items() if _is_for_all(one)])
+def kernel(request) -> Kernel:
+    found = KERNELS[request.param]
+    major = found.needs.major
+    if major not in (None, torch.cuda.get_device_capability()[0]):
+        pytest.skip(f"{found.name} is for compute capability {major}")
+    return found
+
+
+@pytest.fixture
+def attention(kernel) -> Callable[..., torch.Tensor]:
+    return kernel.load()
+
+
+@pytest.fixture
+def head_dim(kernel) -> int:
+    return _nearest(kernel, HEAD_DIM)
+
+
+def _nearest(kernel: Kernel, head_dim: int) -> int:
+    """Return the nearest head dim that the kernel's record says it takes."""
+    least, most = kernel.needs.head_dims or (head_dim, head_dim)
+    return min(max(head_dim, least), most)
 
 
 def _stock_error(qkv, case: Case, scale: float, expected: torch.Tensor) -> float:
@@ -90,7 +109,7 @@ EAGER_CASES = [c for c in CASES + GPU_CASES if not c.zeros and not c.pad_rows]
 
 @pytest.mark.parametrize("case", params(EAGER_CASES))
 @pytest.mark.parametrize(
-    ("head_dim", "kv_heads", "dtype"),
+    ("wanted", "kv_heads", "dtype"),
     [
         (80, 4, torch.bfloat16),
         (72, 4, torch.bfloat16),
@@ -98,15 +117,16 @@ EAGER_CASES = [c for c in CASES + GPU_CASES if not c.zeros and not c.pad_rows]
         (128, 1, torch.bfloat16),
     ],
 )
-def test_cases(attention, case, head_dim, kv_heads, dtype):
+def test_cases(kernel, attention, case, wanted, kv_heads, dtype):
+    head_dim = _nearest(kernel, wanted)
     qkv = _make(case, head_dim, dtype, kv_heads=kv_heads)
     out = _run(attention, qkv, case, head_dim**-0.5)
     _assert_right(out, qkv, case, head_dim**-0.5)
 
 
-def test_layouts_and_scales_in_one_process(attention):
+def test_layouts_and_scales_in_one_process(attention, head_dim):
     case = Case("two-images", (1000, 24))
-    q, k, v = _make(case, 80)
+    q, k, v = _make(case, head_dim)
     pq, pk, pv = q.contiguous(), k.contiguous(), v.contiguous()
     layouts = [
         (pq, pk, pv),
@@ -117,14 +137,14 @@ def test_layouts_and_scales_in_one_process(attention):
         tuple(x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)),
     ]
     for _ in range(2):
-        for scale in (80**-0.5, 0.5):
+        for scale in (head_dim**-0.5, 0.5):
             for qkv in layouts:
                 _assert_right(_run(attention, qkv, case, scale), qkv, case, scale)
 
 
-def test_twice_the_same_bits(attention):
+def test_twice_the_same_bits(attention, head_dim):
     case = Case("mixed", (988, 64, 1, 300))
-    qkv = _make(case, 80)
+    qkv = _make(case, head_dim)
     first = _run(attention, qkv, case, 0.1)
     assert torch.equal(_run(attention, qkv, case, 0.1), first)
 
@@ -142,8 +162,9 @@ REPLAYS = [
 ]
 
 
-@pytest.mark.parametrize("head_dim", [80, 72])
-def test_replay(attention, head_dim):
+@pytest.mark.parametrize("wanted", [80, 72])
+def test_replay(kernel, attention, wanted):
+    head_dim = _nearest(kernel, wanted)
     scale = head_dim**-0.5
     first = REPLAYS[0]
     static_qkv = _make(first, head_dim)
@@ -167,65 +188,67 @@ def test_replay(attention, head_dim):
         _assert_right(out, qkv, case, scale)
 
 
-def test_replay_after_larger_eager_calls(attention):
+def test_replay_after_larger_eager_calls(attention, head_dim):
     """What a graph uses must survive whatever is built and allocated after it."""
     case = REPLAYS[0]
-    qkv = _make(case, 80)
+    qkv = _make(case, head_dim)
     args = (*qkv, case.cu_seqlens("cuda"), 128, 0.1)
     eager = attention(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attention(*args)
     large = Case("large", (64,) * 3000 + (4096,))
-    _run(attention, _make(large, 80, heads=16), large, 0.1)
+    _run(attention, _make(large, head_dim, heads=16), large, 0.1)
     torch.full((1 << 28,), float("nan"), device="cuda")
     out.zero_()
     graph.replay()
     assert torch.equal(out, eager)
 
 
-def test_max_seqlen_may_be_loose(attention):
+def test_max_seqlen_may_be_loose(attention, head_dim):
     case = Case("windows", (64,) * 30)
-    qkv = _make(case, 80)
+    qkv = _make(case, head_dim)
     out = attention(*qkv, case.cu_seqlens("cuda"), case.rows, 0.1)
     _assert_right(out, qkv, case, 0.1)
 
 
-def test_no_token(attention):
-    empty = torch.empty(0, HEADS, 80, dtype=torch.bfloat16, device="cuda")
+def test_no_token(attention, head_dim):
+    empty = torch.empty(0, HEADS, head_dim, dtype=torch.bfloat16, device="cuda")
     cu_seqlens = torch.zeros(2, dtype=torch.int32, device="cuda")
     out = attention(empty, empty, empty, cu_seqlens, 0, 0.1)
     assert out.shape == empty.shape
 
 
 @pytest.mark.slow
-def test_beyond_int32(attention):
+def test_beyond_int32(attention, head_dim):
     # The output alone has 2.2e9 elements, the projection three times as many.
+    heads = -(-1280 // head_dim)
     lengths = (1000,) * 1700
     case = Case("1700x1000", lengths)
-    qkv = torch.zeros(case.rows, 3, 16, 80, dtype=torch.bfloat16, device="cuda")
+    shape = case.rows, 3, heads, head_dim
+    qkv = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
     qkv.normal_()
     q, k, v = qkv.unbind(1)
-    out = _run(attention, (q, k, v), case, 80**-0.5)
+    out = _run(attention, (q, k, v), case, head_dim**-0.5)
     assert out.numel() > 2**31
     # First, around 2^31 elements of the projection, of the output, and last.
     for sequence in (0, 558, 559, 560, 1676, 1677, 1678, 1699):
         rows = slice(1000 * sequence, 1000 * (sequence + 1))
         one = Case("one", (1000,))
-        _assert_right(out[rows], (q[rows], k[rows], v[rows]), one, 80**-0.5)
+        _assert_right(out[rows], (q[rows], k[rows], v[rows]), one, head_dim**-0.5)
 
 
 @pytest.mark.slow
-def test_one_long_sequence_among_many(attention):
+def test_one_long_sequence_among_many(attention, head_dim):
     # cuDNN declares 32 x 131072 here: 5.4e9 elements a tensor with 16 heads.
     case = Case("long-and-short", (66000, *(100,) * 30))
-    qkv = _make(case, 80, heads=16)
-    out = _run(attention, qkv, case, 80**-0.5)
+    qkv = _make(case, head_dim, heads=16)
+    out = _run(attention, qkv, case, head_dim**-0.5)
     for rows in (slice(0, 66000), slice(66000, 66100), slice(68900, 69000)):
         one = Case("one", (rows.stop - rows.start,))
         heads = slice(0, 2)
         part = tuple(x[rows, heads].contiguous() for x in qkv)
-        _assert_right(out[rows, heads].contiguous(), part, one, 80**-0.5)
+        _assert_right(out[rows, heads].contiguous(), part, one, head_dim**-0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

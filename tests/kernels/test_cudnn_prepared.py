@@ -13,7 +13,7 @@ from vllm_flashinfer_vit.kernels import cudnn as kernel
 from vllm_flashinfer_vit.kernels import seqlens
 from vllm_flashinfer_vit.kernels._cudnn import PlanCache
 from vllm_flashinfer_vit.ops.attention import prepare
-from vllm_flashinfer_vit.ops.batch import LAYOUTS, Batch
+from vllm_flashinfer_vit.ops.batch import LAYOUTS, Batch, Turning
 from vllm_flashinfer_vit.ops.plan import Plan
 
 pytestmark = [
@@ -53,8 +53,7 @@ def _layer(**attributes):
             "signature": (),
             "bounds": (),
             "kernel_for": plan.kernel_for,
-            "rotary_dtype": None,
-            "is_interleaved": False,
+            "turning": None,
             "num_heads": 4,
             "num_kv_heads": 2,
             "head_size": 72,
@@ -99,7 +98,7 @@ def test_warm_up_builds_the_plans_of_a_layer(warm_up, hand_over):
 def test_warm_up_builds_the_plans_of_a_program(warm_up, ranks):
     """It turns q and k, and hands over views of what each rank projects or gathers."""
     layouts = ("views",) if ranks == 1 else ("packed",)
-    layer = _layer(layouts=layouts, rotary_dtype=torch.float32)
+    layer = _layer(layouts=layouts, turning=Turning(torch.float32, 72))
     plans = warm_up(layer)
     built = plans.stats.built
     q, k, v = make_qkv(IMAGES, 4, 72, torch.bfloat16, kv_heads=2)
@@ -108,6 +107,19 @@ def test_warm_up_builds_the_plans_of_a_program(warm_up, ranks):
     batch = Batch(*handed, cos, sin, IMAGES.cu_seqlens(), torch.tensor(100))
     assert_close(layer.attend(batch), (q, k, v), IMAGES, 0.1)
     assert plans.stats.built == built
+
+
+def test_warm_up_turns_as_much_of_a_head_as_a_program(warm_up):
+    layer = _layer(layouts=("views",), turning=Turning(torch.float32, 64))
+    attend, shapes = layer.attend, set()
+
+    def noting(batch):
+        shapes.update([batch.cos.shape[1], batch.sin.shape[1]])
+        return attend(batch)
+
+    layer.attend = noting
+    warm_up(layer)
+    assert shapes == {32}
 
 
 @pytest.mark.parametrize("is_capturing", [False, True])

@@ -2,6 +2,7 @@
 """Made-up machines."""
 
 from vllm_flashinfer_vit.machine.stack import Gpu, Stack
+from vllm_flashinfer_vit.machine.versions import TESTED_VLLM
 
 GIB = 2**30
 HOPPER = Gpu("NVIDIA H200", (9, 0), 141 * GIB)
@@ -11,6 +12,7 @@ TURING = Gpu("Tesla T4", (7, 5), 16 * GIB)
 BLACKWELL = Gpu("NVIDIA B200", (10, 0), 180 * GIB)
 BLACKWELL_RTX = Gpu("NVIDIA RTX PRO 6000", (12, 0), 96 * GIB)
 
+INSTALL_VLLM = 'pip install "vllm>={},<={}"'.format(*TESTED_VLLM)
 LIBCUDNN = "/venv/nvidia/cudnn/lib/libcudnn.so.9"
 STACK = Stack(
     python="3.12.1",

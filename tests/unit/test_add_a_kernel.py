@@ -30,9 +30,9 @@ from vllm_flashinfer_vit.choices.usable import (
     serves_fp8,
     usable_choices,
 )
-from vllm_flashinfer_vit.commands.doctor import HEAD_DIMS, diagnose
+from vllm_flashinfer_vit.commands.doctor import diagnose
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
-from vllm_flashinfer_vit.kernels.catalog import KERNELS, Kernel
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS, Kernel
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE, Needs
 from vllm_flashinfer_vit.ops.attention import attention
 from vllm_flashinfer_vit.ops.batch import Batch
@@ -123,6 +123,8 @@ def run(source: Path, *arguments: str, **variables: str) -> str:
     return done.stdout
 
 
+# A process that imports vLLM; `TestWhoReadsTheRecord` asks the same in this one.
+@pytest.mark.extended
 def test_a_record_is_enough_for_settings_choice_and_op(with_toy: Path) -> None:
     run(with_toy, "-c", USE, VLLM_FLASHINFER_VIT_KERNEL="toy")
 
@@ -130,6 +132,10 @@ def test_a_record_is_enough_for_settings_choice_and_op(with_toy: Path) -> None:
 def test_a_record_is_enough_for_the_page_of_kernels(with_toy: Path) -> None:
     page = run(with_toy, "docs/generate.py", "kernels")
     assert "| `toy` | a toy | any | up to 7 tokens |" in page
+
+
+def test_a_record_is_enough_for_the_setting(with_toy: Path) -> None:
+    run(with_toy, "-c", ASK, VLLM_FLASHINFER_VIT_KERNEL="toy")
 
 
 def test_without_the_record_the_kernel_is_unknown() -> None:

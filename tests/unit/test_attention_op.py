@@ -9,7 +9,7 @@ import torch
 from cases import Case, make_cos_sin, make_qkv
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
-from vllm_flashinfer_vit.kernels.formats import DynamicScales
+from vllm_flashinfer_vit.kernels.formats import DeviceScales
 from vllm_flashinfer_vit.kernels.rope_ref import halves, rope_ref
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.ops.attention import Fp8, prepare
@@ -151,8 +151,8 @@ def test_a_kernel_that_rotates_gets_the_pairs(turned, passes, monkeypatch) -> No
     assert rest == (() if passes else (batch.cos, batch.sin, True))
 
 
-def make_state() -> DynamicScales:
-    return DynamicScales.on("cpu")
+def make_state() -> DeviceScales:
+    return DeviceScales.on("cpu")
 
 
 @pytest.mark.parametrize("plan", [REFERENCE_FP8, REFERENCE], ids=lambda p: p.text)

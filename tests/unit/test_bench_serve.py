@@ -23,7 +23,6 @@ from transformers import AutoImageProcessor
 
 import bench_serve
 import chosen_rows
-import engine_tables
 import serve_inputs
 from bench_serve import SETUPS, Samples, Server, server_command
 from csv_log import CsvLog
@@ -165,7 +164,6 @@ class Answer(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.seen.append(body)
-        assert body["max_completion_tokens"] == 1
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
@@ -193,13 +191,13 @@ def answering() -> Iterator[int]:
     server.shutdown()
 
 
-def measured(name: str, port: int, folder: Path) -> dict[str, str]:
+def measured(name: str, port: int, folder: Path, *more: str) -> dict[str, str]:
     """Return the row of a workload that a server was asked for by vLLM."""
     from make_checkpoint import make_checkpoint
 
     make_checkpoint(folder, MODEL)
     args = bench_serve.parse_args(
-        ["--workloads", name, "--concurrency", "2", "--requests", "5"]
+        ["--workloads", name, "--concurrency", "2", "--requests", "5", *more]
     )
     log = CsvLog(folder / "serve.csv", bench_serve.COLUMNS)
     failures = Failures()
@@ -223,6 +221,8 @@ def test_requests_are_sent_by_vllm(
     # Four that warm up, and two turns.
     assert sizes == [[(96, 64)]] * 14
     assert not any("mm_processor_kwargs" in body for body in Answer.seen)
+    assert {body["max_completion_tokens"] for body in Answer.seen} == {1}
+    assert row["answer_tokens"] == "1"
     assert (row["provider"], row["mode"]) == ("plugin", "eager")
     assert (row["requests"], row["completed"]) == ("10", "10")
     tokens = float(row["image_tokens_s"]) / float(row["req_s"])
@@ -235,7 +235,9 @@ def test_vllm_sends_videos_too(
 ) -> None:
     pytest.importorskip("cv2", reason="OpenCV writes the videos")
     monkeypatch.setitem(WORKLOADS, "video", ONE_VIDEO)
-    row = measured("video", answering, tmp_path)
+    row = measured("video", answering, tmp_path, "--answer-tokens", "5")
+    assert {body["max_completion_tokens"] for body in Answer.seen} == {5}
+    assert row["answer_tokens"] == "5"
     urls = []
     for body in Answer.seen:
         assert body["mm_processor_kwargs"]["size"]["longest_edge"] == 25165824
@@ -249,6 +251,16 @@ def test_vllm_sends_videos_too(
     assert row["completed"] == "10"
     tokens = float(row["image_tokens_s"]) / float(row["req_s"])
     assert tokens == pytest.approx(12, rel=0.2)
+
+
+def test_answers_are_as_long_as_asked(
+    answering: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WORKLOADS, "photograph", ONE)
+    row = measured("photograph", answering, tmp_path, "--answer-tokens", "7")
+    assert {body["max_completion_tokens"] for body in Answer.seen} == {7}
+    assert all(body["ignore_eos"] for body in Answer.seen)
+    assert row["answer_tokens"] == "7"
 
 
 def started(code: str, tmp_path: Path, port: int = 1) -> Server:
@@ -369,66 +381,3 @@ def test_a_page_is_dark_marks_on_white() -> None:
     assert pixels.shape == (96, 160, 3)
     assert set(np.unique(pixels)) == {32, 255}
     assert 0.1 < (pixels == 32).mean() < 0.4
-
-
-def serve_row(setup: str, at_once: int, req_s: float, ttft: float, **changes: str):
-    provider, mode = setup.split(":")
-    return {
-        "bench": "serve",
-        "provider": provider,
-        "mode": mode,
-        "model": "Qwen/Qwen3-VL-8B-Instruct",
-        "workload": "page",
-        "concurrency": str(at_once),
-        "serve_args": "",
-        "req_s": f"{req_s:.2f}",
-        "ttft_p50_ms": f"{ttft:.1f}",
-        "ttft_p99_ms": f"{2 * ttft:.1f}",
-        "commit": "abc1234",
-        **changes,
-    }
-
-
-def test_servers_are_compared_with_stocks_best_setup() -> None:
-    rows = [
-        serve_row("stock-flash_attn:eager", 1, 3, 100),
-        serve_row("stock-flash_attn:graph", 1, 4, 90),
-        serve_row("plugin:graph", 1, 5, 60),
-        serve_row("stock-flash_attn:eager", 64, 10, 900),
-        serve_row("stock-flash_attn:graph", 64, 8, 800),
-        serve_row("plugin:graph", 64, 15, 500),
-    ]
-    head, _, alone, busy = engine_tables.serve_table(rows).splitlines()
-    assert "| stock-flash_attn eager | stock-flash_attn graph | plugin graph |" in head
-    assert alone.endswith(
-        "| 1 |  | 100.0 (200.0) | 90.0 (180.0) | 60.0 (120.0) | 1.50 |"
-    )
-    assert busy.endswith("| 64 |  | 10.00 | 8.00 | 15.00 | 1.50 |")
-
-
-def test_servers_of_two_commits_are_not_compared() -> None:
-    rows = [
-        serve_row("stock-flash_attn:graph", 1, 4, 90, commit="0000000"),
-        serve_row("plugin:graph", 1, 5, 60),
-    ]
-    head, _, line = engine_tables.serve_table(rows).splitlines()
-    assert "stock" not in head.replace("stock's best", "")
-    assert line.endswith("| 60.0 (120.0) |  |")
-
-
-def test_a_line_is_of_the_commit_that_measured_it_last() -> None:
-    once = [
-        serve_row("plugin:graph", 64, 20, 60, commit="0000000"),
-        serve_row("stock-flash_attn:graph", 64, 10, 90, commit="0000000"),
-        serve_row("stock-flash_attn:eager", 64, 15, 80, commit="0000000"),
-    ]
-    again = [
-        serve_row("plugin:graph", 64, 30, 50),
-        serve_row("stock-flash_attn:graph", 64, 12, 80),
-    ]
-    other = serve_row("stock-flash_attn:eager", 1, 3, 100, commit="0000000")
-    found = engine_tables.serve_table([*once, other, *again])
-    head, _, busy, alone = found.splitlines()
-    assert "graph | stock-flash_attn eager | plugin graph |" in head
-    assert busy.endswith("| 12.00 | - | 30.00 | 2.50 |")
-    assert alone.endswith("| - | 100.0 (200.0) | - |  |")

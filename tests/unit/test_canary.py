@@ -3,7 +3,6 @@
 
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,22 +50,16 @@ def test_a_record_is_read_as_it_is_written() -> None:
     ],
 )
 def test_what_is_recorded(version: str, is_release: bool) -> None:
-    assert replace(RUN, vllm=version).is_of_a_release == is_release
+    assert canary.is_release(version) == is_release
 
 
-@pytest.mark.parametrize("options, files", [([], []), (["--record"], ["0.34.0.json"])])
-def test_a_run_is_recorded_when_asked_for(
-    options: list[str],
-    files: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Doctor and pytest are another's work: what they leave is there."""
-    commands = []
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return what is run. Doctor and pytest are another's work: what they leave is."""
+    found = []
 
     def run(command, **_):
-        commands.append(command)
+        found.append(command)
         for option in map(str, command):
             if option.startswith("--junitxml="):
                 Path(option.partition("=")[2]).write_text(TESTS)
@@ -76,6 +69,19 @@ def test_a_run_is_recorded_when_asked_for(
     monkeypatch.setattr(canary, "ROOT", tmp_path)
     monkeypatch.setattr(canary, "RECORDS", tmp_path / "results")
     monkeypatch.setattr(canary.Run, "of", lambda *_: RUN)
+    monkeypatch.setattr(canary, "_commit", lambda: "abc1234")
+    return found
+
+
+@pytest.mark.parametrize("options, files", [([], []), (["--record"], ["0.34.0.json"])])
+def test_a_run_is_recorded_when_asked_for(
+    options: list[str],
+    files: list[str],
+    commands: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(sys, "argv", ["canary.py", *options, "-m", "not gpu"])
     with pytest.raises(SystemExit) as raised:
         canary.main()
@@ -85,12 +91,40 @@ def test_a_run_is_recorded_when_asked_for(
     assert RUN.table() in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "options, vllm, is_refused",
+    [
+        (["--record"], "0.34.0", True),
+        # Neither is recorded.
+        ([], "0.34.0", False),
+        (["--record"], "0.35.0.dev3+g1a2b", False),
+    ],
+)
+def test_a_tree_with_changes_is_not_recorded(
+    options: list[str],
+    vllm: str,
+    is_refused: bool,
+    commands: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(REPORT["stack"], "vllm", vllm)
+    monkeypatch.setattr(canary, "_commit", lambda: "abc1234+dirty")
+    monkeypatch.setattr(sys, "argv", ["canary.py", *options])
+    with pytest.raises(SystemExit) as raised:
+        canary.main()
+    assert ("abc1234+dirty" in str(raised.value.code)) == is_refused
+    # It says so before the tests run.
+    assert len(commands) == (1 if is_refused else 2)
+    assert not list(tmp_path.glob("results/*"))
+
+
 def test_records_are_of_releases_that_were_read_and_name_no_machine() -> None:
     paths = sorted(canary.RECORDS.glob("*"))
     assert [path.stem for path in paths] == sorted(canary.recorded())
     for path in paths:
         text = path.read_text()
         run = canary.loads(text)
-        assert canary.dumps(run) == text and run.is_of_a_release
+        assert canary.dumps(run) == text and canary.is_release(run.vllm)
         assert run.vllm in known().releases, "read it first: make fingerprints"
         assert not re.search(r"/(home|root|tmp|work|usr)\b|\.venv", text), path

@@ -74,7 +74,7 @@ def take_own(words: list[str]) -> None:
 def take_python(words: list[str]) -> None:
     script = ROOT / words[1]
     assert script.is_file()
-    if "argparse" not in script.read_text():
+    if not re.search("argparse|draw_by_options", script.read_text()):
         assert len(words) == 2
         return
     parse = argparse.ArgumentParser.parse_args

@@ -12,8 +12,7 @@ from vllm_flashinfer_vit.choices import lookup
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.choices.lookup import Choice
-from vllm_flashinfer_vit.commands.doctor import HEAD_DIMS
-from vllm_flashinfer_vit.kernels.catalog import fp8_names
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, fp8_names
 from vllm_flashinfer_vit.machine.stack import Gpu, Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 from vllm_flashinfer_vit.settings import (
@@ -90,20 +89,22 @@ def test_choices_that_were_measured_with_other_versions_are_noted(
     assert noted(stack, **env) == [f"{note} (For {FP8_DTYPE}/80.)"]
 
 
+def noted(stack: Stack, env: dict[str, str]) -> list[str]:
+    return [note for note in judge(stack, env=env).notes if "--quick" in note]
+
+
+@pytest.mark.parametrize("stack", [STACK, replace(STACK, gpus=(H100,)), NO_GPU])
+def test_a_gpu_that_was_measured_is_told_nothing(stack: Stack, tmp_path: Path) -> None:
+    assert not noted(stack, {ENV_TUNED_DIR: str(tmp_path)})
+
+
 @pytest.mark.parametrize("gpu", [AMPERE, ADA, BLACKWELL, BLACKWELL_RTX, H20])
 def test_a_gpu_that_nobody_measured_is_told_how(gpu: Gpu, tmp_path: Path) -> None:
     stack = replace(STACK, gpus=(gpu,))
     env = {ENV_TUNED_DIR: str(tmp_path)}
-
-    def noted(stack: Stack, env: dict[str, str]) -> list[str]:
-        return [note for note in judge(stack, env=env).notes if "--quick" in note]
-
     (note,) = noted(stack, env)
     assert note.startswith(f"Nobody measured these kernels on {gpu.name}. ")
     assert "`vllm-flashinfer-vit tune --quick`" in note
-    assert not noted(STACK, env)
-    assert not noted(replace(STACK, gpus=(H100,)), env)
-    assert not noted(NO_GPU, env)
     assert not noted(stack, {**env, ENV_KERNEL: "flash_attn"})
     path = tmp_path / tuned.file_name(gpu.name)
     path.write_text("{")

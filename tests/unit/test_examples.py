@@ -114,7 +114,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("narrow")
 def test_embeddings_of_a_batch_are_those_of_single_images(tmp_path: Path) -> None:
     example = loaded("embed_images")
-    spec = example.resolve_spec(MODEL, random_weights=True, depth=1)
+    spec = example.resolve(MODEL, random_weights=True, depth=1)
     for name, size in (("a.png", (96, 64)), ("b.png", (64, 128))):
         noise = random.Random(name).randbytes(3 * size[0] * size[1])
         Image.frombytes("RGB", size, noise).save(tmp_path / name)
@@ -131,10 +131,19 @@ def test_embeddings_of_a_batch_are_those_of_single_images(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("narrow")
 def test_nothing_but_bad_images_to_embed(tmp_path: Path) -> None:
     example = loaded("embed_images")
-    spec = example.resolve_spec(MODEL, random_weights=True, depth=1)
+    spec = example.resolve(MODEL, random_weights=True, depth=1)
     (tmp_path / "a.png").write_text("no image")
     with pytest.raises(JobError, match=r"no image can be used\. Left out: .*a\.png"):
         example.embed(spec, [tmp_path], None)
+
+
+def test_the_script_of_embeddings_says_what_it_cannot_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["a.png", "--model", "zai-org/GLM-OCR", "--random-weights"]
+    with pytest.raises(SystemExit):
+        loaded("embed_images").main(given)
+    assert "use `vllm-flashinfer-vit encode`" in capsys.readouterr().err
 
 
 @cpu_only

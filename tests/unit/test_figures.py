@@ -2,13 +2,14 @@
 """Tables, figures and the files that they come from."""
 
 import dataclasses
+import re
 
 import pytest
-from _benchmarks import ENVIRONMENT, host_rows, make_row, write_rows
+from _benchmarks import BENCHMARKS, ENVIRONMENT, host_rows, make_row, write_rows
 
 import chosen_rows
 import waterfall
-from csv_log import CsvLog
+from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS
 
 
@@ -53,6 +54,14 @@ def plot():
     import plot
 
     return plot
+
+
+@pytest.fixture
+def figures():
+    pytest.importorskip("matplotlib")
+    import figures
+
+    return figures
 
 
 @pytest.mark.parametrize("kind", ["encoder", "attention"])
@@ -109,7 +118,7 @@ def test_waterfall_from_a_csv(plot, tmp_path):
     assert target.read_bytes() == first
 
 
-def test_host_figure_from_a_csv(plot, tmp_path):
+def test_host_figure_from_a_csv(plot, figures, tmp_path):
     source = write_rows(tmp_path / "host.csv", host_rows())
     target = tmp_path / "figures" / "host.svg"
     plot.draw("host", source, target)
@@ -120,7 +129,7 @@ def test_host_figure_from_a_csv(plot, tmp_path):
     assert ">60<" in svg
     assert "777" not in svg and "888" not in svg
     for provider in ("stock-flash_attn", "plugin"):
-        assert plot.COLOURS[provider].lower() in svg
+        assert figures.COLOURS[provider].lower() in svg
     for colour in waterfall.CLASS_COLOURS[:3]:
         assert colour.lower() in svg
     first = target.read_bytes()
@@ -198,14 +207,14 @@ def test_a_profile_is_of_the_vllm_that_runs(monkeypatch, capsys):
     )
 
 
-def test_each_contender_has_one_colour_of_its_own(plot):
-    assert len(set(plot.COLOURS.values())) == len(plot.COLOURS)
-    assert not set(plot.COLOURS.values()) & set(waterfall.CLASS_COLOURS)
+def test_each_contender_has_one_colour_of_its_own(figures):
+    assert len(set(figures.COLOURS.values())) == len(figures.COLOURS)
+    assert not set(figures.COLOURS.values()) & set(waterfall.CLASS_COLOURS)
     with pytest.raises(ValueError, match="plugin-odd"):
-        plot.colour_of("plugin-odd")
+        figures.colour_of("plugin-odd")
 
 
-def test_a_contender_keeps_its_colour_in_any_company(plot, tmp_path):
+def test_a_contender_keeps_its_colour_in_any_company(plot, figures, tmp_path):
     source = tmp_path / "rows.csv"
     log = CsvLog(source)
     for provider in ("stock-flash_attn", "stock-flashinfer", "plugin"):
@@ -215,9 +224,9 @@ def test_a_contender_keeps_its_colour_in_any_company(plot, tmp_path):
             target = tmp_path / "a.svg"
             plot.draw(kind, source, target, {"provider": providers})
             svg = target.read_text().lower()
-            assert plot.COLOURS["plugin"].lower() in svg
+            assert figures.COLOURS["plugin"].lower() in svg
             assert "is better" in svg and "nxl: n images of l patches" in svg
-            shown = plot.COLOURS["stock-flashinfer"].lower() in svg
+            shown = figures.COLOURS["stock-flashinfer"].lower() in svg
             assert shown == (providers is None)
 
 
@@ -227,6 +236,23 @@ def test_a_contender_keeps_its_colour_in_any_company(plot, tmp_path):
 )
 def test_digits_are_readable_on_their_bar(background, text):
     assert waterfall.text_colour(background) == text
+
+
+def test_the_commands_of_figures_name_the_gpu_and_the_vllm_of_each() -> None:
+    readme = (BENCHMARKS / "README.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^python .*docs/figures/.*$", readme, re.MULTILINE)
+    drawn = set()
+    for command in commands:
+        (figure,) = re.findall(r"docs/figures/\S+", command)
+        svg = (BENCHMARKS.parent / figure).read_text()
+        found = set(re.findall(r"(NVIDIA [^,<]+), vLLM ([\d.]+),", svg))
+        ((gpu, vllm),) = found
+        folder = results_path("any", gpu, None).parent.name
+        assert f" benchmarks/results/{folder}/" in command, figure
+        assert f"--vllm {vllm}" in command.split("#")[0], figure
+        drawn.add(figure)
+    committed = (BENCHMARKS.parent / "docs" / "figures").glob("*.svg")
+    assert drawn == {f"docs/figures/{path.name}" for path in committed}
 
 
 def test_bars_are_in_the_order_of_their_sizes(plot):

@@ -18,7 +18,7 @@ from vllm_flashinfer_vit.fp8 import policy as fp8  # noqa: E402
 from vllm_flashinfer_vit.fp8 import scale_files as scales  # noqa: E402
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError  # noqa: E402
 from vllm_flashinfer_vit.fp8.state import EngineScales, ScaleState, made_by_engine  # noqa: E402
-from vllm_flashinfer_vit.kernels.formats import DynamicScales  # noqa: E402
+from vllm_flashinfer_vit.kernels.formats import DeviceScales  # noqa: E402
 from vllm_flashinfer_vit.settings import ENV_FP8_SCALES, ENV_FP8_SKIP_LAYERS, Settings  # noqa: E402
 
 PLANS = {
@@ -220,7 +220,7 @@ class TestState:
 
     def test_is_what_the_kernels_take(self) -> None:
         state = ScaleState(NAME, 72, None)
-        for name, tensor in DynamicScales.on("cpu")._asdict().items():
+        for name, tensor in DeviceScales.on("cpu")._asdict().items():
             buffer = getattr(state, name)
             assert (buffer.dtype, buffer.shape) == (tensor.dtype, tensor.shape)
             assert torch.equal(buffer, tensor)

@@ -42,7 +42,7 @@ def test_register_runs_twice_without_cuda_and_can_be_undone():
         "applied = [p.name for p in plugin.all_patches() if p.applied]\n"
         "plugin.revert_all()\n"
         "after = Platform.__dict__['get_vit_attn_backend']\n"
-        "activation = layer.activation.model_patches.__module__\n"
+        "handed = layer.hooks.model_patches.__module__\n"
         "from torch.nn.modules import module\n"
         "hooks = len(module._global_module_registration_hooks)\n"
         "import sys\n"
@@ -50,13 +50,13 @@ def test_register_runs_twice_without_cuda_and_can_be_undone():
         "  'quack', 'cudnn')\n"
         "loaded = [name for name in costly if name in sys.modules]\n"
         "print(json.dumps({'layer': layer.__module__, 'applied': applied,\n"
-        "  'activation': activation, 'hooks': hooks,\n"
+        "  'handed': handed, 'hooks': hooks,\n"
         "  'loaded': loaded,\n"
         "  'cuda': torch.cuda.is_initialized(), 'wrapped': before is not during,\n"
         "  'restored': before is after}))"
     )
     assert state["layer"] == "vllm_flashinfer_vit.engine.layer"
-    assert state["activation"] == "vllm_flashinfer_vit.plugin"
+    assert state["handed"] == "vllm_flashinfer_vit.plugin"
     assert state["hooks"] == 0
     assert not state["cuda"]
     # API servers register too, and never build a layer. vLLM's kernels take seconds to

@@ -33,27 +33,6 @@ metrics.add(("graph_hits",))
 """
 
 
-SERVER = """
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
-from vllm.entrypoints.serve.instrumentator.metrics import attach_router
-app = FastAPI()
-attach_router(app)
-text = TestClient(app).get("/metrics").text
-assert "vllm_flashinfer_vit:graph_hits_total 1.0" in text, text
-"""
-
-PARENT = f"""
-import subprocess, sys
-from prometheus_client import generate_latest
-from vllm.v1.metrics import prometheus
-prometheus.setup_multiprocess_prometheus()
-subprocess.run([sys.executable, "-c", '''{CHILD}'''], check=True)
-text = generate_latest(prometheus.get_prometheus_registry()).decode()
-assert "vllm_flashinfer_vit:graph_hits_total 1.0" in text, text
-"""
-
-
 def child(code: str, folder: Path | None) -> None:
     env = {k: v for k, v in os.environ.items() if k != module.ENV_FOLDER}
     if folder is not None:
@@ -76,18 +55,38 @@ def test_another_process_reads_what_two_engines_count(tmp_path: Path) -> None:
     assert registry.get_sample_value("vllm_flashinfer_vit:graph_misses_total") == 0
 
 
-def test_vllms_metrics_have_them(tmp_path: Path) -> None:
+HIT = "vllm_flashinfer_vit:graph_hits_total 1.0"
+
+
+def test_vllms_metrics_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process of vLLM's API server counts nothing itself."""
-    pytest.importorskip("vllm")
     pytest.importorskip("httpx")
+    instrumentator = "vllm.entrypoints.serve.instrumentator.metrics"
+    vllms = pytest.importorskip(instrumentator)
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
     child(CHILD, tmp_path)
-    child(SERVER, tmp_path)
+    monkeypatch.setenv(module.ENV_FOLDER, str(tmp_path))
+    app = FastAPI()
+    vllms.attach_router(app)
+    text = TestClient(app).get("/metrics").text
+    assert HIT in text
 
 
-def test_processes_that_start_after_vllm_made_a_folder() -> None:
+def test_processes_that_start_after_vllm_made_a_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With several API servers: their parent imports prometheus_client before that."""
-    pytest.importorskip("vllm")
-    child(PARENT, None)
+    prometheus = pytest.importorskip("vllm.v1.metrics.prometheus")
+    # What vLLM sets is taken back.
+    monkeypatch.setenv(module.ENV_FOLDER, "")
+    monkeypatch.delenv(module.ENV_FOLDER)
+    prometheus.setup_multiprocess_prometheus()
+    child(CHILD, Path(os.environ[module.ENV_FOLDER]))
+    assert HIT in generate_latest(prometheus.get_prometheus_registry()).decode()
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

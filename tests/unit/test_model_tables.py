@@ -59,7 +59,7 @@ def is_in(tower: Any) -> bool:
 
 
 @cache
-def sources() -> dict[str, ast.Module]:
+def sources() -> dict[str, str]:
     """Return vLLM's models as installed, by their names below `vllm`."""
     spec = find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations
@@ -70,15 +70,18 @@ def sources() -> dict[str, ast.Module]:
         for path in (package / folder).rglob("*.py")
     )
     return {
-        ".".join(path.relative_to(package).with_suffix("").parts): ast.parse(
-            path.read_text(encoding="utf-8")
+        ".".join(path.relative_to(package).with_suffix("").parts): path.read_text(
+            encoding="utf-8"
         )
         for path in paths
     }
 
 
-def builds_layer(source: ast.Module) -> bool:
+def builds_layer(source: str) -> bool:
     """Whether a module calls the layer's class, hands it on or derives from it."""
+    # Parsing all of vLLM's models takes seconds.
+    if LAYER not in source:
+        return False
 
     def used(node: ast.AST) -> Iterator[ast.AST]:
         if isinstance(node, ast.Call):
@@ -90,7 +93,7 @@ def builds_layer(source: ast.Module) -> bool:
 
     return any(
         isinstance(found, ast.Name) and found.id == LAYER
-        for node in ast.walk(source)
+        for node in ast.walk(ast.parse(source))
         for found in used(node)
     )
 
@@ -99,14 +102,18 @@ def builds_layer(source: ast.Module) -> bool:
 def captured() -> set[str]:
     """Return the names of vLLM's classes whose encoder graphs it captures."""
     bases: dict[str, set[str]] = {}
-    for source in sources().values():
-        for node in ast.walk(source):
-            if isinstance(node, ast.ClassDef):
-                names = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-                bases.setdefault(node.name, set()).update(names)
     found = {"SupportsEncoderCudaGraph"}
-    while more := {name for name, of in bases.items() if of & found} - found:
-        found |= more
+    unread = dict(sources())
+    # A class derives from one that its module names.
+    while names := [n for n, text in unread.items() if any(f in text for f in found)]:
+        for node in (
+            n for name in names for n in ast.walk(ast.parse(unread.pop(name)))
+        ):
+            if isinstance(node, ast.ClassDef):
+                of = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+                bases.setdefault(node.name, set()).update(of)
+        while more := {name for name, of in bases.items() if of & found} - found:
+            found |= more
     return found
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from vllm_flashinfer_vit.blocks.norms import Norm, is_known
 from vllm_flashinfer_vit.kernels.add_norm_ref import sum_norm_ref
+from vllm_flashinfer_vit.models import deepseek_v4
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTH = 64
@@ -30,7 +31,7 @@ def deepseek_v4_norm() -> nn.Module:
 )
 def test_values_so_small_that_eps_counts(make, dtype):
     module = make().to(DEVICE, dtype)
-    assert is_known(module)
+    assert is_known(module, deepseek_v4.SPEC.own_norm)
     norm = Norm(module)
     generator = torch.Generator().manual_seed(0)
     x = (1e-3 * torch.randn(5, WIDTH, generator=generator)).to(DEVICE, dtype)
@@ -40,6 +41,10 @@ def test_values_so_small_that_eps_counts(make, dtype):
         found = sum_norm_ref(terms, norm.weight, norm.bias, norm.eps, False)[1]
     # With another eps they would be off by a half or more.
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)
+
+
+def test_a_norm_of_a_models_own_is_known_to_its_blocks_alone():
+    assert not is_known(deepseek_v4_norm())
 
 
 def test_norms_without_parameters_are_unknown():

@@ -143,15 +143,6 @@ def test_error_in_bf16_is_below_stock_in_every_case(vllm: str) -> None:
     assert all(ours < stock for ours, stock in pairs)
 
 
-def test_changelog_has_the_geometric_means_of_the_rows() -> None:
-    text = " ".join((ROOT / "CHANGELOG.md").read_text().split())
-    best = chosen_rows.Best(rows("encoder"))
-    for model in tower_cases.MODELS:
-        name = model.removeprefix("Qwen/").removesuffix("-Instruct")
-        means = [best.mean(provider, model) for provider in best.challengers]
-        assert f"{name} {means[0]}x and {means[1]}x" in text
-
-
 def test_engines_differ_from_stock_by_what_the_pages_say() -> None:
     errors: dict[str, list[float]] = defaultdict(list)
     for row in rows("engine"):

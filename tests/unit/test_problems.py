@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from _stacks import AMPERE, HOPPER, LIBCUDNN, STACK
+from _stacks import AMPERE, HOPPER, INSTALL_VLLM, LIBCUDNN, STACK
 
 from vllm_flashinfer_vit.machine.problems import stack_problems
 
@@ -22,14 +22,14 @@ def test_a_sound_stack_has_no_problems() -> None:
         pytest.param(
             {"vllm": None},
             "vllm is not installed",
-            'pip install "vllm>=0.25.1,<=0.33.0"',
+            INSTALL_VLLM,
             True,
             id="no-vllm",
         ),
         pytest.param(
             {"vllm": "0.20.2"},
             "vLLM 0.20.2 is installed",
-            'pip install "vllm>=0.25.1,<=0.33.0"',
+            INSTALL_VLLM,
             True,
             id="old-vllm",
         ),

@@ -1,9 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows of a results file newer ones replace."""
 
-from _benchmarks import make_row
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
+import pytest
+from _benchmarks import make_row
+from _pages import H100_RESULTS, RESULTS
+
+import bench_quantize
+import bench_request
+import bench_serve
+import chosen_rows
+import csv_log
+import engine_check
+import fp8_page
+import graph_check
 import prune
+import soak
+import waterfall
+from environment import ENVIRONMENT_COLUMNS
+
+COLUMNS: dict[str, Sequence[str]] = {
+    "attention, encoder and host": csv_log.COLUMNS,
+    "engine": engine_check.COLUMNS,
+    "fp8_accuracy": fp8_page.COLUMNS,
+    "graphs": graph_check.COLUMNS,
+    "quantize": bench_quantize.BENCH_COLUMNS,
+    "request": bench_request.COLUMNS,
+    "serve": bench_serve.COLUMNS,
+    "soak": soak.COLUMNS,
+    "soak_memory": soak.MEMORY_COLUMNS,
+    "waterfall": waterfall.COLUMNS,
+}
+
+
+def test_a_column_is_what_was_measured_or_what_was_found() -> None:
+    kinds = prune.IDENTITY, prune.MEASURED, ENVIRONMENT_COLUMNS
+    known = [name for kind in kinds for name in kind]
+    assert len(known) == len(set(known))
+    written = {name for columns in COLUMNS.values() for name in columns}
+    assert written | set(ENVIRONMENT_COLUMNS) == set(known)
+    assert set(chosen_rows.SERVER_KEYS) < set(prune.IDENTITY)
+    assert set(chosen_rows.KEYS) < set(prune.IDENTITY)
+
+
+def test_committed_files_have_the_columns_of_now() -> None:
+    sets = {tuple(columns) for columns in COLUMNS.values()}
+    sets.add((*waterfall.COLUMNS, *ENVIRONMENT_COLUMNS))
+    for folder in (RESULTS, H100_RESULTS):
+        for path in folder.glob("*.csv"):
+            head, _, _ = path.read_text().partition("\n")
+            assert path.stem == "bits" or tuple(head.split(",")) in sets, path
+
+
+def test_a_file_with_an_unknown_column_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.csv"
+    log = csv_log.CsvLog(path, [*csv_log.COLUMNS, "batch"])
+    log.add({**make_row(), "batch": "1"})
+    log.add({**make_row(), "batch": "2"})
+    before = path.read_bytes()
+    monkeypatch.setattr(sys, "argv", ["prune.py", str(path)])
+    with pytest.raises(SystemExit, match="add batch to IDENTITY or MEASURED"):
+        prune.main()
+    assert path.read_bytes() == before
 
 
 def test_newer_rows_of_a_stack_replace_older_ones():

@@ -320,6 +320,7 @@ def test_a_models_soak_ends_with_its_rows(
     monkeypatch.setattr(soak_memory.MemoryLog.__init__, "__defaults__", (no_gpu,))
     # Too short to tell.
     monkeypatch.setattr(soak, "growths", lambda memory: {"rss": 0.0, "device": 0.0})
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     args = soak.parse_args(["--requests", "30"])
     logs = {
         "soak": csv_log.CsvLog(tmp_path / "soak.csv", soak.COLUMNS),
@@ -329,6 +330,7 @@ def test_a_models_soak_ends_with_its_rows(
     soak.soak_model(MODEL, args, logs, failed, ENVIRONMENT)
     (row,) = chosen_rows.read(logs["soak"].path)
     assert (row["sent"], row["answered"], row["sampled"]) == ("30", "30", "2")
+    assert row["serve_args"] == "OMP_NUM_THREADS=3"
     # What the log said before does not count.
     assert row["built_after_start"] == "0"
     # Engines save while they warm up.

@@ -5,6 +5,7 @@ import io
 import json
 import random
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,21 +23,25 @@ from vllm_flashinfer_vit.towers.tower import build_tower
 DEPTH = 2
 
 
-@pytest.fixture(params=["Qwen2-VL-7B", "Qwen2.5-VL-7B", "Qwen3-VL-8B"])
-def folder(request, tmp_path: Path, monkeypatch) -> Path:
+MODELS = ["Qwen2-VL-7B", "Qwen2.5-VL-7B", "Qwen3-VL-8B"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a model, of a tower of few blocks."""
     model = f"Qwen/{request.param}-Instruct"
-    monkeypatch.setattr("soak_checkpoint.write_weights", lambda folder, seed: None)
-    write_checkpoint(tmp_path, model, NAMED_MODELS[model][1]["patch_size"], seed=0)
-    path = tmp_path / "config.json"
+    folder = tmp_path_factory.mktemp("checkpoint")
+    with mock.patch("soak_checkpoint.write_weights"):
+        write_checkpoint(folder, model, NAMED_MODELS[model][1]["patch_size"], seed=0)
+    path = folder / "config.json"
     config = json.loads(path.read_text())
     config["vision_config"]["depth"] = DEPTH
     for name in ("deepstack_visual_indexes", "fullatt_block_indexes"):
         if name in config["vision_config"]:
             config["vision_config"][name] = [DEPTH - 1]
     path.write_text(json.dumps(config))
-    write_weights(tmp_path, seed=0)
-    return tmp_path
+    write_weights(folder, seed=0)
+    return folder
 
 
 def test_vllm_loads_the_tower(folder: Path) -> None:

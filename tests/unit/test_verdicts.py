@@ -11,6 +11,7 @@ from _stacks import (
     BLACKWELL,
     BLACKWELL_RTX,
     HOPPER,
+    INSTALL_VLLM,
     STACK,
     TURING,
 )
@@ -135,7 +136,7 @@ NO_GPU = {"gpus": (), "driver": None}
             "flash_attn",
             {"vllm": None},
             "vllm is not installed",
-            'pip install "vllm>=0.25.1,<=0.33.0"',
+            INSTALL_VLLM,
             id="fa-no-vllm",
         ),
         pytest.param(
@@ -149,7 +150,7 @@ NO_GPU = {"gpus": (), "driver": None}
             "flash_attn_4",
             {"vllm": None},
             "vllm is not installed",
-            'pip install "vllm>=0.25.1,<=0.33.0"',
+            INSTALL_VLLM,
             id="fa4-no-vllm",
         ),
         pytest.param(

@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_flashinfer_vit.engine import warmup
 from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
-from vllm_flashinfer_vit.ops.batch import LAYOUTS, Batch, Layout
+from vllm_flashinfer_vit.ops.batch import LAYOUTS, Batch, Layout, Turning
 from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.settings import Settings
 
@@ -78,10 +78,8 @@ def test_counters_are_one_line_of_json() -> None:
     }
 
 
-# What a layer's q and k are turned by: the dtype, and whether pairs are interleaved.
-Turned = tuple[torch.dtype | None, bool]
 # A count of sequences, the longest length, how q, k and v lie, and what turns q and k.
-Run = tuple[int, int, Layout, Turned]
+Run = tuple[int, int, Layout, Turning | None]
 
 
 @pytest.fixture
@@ -91,9 +89,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     monkeypatch.setattr(
         warmup,
         "_run",
-        lambda layer, *shape: seen.append(
-            (*shape, (layer.rotary_dtype, layer.is_interleaved))
-        ),
+        lambda layer, *shape: seen.append((*shape, layer.turning)),
     )
     monkeypatch.setattr(warmup, "_max_patches", lambda: 8192)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -106,7 +102,7 @@ def an_engine() -> Any:
 
 def a_layer(
     plan: str,
-    turned: Turned = (None, False),
+    turning: Turning | None = None,
     layouts: tuple[Layout, ...] = ("views",),
 ) -> Any:
     decoded = Plan.decode(plan)
@@ -114,8 +110,7 @@ def a_layer(
         signature=(plan,),
         bounds=decoded.bounds,
         kernel_for=decoded.kernel_for,
-        rotary_dtype=turned[0],
-        is_interleaved=turned[1],
+        turning=turning,
         layouts=layouts,
     )
 
@@ -128,9 +123,7 @@ def test_equal_layers_warm_up_once(
 ) -> None:
     engine = WarmUp(an_engine())
     engine.run(a_layer(WINDOWS))
-    assert runs == [
-        (1, length, "views", (None, False)) for length in warmup.lengths((128,))
-    ]
+    assert runs == [(1, length, "views", None) for length in warmup.lengths((128,))]
     engine.run(a_layer(WINDOWS))
     assert len(runs) == len(warmup.lengths((128,)))
     engine.run(a_layer("*:cudnn"))
@@ -141,8 +134,13 @@ def test_layers_that_turn_q_are_not_equal_to_those_that_do_not(
     runs: list[Run],
 ) -> None:
     engine = WarmUp(an_engine())
-    kinds = [(dtype, False) for dtype in (torch.float32, torch.bfloat16, None)]
-    kinds.append((torch.float32, True))
+    kinds = [
+        None,
+        Turning(torch.float32, 80),
+        Turning(torch.bfloat16, 80),
+        Turning(torch.float32, 78),
+        Turning(torch.float32, 80, interleaved=True),
+    ]
     for kind in kinds:
         engine.run(a_layer(WINDOWS, kind))
     for kind in kinds:
@@ -189,8 +187,7 @@ def test_one_token_is_real_whatever_is_declared(
         num_kv_heads=2,
         head_size=16,
         dtype=torch.float16,
-        rotary_dtype=None,
-        is_interleaved=False,
+        turning=None,
         attend=batches.append,
     )
     monkeypatch.setattr(warmup, "_DEVICE", "cpu")
@@ -263,20 +260,20 @@ def test_the_kernel_for_many_sequences_warms_up() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [72, 80])
 @pytest.mark.parametrize(
-    ("rotary_dtype", "interleaved"),
-    [(torch.bfloat16, False), (torch.float32, True), (None, False)],
-    ids=["halves", "interleaved", "none"],
+    "turned",
+    [None, (torch.bfloat16, False), (torch.float32, True)],
+    ids=["none", "halves", "interleaved"],
 )
 def test_no_call_compiles_after_it(
     monkeypatch: pytest.MonkeyPatch,
     head_dim: int,
-    rotary_dtype: torch.dtype | None,
-    interleaved: bool,
+    turned: tuple[torch.dtype, bool] | None,
 ) -> None:
     from vllm_flashinfer_vit.choices.lookup import plan_of
     from vllm_flashinfer_vit.engine.selection import served
     from vllm_flashinfer_vit.ops.attention import attention
 
+    turning = None if turned is None else Turning(turned[0], head_dim, turned[1])
     choices = served(head_dim, torch.bfloat16, Settings())
     assert choices is not None
     plan = plan_of(choices)
@@ -288,8 +285,7 @@ def test_no_call_compiles_after_it(
         signature=(plan.text,),
         bounds=plan.bounds,
         kernel_for=plan.kernel_for,
-        rotary_dtype=rotary_dtype,
-        is_interleaved=interleaved,
+        turning=turning,
         layouts=("views",),
         num_heads=16,
         num_kv_heads=16,
@@ -305,11 +301,12 @@ def test_no_call_compiles_after_it(
         qkv = torch.randn(tokens, 48, head_dim, dtype=torch.bfloat16, device="cuda")
         q, k, v = qkv.split(16, dim=1)
         cos = sin = None
-        if rotary_dtype is not None:
+        if turning is not None:
             cos = sin = torch.randn(tokens, head_dim // 2, device="cuda")
-            cos = sin = cos.to(rotary_dtype)
+            cos = sin = cos.to(turning.dtype)
         cu = torch.arange(0, tokens + 1, length, dtype=torch.int32, device="cuda")
         longest = torch.tensor(length)
+        interleaved = turning is not None and turning.interleaved
         attend(Batch(q, k, v, cos, sin, cu, longest, interleaved=interleaved))
     torch.cuda.synchronize()
     assert warmup.counters() == before
@@ -320,21 +317,22 @@ def test_no_call_compiles_after_it(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 8,
     reason="cuDNN attention needs capability 8.0",
 )
-@pytest.mark.parametrize("rotary_dtype", [None, torch.float32], ids=["own", "program"])
+@pytest.mark.parametrize(
+    "turning", [None, Turning(torch.float32, 72)], ids=["own", "program"]
+)
 def test_no_call_builds_a_plan_after_it(
-    monkeypatch: pytest.MonkeyPatch, rotary_dtype: torch.dtype | None
+    monkeypatch: pytest.MonkeyPatch, turning: Turning | None
 ) -> None:
     """Of layers that turn q and k themselves, or have a program do it."""
     from vllm_flashinfer_vit.ops.attention import attention
 
     heads, head_dim, plan = 4, 72, Plan.of("cudnn")
-    layouts: tuple[Layout, ...] = ("views",) if rotary_dtype else LAYOUTS
+    layouts: tuple[Layout, ...] = ("views",) if turning else LAYOUTS
     layer: Any = SimpleNamespace(
         signature=(plan.text,),
         bounds=plan.bounds,
         kernel_for=plan.kernel_for,
-        rotary_dtype=rotary_dtype,
-        is_interleaved=False,
+        turning=turning,
         layouts=layouts,
         num_heads=heads,
         num_kv_heads=heads,
@@ -350,8 +348,8 @@ def test_no_call_builds_a_plan_after_it(
         tokens = sum(lengths)
         q, k, v = torch.randn(tokens, 3 * heads, head_dim, **on).split(heads, dim=1)
         cos = sin = None
-        if rotary_dtype is not None:
-            on["dtype"] = rotary_dtype
+        if turning is not None:
+            on["dtype"] = turning.dtype
             cos = sin = torch.randn(tokens, head_dim // 2, **on)
         cu = torch.tensor((0, *lengths), device="cuda").cumsum(0).int()
         for layout in layouts:

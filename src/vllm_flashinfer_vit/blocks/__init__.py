@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks of vision towers as programs: what a block is, its steps, their launches.
 
-Nothing here knows a model or whether FLASHINFER was asked for: `models` says what
-blocks are, `engine` gives them programs. It imports ops and kernels.
+No model is known here, nor whether FLASHINFER was asked for: `models` says what blocks
+are, `engine` gives them programs. It imports choices, ops, settings and kernels.
 """

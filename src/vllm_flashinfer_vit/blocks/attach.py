@@ -119,11 +119,17 @@ def program_of(block: torch.nn.Module) -> BlockProgram | None:
 
 def _unfit(spec: BlockSpec, block: torch.nn.Module) -> str | None:
     from vllm import envs
+    from vllm.compilation.decorators import should_torch_compile_mm_encoder
+    from vllm.config import get_current_vllm_config
 
     if envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT is set"
     if not getattr(block, "do_not_compile", True):
         return "they are compiled (compile_mm_encoder)"
+    if spec.is_compiled_whole and should_torch_compile_mm_encoder(
+        get_current_vllm_config()
+    ):
+        return "their tower is compiled (compile_mm_encoder)"
     layers = (spec.qkv, spec.proj, spec.first, spec.act, spec.second)
     try:
         attention = block.get_submodule(spec.attention.rpartition(".")[0])
@@ -133,11 +139,11 @@ def _unfit(spec: BlockSpec, block: torch.nn.Module) -> str | None:
         return str(error)
     if spec.qk_norms is None and getattr(attention, "q_norm", None) is not None:
         return "they normalise q and k"
-    # Ovis2.5's tower hands tables over all the same.
+    # Its tower hands tables over all the same.
     if spec.rotary is not None and not getattr(attention, "use_rope", True):
         return "they do not turn q and k"
     for path in (spec.norm1, spec.norm2):
         module = block.get_submodule(path)
-        if not norms.is_known(module):
+        if not norms.is_known(module, spec.own_norm):
             return f"{path} is a {type(module).__name__} that is unknown here"
     return None

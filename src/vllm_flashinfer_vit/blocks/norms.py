@@ -32,11 +32,6 @@ class SumNorm(Protocol):
         """
 
 
-# RMSNorms of single models, in fp32 and rounded once, with `eps` and a weight.
-_OWN_RMS_NORMS = frozenset(
-    {("vllm.models.deepseek_v4.common.vision", "DeepseekV4RMSNorm")}
-)
-
 # One or two, of T rows of C values each.
 Branches = tuple[torch.Tensor, ...]
 # `[C]` each: what branches are multiplied by before they are added.
@@ -81,13 +76,18 @@ def scaling_of(
     return tuple(found) if all(name in has for has, name in found) else ()
 
 
-def is_known(module: Any) -> bool:
-    """Whether a module is a LayerNorm or an RMSNorm with all its parameters."""
+def is_known(module: Any, own: str | None = None) -> bool:
+    """Whether a module is a LayerNorm or an RMSNorm with all its parameters.
+
+    Args:
+        module: The module.
+        own: As `own_norm` of `BlockSpec`.
+    """
     if _is_layer_norm(module):
         return module.weight is not None and module.bias is not None
     if type(module) is torch.nn.RMSNorm:
         return module.weight is not None and len(module.normalized_shape) == 1
-    if (type(module).__module__, type(module).__qualname__) in _OWN_RMS_NORMS:
+    if f"{type(module).__module__}:{type(module).__qualname__}" == own:
         return True
     from vllm.model_executor.layers.layernorm import RMSNorm
 

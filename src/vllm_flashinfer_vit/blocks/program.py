@@ -28,7 +28,7 @@ from vllm_flashinfer_vit.blocks.norms import Norm
 from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled, TowerProgram, Widths
-from vllm_flashinfer_vit.ops.batch import Batch, Layout
+from vllm_flashinfer_vit.ops.batch import Batch, Layout, Turning
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -58,8 +58,7 @@ class Attention(Protocol):
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
-    rotary_dtype: torch.dtype | None
-    is_interleaved: bool
+    turning: Turning | None
     layouts: tuple[Layout, ...]
     is_watched: bool
 
@@ -106,9 +105,8 @@ class BlockProgram:
         self._is_ready = False
         self._tower.blocks[self._index] = self
         self._attention: Attention = self._part(spec.attention)
-        self._attention.rotary_dtype = self._rotary_dtype()
+        self._attention.turning = self._turning()
         self._is_interleaved = spec.rotary is not None and spec.rotary.is_interleaved
-        self._attention.is_interleaved = self._is_interleaved
         # Adapters are added to what a layer itself returns, in the checkpoint's size.
         self._gets_adapters = gets_adapters()
         first, second = self._part(spec.first), self._part(spec.second)
@@ -133,13 +131,17 @@ class BlockProgram:
         except AttributeError:
             return []
 
-    def _rotary_dtype(self) -> torch.dtype | None:
-        """Return the dtype of cosines and sines that attention gets, None for none."""
-        rotary = self.spec.rotary
+    def _turning(self) -> Turning | None:
+        """Return what attention gets with q and k, None where it gets no tables."""
+        rotary, attention = self.spec.rotary, self._attention
         if rotary is None or self._qk_norms():
             return None
         is_exact = rotary.form not in ("tables", "doubled")
-        return torch.float32 if is_exact else self._attention.dtype
+        dtype = torch.float32 if is_exact else attention.dtype
+        dim = attention.head_size
+        if rotary.dim:
+            dim = operator.attrgetter(rotary.dim)(self._block)
+        return Turning(dtype, dim, rotary.is_interleaved)
 
     def build(self) -> None:
         """Resolve the steps. The weights are loaded; later loads need no other call."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-# What the program does beside vLLM's own steps, by the names that settings leave it
-# out by; the same for every tower.
+# What is done beside vLLM's own steps, by the names that settings leave it out by: by
+# the program, the same for every tower, but for `gemma4_blocks`, which `models` does.
 OPTIMISATIONS: Mapping[str, str] = MappingProxyType(
     {
         "add_norm": "residual sums and the norm after them are one kernel",
@@ -38,6 +38,7 @@ class Rotary:
             by what its module keeps: of the block, the stream, whose values do not
             matter, and the parameters' values, by which sizes are told. All blocks of
             a tower make the same. None where `forward` is given it.
+        dim: Path of how many values of a head turn, as a block knows it; empty for all.
     """
 
     form: Literal[
@@ -45,6 +46,7 @@ class Rotary:
     ]
     parameters: tuple[str, ...]
     own: Callable[[Any, Any, tuple[Any, ...]], Any] | None = None
+    dim: str = ""
 
     @property
     def is_interleaved(self) -> bool:
@@ -70,6 +72,9 @@ class BlockSpec:
         second: Its second linear layer.
         norm1: The norm in front of attention, a LayerNorm or an RMSNorm.
         norm2: The norm in front of the MLP.
+        own_norm: `module:Class` of an RMSNorm that is the model's own, in fp32 and
+            rounded once, with a weight and `eps`; None where norms are PyTorch's or
+            vLLM's.
         qkv: The projection to q, k and v, in this order.
         attention: The attention layer.
         proj: The projection of what attention returns.
@@ -88,6 +93,8 @@ class BlockSpec:
             them. None where it takes no mask.
         returned_with: What comes after the stream in the tuple that `forward` returns;
             None where it returns the stream itself.
+        is_compiled_whole: Whether vLLM compiles a tower of such blocks as one, not
+            block by block, where it compiles encoders.
     """
 
     first: str
@@ -95,6 +102,7 @@ class BlockSpec:
     second: str
     norm1: str = "norm1"
     norm2: str = "norm2"
+    own_norm: str | None = None
     qkv: str = "attn.qkv"
     attention: str = "attn.attn"
     proj: str = "attn.proj"
@@ -105,6 +113,7 @@ class BlockSpec:
     is_packed: bool = True
     key_mask: str | None = None
     returned_with: tuple[None, ...] | None = None
+    is_compiled_whole: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no kernel does."""

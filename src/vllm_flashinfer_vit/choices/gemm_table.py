@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from vllm_flashinfer_vit.kernels.gemms import GEMMS, SCALES
-from vllm_flashinfer_vit.machine.documents import one_of
+from vllm_flashinfer_vit.machine.json_files import one_of
 
 
 class GemmLayer(NamedTuple):

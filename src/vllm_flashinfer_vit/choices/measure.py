@@ -18,7 +18,7 @@ from vllm_flashinfer_vit.choices.table import Measurement
 from vllm_flashinfer_vit.choices.usable import kernel_verdict
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, Kernel
-from vllm_flashinfer_vit.kernels.formats import DynamicScales, dtype_name
+from vllm_flashinfer_vit.kernels.formats import DeviceScales, dtype_name
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.ops.batch import Batch
@@ -221,7 +221,7 @@ def own_scales(kernel: Kernel, device: torch.device) -> "Fp8":
 
     if kernel.takes_block_scales:
         return Fp8("block")
-    return Fp8("dynamic", state=DynamicScales.on(device))
+    return Fp8("dynamic", state=DeviceScales.on(device))
 
 
 def _in_fp32(batch: Batch) -> torch.Tensor:

@@ -26,7 +26,7 @@ from vllm_flashinfer_vit.choices.gemm_table import (
 )
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine import files
-from vllm_flashinfer_vit.machine.documents import one_of, read_json, validated
+from vllm_flashinfer_vit.machine.json_files import one_of, read_json, validated
 from vllm_flashinfer_vit.ops.plan import Class
 
 # 2: without the version of QuACK. 3: without GEMMs.

@@ -7,7 +7,7 @@ import torch
 
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
-from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, DynamicScales
+from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, DeviceScales
 from vllm_flashinfer_vit.ops.attention import Fp8, attention, fp8_attention
 from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
@@ -82,7 +82,7 @@ def attempt(
             out = fp8_attention(batch, scale, plan, Fp8("block"))
         elif record.is_fp8:
             given = qkv.abs().amax((0, 2, 3)) / E4M3_MAX
-            state = DynamicScales.on(device)._replace(scales=given)
+            state = DeviceScales.on(device)._replace(scales=given)
             out = fp8_attention(batch, scale, plan, Fp8("static", state=state))
         else:
             out = attention(batch, scale, plan)

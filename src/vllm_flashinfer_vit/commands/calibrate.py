@@ -43,7 +43,7 @@ from vllm_flashinfer_vit.commands.quiet import quiet_vllm
 from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
-from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, DynamicScales
+from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, DeviceScales
 from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
@@ -133,7 +133,9 @@ def run(options: Options, console: Console | None = None) -> Report:
         ScaleError: The file to merge cannot be used.
     """
     if not (math.isfinite(options.margin) and options.margin > 0):
-        raise JobError(f"margin is {options.margin}; it must be positive and finite")
+        raise JobError(
+            f"--margin is {options.margin}: use a finite number above 0, such as 1.5"
+        )
     figure = None if options.plot is None else import_figure(options.plot)
     job = prepare(options)
     files.check(options.output, keep=job.reads)
@@ -355,7 +357,7 @@ class _Check:
         sums = []
         for x, limit in zip(_rotated(batch), scales * E4M3_MAX, strict=True):
             sums += [(x.abs() > limit).sum(), torch.tensor(x.numel())]
-        state = DynamicScales.on(scales.device)._replace(scales=scales)
+        state = DeviceScales.on(scales.device)._replace(scales=scales)
         fp8 = Fp8("static", state=state)
         fp8_out = fp8_attention(batch, layer.scale, self._plan, fp8)
         for x in (fp8_out.double() - out.double(), out.double()):

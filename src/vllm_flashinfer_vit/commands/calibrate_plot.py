@@ -26,7 +26,8 @@ def import_figure(path: Path) -> Any:
     except ModuleNotFoundError as error:
         raise JobError(
             f"a plot needs matplotlib, which is not installed ({error}); "
-            'pip install "matplotlib>=3.8", or leave --plot out'
+            'pip install "matplotlib>=3.8", as the extra `plot` does, or leave --plot '
+            "out"
         ) from error
     return Figure
 

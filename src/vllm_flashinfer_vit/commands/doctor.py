@@ -16,12 +16,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
 from vllm_flashinfer_vit.choices.usable import kernel_verdict
-from vllm_flashinfer_vit.commands.doctor_choices import (
-    HEAD_DIMS,
-    examine_choices,
-    gemm_rows,
-)
-from vllm_flashinfer_vit.kernels.catalog import KERNELS
+from vllm_flashinfer_vit.commands.doctor_choices import examine_choices, gemm_rows
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS
 from vllm_flashinfer_vit.machine.child import run_isolated
 from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Problem, Stack
@@ -370,5 +366,5 @@ def _kernel_rows(stack: Stack) -> list[dict[str, Any]]:
         }
         for kernel in KERNELS
         for dtype in DTYPES
-        for head_dim in HEAD_DIMS
+        for head_dim in sorted(HEAD_DIMS)
     ]

@@ -10,13 +10,10 @@ from vllm_flashinfer_vit.choices.gemms import measured_gemms
 from vllm_flashinfer_vit.choices.lookup import is_measured, other_versions
 from vllm_flashinfer_vit.choices.table import TableError, file_name, key
 from vllm_flashinfer_vit.choices.usable import serves_fp8, usable_choices
-from vllm_flashinfer_vit.kernels import catalog
-from vllm_flashinfer_vit.kernels.catalog import KERNELS
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS
 from vllm_flashinfer_vit.machine.stack import Problem, Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE, HALF_DTYPES
 from vllm_flashinfer_vit.settings import ENV_TUNED_DIR, Settings
-
-HEAD_DIMS = tuple(sorted(catalog.HEAD_DIMS))
 
 
 def examine_choices(
@@ -80,7 +77,7 @@ def _choices(
     refusals: dict[str, str] = {}
     unserved: dict[str, list[tuple[int, str]]] = {}
     for dtype in HALF_DTYPES:
-        for head_dim in HEAD_DIMS:
+        for head_dim in sorted(HEAD_DIMS):
             try:
                 usable, refused = usable_choices(
                     stack,
@@ -124,7 +121,7 @@ def _fp8_choices(
         forced = None
     rows: list[dict[str, Any]] = []
     refusals: dict[str, str] = {}
-    for head_dim in HEAD_DIMS:
+    for head_dim in sorted(HEAD_DIMS):
         try:
             usable, refused = usable_choices(
                 stack,
@@ -168,7 +165,7 @@ def _version_notes(stack: Stack, settings: Settings | None) -> list[str]:
     served_by: dict[str | None, list[str]] = {}
     try:
         for dtype in (*HALF_DTYPES, FP8_DTYPE):
-            for head_dim in HEAD_DIMS:
+            for head_dim in sorted(HEAD_DIMS):
                 text = other_versions(stack, dtype, head_dim, settings.tuned_dir)
                 served_by.setdefault(text, []).append(key(dtype, head_dim))
     except TableError:

@@ -14,8 +14,7 @@ from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.choices.gemms import in_words
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.commands.doctor import Report
-from vllm_flashinfer_vit.commands.doctor_choices import HEAD_DIMS
-from vllm_flashinfer_vit.kernels.catalog import KERNELS
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS
 from vllm_flashinfer_vit.machine.stack import Gpu, Problem, Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 from vllm_flashinfer_vit.machine.versions import format_cudnn

@@ -243,11 +243,18 @@ def run(options: Options, console: Console | None = None) -> Report:
 
 def _check_fp8(options: Options, backends: Sequence[str]) -> None:
     if options.attn_dtype not in (None, "fp8"):
-        raise JobError(f"attn_dtype {options.attn_dtype!r} is unknown; use fp8")
+        raise JobError(
+            f"--attn-dtype is {options.attn_dtype!r}: use fp8, or leave it out"
+        )
     if options.attn_dtype is not None and _FP8_BACKEND not in backends:
-        raise JobError(f"attn_dtype {options.attn_dtype} needs backend {_FP8_BACKEND}")
+        raise JobError(
+            f"--attn-dtype {options.attn_dtype} needs --backend {_FP8_BACKEND}: add "
+            "it, or leave both out"
+        )
     if options.fp8_scale_path is not None and options.attn_dtype is None:
-        raise JobError("fp8_scale_path needs attn_dtype fp8; set it, or leave both out")
+        raise JobError(
+            "--fp8-scale-path needs --attn-dtype fp8: add it, or leave both out"
+        )
     if options.fp8_scale_path is not None:
         # The tower of FLASHINFER reads it too, after the references' was built.
         scale_files.read(options.fp8_scale_path)

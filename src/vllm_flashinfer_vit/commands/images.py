@@ -176,8 +176,8 @@ def image_processor(spec: Spec, max_pixels: int | None) -> Any:
     token_pixels = (spec.patch_size * spec.merge_size) ** 2
     if max_pixels is not None and max_pixels < token_pixels:
         raise JobError(
-            f"max_pixels is {max_pixels}; one token of this model takes "
-            f"{token_pixels} pixels"
+            f"--max-pixels is {max_pixels}: one token of this model takes "
+            f"{token_pixels}; use {token_pixels} or more"
         )
     folder = Path(spec.model)
     if folder.is_dir():

@@ -289,7 +289,7 @@ def _resolve_tower(
                 "sets another limit."
             )
     if max_pixels is not None and max_pixels < 1:
-        raise JobError(f"max_pixels is {max_pixels}; it must be positive")
+        raise JobError(f"--max-pixels is {max_pixels}: use 1 or more")
     spec = resolve(options.model, random_weights=options.random_weights, depth=depth)
     return spec, max_pixels, notes
 

@@ -2,7 +2,7 @@
 """How much static FP8 scales cut off, read from the device without waiting for it.
 
 Quantisers count blocks of 128 rows on the device, in replays of graphs and in compiled
-code, too; see `DynamicScales.clip_counts`. Block scales and dynamic ones come from the
+code, too; see `DeviceScales.clip_counts`. Block scales and dynamic ones come from the
 values that they scale, and cut nothing off.
 """
 

@@ -20,17 +20,17 @@ from vllm_flashinfer_vit.blocks.attach import attach, mark_served, spec_of
 from vllm_flashinfer_vit.blocks.program import BlockProgram
 from vllm_flashinfer_vit.choices.lookup import Choice, plan_of
 from vllm_flashinfer_vit.choices.usable import NotServedError
-from vllm_flashinfer_vit.engine.activation import Activation
 from vllm_flashinfer_vit.engine.advice import graphs_off, ignored
 from vllm_flashinfer_vit.engine.counting import Counting, count_stock_layer
 from vllm_flashinfer_vit.engine.element_offsets import token_offsets
+from vllm_flashinfer_vit.engine.hooks import Hooks
 from vllm_flashinfer_vit.engine.selection import flashinfer_requested, served
 from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.fp8 import policy as fp8
 from vllm_flashinfer_vit.fp8.state import EngineScales, ScaleState
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.ops import attention as ops
-from vllm_flashinfer_vit.ops.batch import LAYOUTS, Batch, Layout
+from vllm_flashinfer_vit.ops.batch import LAYOUTS, Batch, Layout, Turning
 from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -49,18 +49,16 @@ class FlashInferViTAttention(MMEncoderAttention):
     that other backends run exactly what they run without this package.
 
     Attributes:
-        activation: What every layer calls while it is built.
+        hooks: What every layer calls while it is built.
         counts: Counts passes through its tower.
         program: What runs the block that the layer is a part of, if anything does.
-        rotary_dtype: Of the cos and sin that unturned q and k arrive with, else None.
-        is_interleaved: Which of their columns turn together; see `Batch`.
+        turning: What unturned q and k arrive with; None where models turn them.
         layouts: How q, k and v may arrive.
     """
 
-    activation: ClassVar[Activation] = Activation()
+    hooks: ClassVar[Hooks] = Hooks()
     program: BlockProgram | None = None
-    rotary_dtype: torch.dtype | None = None
-    is_interleaved: bool = False
+    turning: Turning | None = None
     layouts: tuple[Layout, ...] = LAYOUTS
     _watch: Watch | None = None
 
@@ -111,12 +109,12 @@ class FlashInferViTAttention(MMEncoderAttention):
 
     def _patch(self) -> None:
         """Patch vLLM for layers like this one, and mark the engine as patched."""
-        names = self.activation.model_patches(self._settings)
+        names = self.hooks.model_patches(self._settings)
         policy = self._fp8_policy
         method = f" {policy.method} {policy.save}" if policy else ""
         _name_in_compile_cache(names, self._plan.text + method)
         if policy is not None and policy.observes:
-            self.activation.fp8_patches(self._settings)
+            self.hooks.fp8_patches(self._settings)
 
     def _say(self, choices: tuple[Choice, ...]) -> None:
         for choice in choices:
@@ -404,7 +402,7 @@ def _choose(
         return None, None
     dtype = torch.get_default_dtype()
     try:
-        if refusal := FlashInferViTAttention.activation.refusal:
+        if refusal := FlashInferViTAttention.hooks.refusal:
             raise NotServedError(refusal)
         policy = fp8.policy_for(layer_name, head_size, dtype, settings)
         choices = policy.choices if policy else served(head_size, dtype, settings)
@@ -423,7 +421,7 @@ def _choose(
 def _prepare_stock(settings: Settings) -> None:
     """Do what an engine needs whose encoders run on vLLM's own layer."""
     if settings.fix_graph_padding:
-        FlashInferViTAttention.activation.graph_patches()
+        FlashInferViTAttention.hooks.graph_patches()
     if flashinfer_requested():
         count_stock_layer()
     # On other platforms, vLLM has FP8 encoder attention of its own.

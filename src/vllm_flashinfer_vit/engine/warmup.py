@@ -17,7 +17,7 @@ import torch
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine.per_engine import PerEngine
-from vllm_flashinfer_vit.ops.batch import Batch, Layout
+from vllm_flashinfer_vit.ops.batch import Batch, Layout, Turning
 
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
@@ -46,10 +46,7 @@ class Layer(Protocol):
     def bounds(self) -> tuple[int, ...]: ...
 
     @property
-    def rotary_dtype(self) -> torch.dtype | None: ...
-
-    @property
-    def is_interleaved(self) -> bool: ...
+    def turning(self) -> Turning | None: ...
 
     @property
     def layouts(self) -> tuple[Layout, ...]: ...
@@ -174,8 +171,7 @@ class WarmUp(PerEngine):
         Args:
             layer: Its weights are loaded; the GPU is the current one.
         """
-        turned = layer.rotary_dtype, layer.is_interleaved
-        key = (*layer.signature, *turned, layer.layouts)
+        key = (*layer.signature, layer.turning, layer.layouts)
         if not self.is_wanted or key in self._done:
             return
         self._done.add(key)
@@ -254,12 +250,13 @@ def _run(layer: Layer, num_seqs: int, length: int, layout: Layout) -> None:
     if layout == "packed":
         v = v.contiguous()
     cos = sin = None
-    if layer.rotary_dtype is not None:
-        on["dtype"] = layer.rotary_dtype
-        cos = sin = torch.ones(length, head_dim // 2, **on)
+    interleaved = False
+    if layer.turning is not None:
+        on["dtype"], dim, interleaved = layer.turning
+        cos = sin = torch.ones(length, dim // 2, **on)
     # One token: what is compiled and built depends on what is declared alone.
     cu_seqlens = torch.ones(num_seqs + 1, dtype=torch.int32, device=_DEVICE)
     cu_seqlens[0] = 0
     max_seqlen = torch.tensor(length, dtype=torch.int32)
     batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen)
-    layer.attend(batch._replace(interleaved=layer.is_interleaved))
+    layer.attend(batch._replace(interleaved=interleaved))

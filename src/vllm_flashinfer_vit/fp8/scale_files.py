@@ -25,7 +25,7 @@ from pydantic import (
 
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, FP32_TINY
 from vllm_flashinfer_vit.machine import files
-from vllm_flashinfer_vit.machine.documents import read_json, validated
+from vllm_flashinfer_vit.machine.json_files import read_json, validated
 
 _Schema = Literal["vllm-flashinfer-vit/fp8-scales/1"]
 SCHEMA: _Schema = "vllm-flashinfer-vit/fp8-scales/1"

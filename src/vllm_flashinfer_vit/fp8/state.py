@@ -19,7 +19,7 @@ from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.policy import Policy, names
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
-from vllm_flashinfer_vit.kernels.formats import HISTORY, DynamicScales
+from vllm_flashinfer_vit.kernels.formats import HISTORY, DeviceScales
 from vllm_flashinfer_vit.machine.files import FileError
 from vllm_flashinfer_vit.machine.per_engine import PerEngine
 from vllm_flashinfer_vit.machine.versions import vllm_version
@@ -31,7 +31,7 @@ logger = init_logger("vllm.plugins.flashinfer_vit")
 class ScaleState(nn.Module):
     """One layer's scales on the device, so that a captured graph moves them on.
 
-    Its tensors are those of `formats.DynamicScales`; static scales are `scales`.
+    Its tensors are those of `formats.DeviceScales`; static scales are `scales`.
 
     Attributes:
         is_static: Whether the scales are a file's, and may cut values off.
@@ -57,20 +57,15 @@ class ScaleState(nn.Module):
         self.is_static = given is not None
         self._first = QKV(1.0, 1.0, 1.0) if given is None else given
         # Not persistent: no checkpoint has them, and dummy weights overwrite the rest.
-        for name, value in (
-            ("amax", torch.zeros(3, dtype=torch.float32)),
-            ("history", torch.zeros(HISTORY, 3, dtype=torch.float32)),
-            ("position", torch.zeros(1, dtype=torch.int32)),
-            ("scales", torch.ones(3, dtype=torch.float32)),
-            ("clip_counts", torch.zeros(2, 3, dtype=torch.int64)),
-        ):
+        fresh = DeviceScales.on(torch.get_default_device())
+        for name, value in fresh._asdict().items():
             self.register_buffer(name, value, persistent=False)
         self.reset()
 
     @property
-    def scales_on_device(self) -> DynamicScales:
+    def scales_on_device(self) -> DeviceScales:
         """The same tensors as the op takes them."""
-        return DynamicScales(
+        return DeviceScales(
             self.amax, self.history, self.position, self.scales, self.clip_counts
         )
 

@@ -28,13 +28,14 @@ class ExactManager(PaddedManager):
     model: ExactModel
     token_budgets: list[int]
 
-    def adopt_exact(self, layout: Layout) -> None:
+    def adopt_exact(self, layout: Layout, strict: bool) -> None:
         """Take over a manager that vLLM has just built.
 
         Args:
             layout: What the buffers of its model are.
+            strict: As in `Settings`.
         """
-        self.adopt()
+        self.adopt(strict)
         if layout.is_packed:
             # In place of vLLM's own for Qwen2.5-VL and Kimi, too, which look at no
             # size.

@@ -7,17 +7,18 @@ from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 from vllm_flashinfer_vit.graphs.exact import ExactManager
 from vllm_flashinfer_vit.graphs.layouts import LAYOUT, Layout
 from vllm_flashinfer_vit.graphs.padded import PaddedManager
-from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
+from vllm_flashinfer_vit.settings import ENV_STRICT
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
 
-def adopt(manager: EncoderCudaGraphManager, flashinfer: bool) -> None:
+def adopt(manager: EncoderCudaGraphManager, flashinfer: bool, strict: bool) -> None:
     """Turn a manager that vLLM has just built into one of this package's.
 
     Args:
         manager: Nothing is captured yet.
         flashinfer: Whether the engine asks for FLASHINFER.
+        strict: As in `Settings`.
 
     Raises:
         TypeError: In strict mode: it is of a class that derives from vLLM's, and stays
@@ -29,7 +30,7 @@ def adopt(manager: EncoderCudaGraphManager, flashinfer: bool) -> None:
             f"{found.__module__}.{found.__qualname__} manages the encoder CUDA graphs, "
             "in place of vLLM's own class: vllm-flashinfer-vit leaves them as they are"
         )
-        if Settings.from_env().strict:
+        if strict:
             raise TypeError(f"{text}; use vLLM's own class, or unset {ENV_STRICT}")
         logger.warning("%s. Budgets and the padding of batches are that class's.", text)
         return
@@ -37,7 +38,7 @@ def adopt(manager: EncoderCudaGraphManager, flashinfer: bool) -> None:
     # Runners name vLLM's class, and import it before anything could take its place.
     if flashinfer and layout is not None and layout.fits(manager.config):
         manager.__class__ = ExactManager
-        manager.adopt_exact(layout)
+        manager.adopt_exact(layout, strict)
     else:
         manager.__class__ = PaddedManager
-        manager.adopt()
+        manager.adopt(strict)

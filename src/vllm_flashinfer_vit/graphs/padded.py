@@ -23,7 +23,7 @@ from vllm_flashinfer_vit.graphs.sizes import (
     fill,
     fill_by,
 )
-from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
+from vllm_flashinfer_vit.settings import ENV_STRICT
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -42,13 +42,20 @@ class PaddedManager(EncoderCudaGraphManager):
 
     Attributes:
         counting: The engine's counters.
+        strict: Whether a batch that no graph holds is an error.
     """
 
     counting: Counting
+    strict: bool
 
-    def adopt(self) -> None:
-        """Take over a manager that vLLM has just built."""
+    def adopt(self, strict: bool) -> None:
+        """Take over a manager that vLLM has just built.
+
+        Args:
+            strict: As in `Settings`.
+        """
         self.counting = Counting.of(self.vllm_config)
+        self.strict = strict
         # What the graphs hold that vLLM captures by its method, by what it names them.
         self._captured: dict[tuple[Any, ...], dict[Key, int]] = {}
         logics = self.config.padding_logics
@@ -148,7 +155,7 @@ class PaddedManager(EncoderCudaGraphManager):
         self, mm_kwargs: dict[str, Any], path: str, error: ReplayError
     ) -> torch.Tensor:
         """Serve a batch that no graph holds, such as a long video of small frames."""
-        if Settings.from_env().strict:
+        if self.strict:
             raise type(error)(f"{error}, or unset {ENV_STRICT}") from None
         kind = error.kind
         # No sizes, which would make it another line for each of them.

@@ -30,12 +30,7 @@ from vllm_flashinfer_vit.kernels._quantize import (
     turn_pairs,
 )
 from vllm_flashinfer_vit.kernels._triton import last_row
-from vllm_flashinfer_vit.kernels.formats import (
-    BLOCK,
-    E4M3_MAX,
-    HISTORY,
-    DynamicScales,
-)
+from vllm_flashinfer_vit.kernels.formats import BLOCK, E4M3_MAX, HISTORY, DeviceScales
 
 _NUM_WARPS = 8
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
@@ -133,7 +128,6 @@ def _raise(amax_ptr, amax):
 
 
 @triton.jit(
-    do_not_specialize=["margin"],
     do_not_specialize_on_alignment=[
         "amax_ptr",
         "history_ptr",
@@ -146,7 +140,6 @@ def _update_kernel(
     history_ptr,
     position_ptr,
     scales_ptr,
-    margin,
     HISTORY: tl.constexpr,
 ):
     """Move amax into the history and derive the scales. Grid: (1,)"""
@@ -159,10 +152,13 @@ def _update_kernel(
     past = tl.load(past_ptr, mask=mask[None, :], other=0.0)
     past = tl.where((offs_p == position)[:, None], amax[None, :], past)
     tl.store(past_ptr, past, mask=mask[None, :])
-    scales = block_scale(tl.max(past, axis=0) * margin, _E4M3_MAX)
+    scales = block_scale(tl.max(past, axis=0), _E4M3_MAX)
     tl.store(scales_ptr + offs_i, scales, mask=mask)
     tl.store(amax_ptr + offs_i, tl.zeros([4], tl.float32), mask=mask)
     tl.store(position_ptr, (position + 1) % HISTORY)
+
+
+_UPDATE = Launch(_update_kernel, 1, HISTORY=HISTORY, num_warps=1)
 
 
 def absmax(
@@ -205,21 +201,17 @@ def absmax(
         )
 
 
-def update(state: DynamicScales, margin: float = 1.0) -> None:
+def update(state: DeviceScales) -> None:
     """End a pass: move `state.amax` into the history, and derive the scales.
 
-    A scale is the largest value of the last 16 passes, this one included, times the
-    margin, over 448; 1 while all were 0.
+    A scale is the largest value of the last 16 passes, this one included, over 448; 1
+    while all were 0.
 
     Args:
         state: Changed in place.
-        margin: Above 0; more than 1 leaves room for values that no pass has seen.
-
-    Raises:
-        ValueError: The margin is not above 0.
     """
     tensors = state.amax, state.history, state.position, state.scales
-    _plan_update(margin)(*tensors)
+    _UPDATE(*tensors)
 
 
 @cached_by_layout
@@ -249,10 +241,3 @@ def _plan(
         maxnreg=128 if q.shape[2] <= 96 else None,
         **constants,
     )
-
-
-@cached_by_layout
-def _plan_update(margin: float) -> Launch:
-    if not margin > 0:
-        raise ValueError(f"the margin must be above 0, got {margin}")
-    return Launch(_update_kernel, 1, float(margin), HISTORY=HISTORY, num_warps=1)

@@ -3,7 +3,7 @@
 
 import torch
 
-from vllm_flashinfer_vit.kernels.formats import HISTORY, DynamicScales
+from vllm_flashinfer_vit.kernels.formats import HISTORY, DeviceScales
 from vllm_flashinfer_vit.kernels.quantize_ref import finite_absmax, scale_of
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
@@ -37,14 +37,13 @@ def absmax_ref(
     amax.copy_(torch.maximum(amax, torch.cat(seen)))
 
 
-def update_ref(state: DynamicScales, margin: float = 1.0) -> None:
+def update_ref(state: DeviceScales) -> None:
     """End a pass: move `state.amax` into the history, and derive the scales.
 
     Args:
         state: Changed in place.
-        margin: Factor on the scales.
     """
     state.history[int(state.position)] = state.amax
-    state.scales.copy_(scale_of(state.history.amax(dim=0) * margin))
+    state.scales.copy_(scale_of(state.history.amax(dim=0)))
     state.amax.zero_()
     state.position.copy_((state.position + 1) % HISTORY)

@@ -110,8 +110,9 @@ def _load(name: str) -> Callable[..., Any]:
     return getattr(import_module(f"{folder}.{module}"), function)
 
 
-# Head dims of the encoders in vLLM's tree, the Qwen towers' first: what is measured,
-# in this order, and what is reported.
+# What `tune` measures, in this order, unless `--head-dims` names others, and what
+# `doctor` reports; the Qwen towers' come first. A layer of another head dim takes the
+# choices of the next larger one.
 HEAD_DIMS = (80, 72, 64, 96, 128)
 
 _FP8 = (FP8_DTYPE,)

@@ -94,8 +94,8 @@ class QuantizedQKV(NamedTuple):
     v_scale: torch.Tensor
 
 
-class DynamicScales(NamedTuple):
-    """One layer's state, all of it on the device.
+class DeviceScales(NamedTuple):
+    """One layer's FP8 scales and what they come from, all of it on the device.
 
     Attributes:
         amax: `[3]` fp32, the largest absolute values of q, k and v since `update`.

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One file a family of models: what its blocks are, its patches, and what is its own.
 
-What several families do alike is in `_shared.py` and `metadata.py`, what a block
-computes in `blocks`. It imports patches, engine, blocks and everything below.
+Families of one spec share a file. `families` lists them all; `transformers_towers` has
+towers that vLLM takes from Transformers. What families do alike: `_shared` makes the
+patch of blocks, `ends` those of patch embedding and merger, `metadata` and `positions`
+those of what follows from sizes; `own_rotary` tells what attention turns by;
+`exact_graphs` lists models that encoder graphs hold exactly. What a block computes is
+in `blocks`. It imports patches, graphs, engine, blocks and everything below.
 """

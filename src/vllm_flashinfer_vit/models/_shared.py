@@ -24,6 +24,14 @@ BLOCK_PARAMETERS = (
     "max_seqlen",
     "sequence_lengths",
 )
+# What those take that turn q and k by `ANGLES`.
+ANGLE_PARAMETERS = (
+    "self",
+    "hidden_states",
+    "cu_seqlens",
+    "rotary_pos_emb",
+    "max_seqlen",
+)
 
 # vLLM's linear layers, past whose own methods GEMMs are run.
 LINEAR = tuple(

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from vllm_flashinfer_vit.models._shared import MODELS, Function, Grids, is_served
+from vllm_flashinfer_vit.models._shared import (
+    MODELS,
+    Function,
+    Grids,
+    is_served,
+    module_of,
+)
 from vllm_flashinfer_vit.patches.patch import Patch
 
 # By name; vLLM has None for what a backend does not need.
@@ -76,6 +82,7 @@ def kept_metadata(
     tower: str,
     computed_by: tuple[str, ...],
     *,
+    name: str = "",
     grids: str = "grid_thw",
     windows: bool = False,
     of_weights: Mapping[str, str] | None = None,
@@ -86,6 +93,7 @@ def kept_metadata(
         family: vLLM's module of the model.
         tower: The class of its vision tower.
         computed_by: The tower's methods that `prepare_encoder_metadata` calls.
+        name: What to call the family, if not by its module.
         grids: What `prepare_encoder_metadata` calls the grids.
         windows: Whether it takes options for windows, too.
         of_weights: What in the metadata depends on weights, which may be loaded anew,
@@ -94,11 +102,11 @@ def kept_metadata(
     window_seqs = ("max_window_seqs_per_batch",) if windows else ()
     window_len = ("max_seqlen_window_override",) if windows else ()
     return Patch(
-        name=f"{family}-kept-metadata",
-        target=f"{MODELS}.{family}:{tower}.prepare_encoder_metadata",
+        name=f"{name or family}-kept-metadata",
+        target=f"{module_of(family)}:{tower}.prepare_encoder_metadata",
         # The tower's `forward` must not write into what is kept.
         stands_for=tuple(
-            f"{MODELS}.{family}:{tower}.{method}"
+            f"{module_of(family)}:{tower}.{method}"
             for method in ("prepare_encoder_metadata", "forward", *computed_by)
         ),
         why="stock prepares offsets, rotary tables and windows anew for every batch, "

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen2.5-VL: 80 values to a head, windows, RMSNorm, an MLP with SwiGLU.
 
-EXAONE 4.5 has blocks of its own, of the same parts, with fewer heads for k and v;
-openPangu-VL has some with an MLP of one activation.
+EXAONE 4.5 has blocks of its own, of the same parts, with fewer heads for k and v.
 """
 
 import functools
@@ -11,14 +10,13 @@ from typing import Any
 
 import torch
 
-from vllm_flashinfer_vit.blocks.spec import BlockSpec, Rotary
+from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.models._shared import (
     BLOCK_PARAMETERS,
     MODELS,
     Function,
     block_program,
     is_served,
-    methods,
 )
 from vllm_flashinfer_vit.models.ends import merger, normalize_patches, patch_embed
 from vllm_flashinfer_vit.models.metadata import kept_metadata
@@ -36,12 +34,6 @@ SPEC = BlockSpec(
     first="mlp.gate_up_proj",
     act="mlp.act_fn",
     second="mlp.down_proj",
-)
-PANGU = BlockSpec(
-    first="mlp.up_proj",
-    act="mlp.act_fn",
-    second="mlp.down_proj",
-    rotary=Rotary("tables", ("cos", "sin")),
 )
 
 
@@ -88,13 +80,6 @@ PATCHES = (
             "exaone4:Exaone4GatedMLP.forward",
         ),
         (*BLOCK_PARAMETERS[:-1], "seqlens", BLOCK_PARAMETERS[-1]),
-    ),
-    block_program(
-        "openpangu_vl",
-        "OpenPanguVisionBlock",
-        PANGU,
-        methods("openpangu_vl", "OpenPanguVisionAttention", "OpenPanguVisionMLP"),
-        ("self", "hidden_states", "cu_seqlens", "cos", "sin"),
     ),
     kept_metadata(
         _FAMILY,

@@ -15,7 +15,7 @@ from torch.library import Library
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
-from vllm_flashinfer_vit.kernels.formats import DynamicScales
+from vllm_flashinfer_vit.kernels.formats import DeviceScales
 from vllm_flashinfer_vit.ops.batch import Batch, Ready, ready
 from vllm_flashinfer_vit.ops.plan import Plan
 
@@ -37,7 +37,7 @@ class Fp8(NamedTuple):
 
     method: Literal["static", "dynamic", "block"]
     save: bool = False
-    state: DynamicScales | None = None
+    state: DeviceScales | None = None
 
     @property
     def counts(self) -> torch.Tensor | None:
@@ -102,7 +102,7 @@ def fp8_attention(batch: Batch, scale: float, plan: Plan, fp8: Fp8) -> torch.Ten
         `[T, H, D]`, contiguous, q's dtype.
     """
     if torch.compiler.is_compiling() or type(batch.q) is not torch.Tensor:
-        state = fp8.state or (None,) * len(DynamicScales._fields)
+        state = fp8.state or (None,) * len(DeviceScales._fields)
         return torch.ops.vllm_flashinfer_vit.fp8_attention(
             *batch, scale, plan.text, fp8.method, fp8.save, *state
         )
@@ -218,7 +218,7 @@ def _prepare_blocks(name: str, inputs: Ready, scale: float, fp8: Fp8) -> Call:
     return _after(quantize, kernel(quantized, *rest))
 
 
-def _observe(inputs: Ready, state: DynamicScales) -> None:
+def _observe(inputs: Ready, state: DeviceScales) -> None:
     """Enter the abs-max of real rows into a layer's history, and renew its scales."""
     q, k, v, cos, sin, interleaved, cu_seqlens, _ = inputs
     read = q, k, v, cu_seqlens, state.amax, cos, sin, interleaved
@@ -276,7 +276,7 @@ def _fp8_attention(
     if scales is not None:
         assert amax is not None and history is not None
         assert position is not None and clip_counts is not None
-        state = DynamicScales(amax, history, position, scales, clip_counts)
+        state = DeviceScales(amax, history, position, scales, clip_counts)
     fp8 = Fp8(method, save, state)  # type: ignore[arg-type]
     return prepare(batch, scale, Plan.decode(plan), fp8)()
 

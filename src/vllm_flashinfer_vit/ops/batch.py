@@ -12,6 +12,20 @@ Layout = Literal["views", "turned", "packed"]
 LAYOUTS: tuple[Layout, ...] = ("views", "turned", "packed")
 
 
+class Turning(NamedTuple):
+    """What q and k arrive with that are not turned yet.
+
+    Attributes:
+        dtype: Of cos and sin.
+        dim: How many values of a head turn.
+        interleaved: Which of them turn together; see `Batch`.
+    """
+
+    dtype: torch.dtype
+    dim: int
+    interleaved: bool = False
+
+
 class Batch(NamedTuple):
     """Packed sequences, and what turns them; the ops' first arguments, in order.
 

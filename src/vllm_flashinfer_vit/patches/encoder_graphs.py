@@ -39,10 +39,11 @@ def _adopt(original: Callable[..., Any]) -> Callable[..., Any]:
         multimodal = vllm_config.model_config.multimodal_config
         asked = multimodal.mm_encoder_attn_backend
         flashinfer = asked == AttentionBackendEnum.FLASHINFER
-        if flashinfer or Settings.from_env().fix_graph_padding:
+        settings = Settings.from_env()
+        if flashinfer or settings.fix_graph_padding:
             from vllm_flashinfer_vit.graphs.manager import adopt
 
-            adopt(self, flashinfer)
+            adopt(self, flashinfer, settings.strict)
 
     return __init__
 

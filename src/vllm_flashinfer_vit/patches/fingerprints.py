@@ -13,7 +13,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from vllm_flashinfer_vit.machine.documents import read_json
+from vllm_flashinfer_vit.machine.json_files import read_json
 from vllm_flashinfer_vit.machine.versions import vllm_version
 from vllm_flashinfer_vit.patches.source import fingerprint
 

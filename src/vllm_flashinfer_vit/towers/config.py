@@ -202,7 +202,9 @@ def check_quantization(
     """
     if quantization is None:
         if unquantized:
-            raise TowerError("unquantized needs quantization; leave both out")
+            raise TowerError(
+                "--unquantized needs --quantization: add it, or leave both out"
+            )
         return
     from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
@@ -210,18 +212,18 @@ def check_quantization(
     # Others are for weights that a checkpoint has quantised.
     if quantization not in (_OLD_FP8, *lists):
         raise TowerError(
-            f"quantization {quantization!r} quantises no 16-bit weights; use "
+            f"--quantization {quantization!r} quantises no 16-bit weights: use "
             + ", ".join([_OLD_FP8, *lists])
         )
     if unquantized and quantization == _OLD_FP8:
         raise TowerError(
-            f"quantization {_OLD_FP8} takes no list of layers to leave out; use "
+            f"--quantization {_OLD_FP8} takes no --unquantized: leave it out, or use "
             + ", ".join(lists)
         )
     for name in unquantized:
         _check_pattern(name)
     if device.type == "cpu":
-        raise TowerError("quantising a tower's layers needs a GPU; leave it out")
+        raise TowerError("--quantization needs a GPU: use one, or leave it out")
 
 
 def _check_pattern(name: str) -> None:
@@ -234,7 +236,8 @@ def _check_pattern(name: str) -> None:
         regex.compile(name.removeprefix("re:"))
     except regex.error as error:
         raise TowerError(
-            f"unquantized {name!r} is not a regular expression: {error}"
+            f"--unquantized {name!r} is not a regular expression ({error}): correct "
+            "what follows re:"
         ) from None
 
 

@@ -41,7 +41,7 @@ def check_unquantized(
     for pattern in unquantized:
         if not any(_fits(name, pattern, fused) for name in names):
             raise TowerError(
-                f"unquantized {pattern!r} fits no linear layer of {spec.model}; its "
+                f"--unquantized {pattern!r} fits no linear layer of {spec.model}; its "
                 f"layers are named as {names[0]}, and patterns are re:PATTERN of names "
                 "from their beginning on"
             )

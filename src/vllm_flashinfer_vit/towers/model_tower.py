@@ -117,6 +117,9 @@ def build(spec: Spec, *, image_processor: Any | None = None, **how: Any) -> Buil
         image_processor: As for `build_tower`; other models' always normalises.
         **how: As for `build_tower` or `build_model`.
 
+    Returns:
+        A `Tower` of a `TowerSpec`, a `ModelTower` of a `ModelSpec`.
+
     Raises:
         TowerError: See these.
     """
@@ -142,8 +145,8 @@ def check_quantizable(
     if isinstance(spec, TowerSpec) or (quantization is None and not unquantized):
         return
     raise TowerError(
-        f"the layers of {spec.model} are not quantised outside an engine; leave "
-        "quantization out"
+        f"the layers of {spec.model} are not quantised outside an engine: leave "
+        "--quantization and --unquantized out"
     )
 
 

@@ -10,11 +10,9 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_flashinfer_vit.machine.documents import read_json, validated
+from vllm_flashinfer_vit.machine.json_files import read_json, validated
 
 Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm4v_moe"]
-# For people who run a command, and for those who call a function.
-ASK_FOR_RANDOM = "ask for random weights (--random-weights, or random_weights=True)"
 # Of a file of a checkpoint that `wants_own_code`.
 OWN_CODE = (
     "asks for code of the checkpoint's own to run (auto_map), which this package never "
@@ -219,7 +217,7 @@ def _qwen3_vl(
     }
 
 
-def _glm4v(out_hidden_size: int, intermediate_size: int) -> dict[str, Any]:
+def _glm4v(intermediate_size: int) -> dict[str, Any]:
     return {
         "depth": 24,
         "hidden_size": 1536,
@@ -228,7 +226,7 @@ def _glm4v(out_hidden_size: int, intermediate_size: int) -> dict[str, Any]:
         "intermediate_size": intermediate_size,
         "num_heads": 12,
         "in_channels": 3,
-        "out_hidden_size": out_hidden_size,
+        "out_hidden_size": 4096,
         "patch_size": 14,
         "rms_norm_eps": 1e-5,
         "spatial_merge_size": 2,
@@ -249,41 +247,29 @@ NAMED_MODELS: Mapping[str, tuple[Family, Mapping[str, Any]]] = {
     "Qwen/Qwen3-VL-4B-Instruct": ("qwen3_vl", _qwen3_vl(2560, *_SMALL_QWEN3)),
     "Qwen/Qwen3-VL-8B-Instruct": ("qwen3_vl", _qwen3_vl(4096, *_LARGE_QWEN3)),
     "Qwen/Qwen3-VL-32B-Instruct": ("qwen3_vl", _qwen3_vl(5120, *_LARGE_QWEN3)),
-    "zai-org/GLM-4.1V-9B-Thinking": ("glm4v", _glm4v(4096, 13696)),
-    "zai-org/GLM-4.5V": ("glm4v_moe", _glm4v(4096, 10944)),
-    "zai-org/GLM-4.6V": ("glm4v_moe", _glm4v(4096, 10944)),
+    "zai-org/GLM-4.1V-9B-Thinking": ("glm4v", _glm4v(13696)),
+    "zai-org/GLM-4.5V": ("glm4v_moe", _glm4v(10944)),
+    "zai-org/GLM-4.6V": ("glm4v_moe", _glm4v(10944)),
 }
 
 
 def resolve_spec(
     model: str, *, random_weights: bool = False, depth: int | None = None
 ) -> TowerSpec:
-    """Find out which tower a user means.
+    """Return what to build of a family; `resolve` checks what a user gives.
 
     Args:
-        model: A local Hugging Face checkpoint folder, or a name in `NAMED_MODELS`.
-        random_weights: Seeded random weights instead of a checkpoint's.
-        depth: Number of blocks to build, from the first on; None for all.
+        model: A local Hugging Face checkpoint folder; or, with random weights, a name
+            in `NAMED_MODELS`.
+        random_weights: As for `resolve`.
+        depth: As for `resolve`.
 
     Raises:
-        TowerError: The model is unknown, or the depth is out of range.
+        TowerError: The depth is out of range.
         CheckpointError: The folder's `config.json` is missing or not of a known family.
     """
     folder = Path(model)
-    if folder.is_dir():
-        family, config = _read_config(folder)
-    elif model in NAMED_MODELS:
-        if not random_weights:
-            raise TowerError(
-                f"{model} is a name, and no weights are downloaded: give the folder "
-                f"of a local checkpoint, or {ASK_FOR_RANDOM}"
-            )
-        family, config = NAMED_MODELS[model]
-    else:
-        raise TowerError(
-            f"{model!r} is neither a folder nor a known model; known are "
-            + ", ".join(NAMED_MODELS)
-        )
+    family, config = _read_config(folder) if folder.is_dir() else NAMED_MODELS[model]
     full_depth = config["depth"]
     return TowerSpec(
         family=family,

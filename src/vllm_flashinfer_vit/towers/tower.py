@@ -169,7 +169,7 @@ def build_tower(
     without a GPU the first call also puts vLLM on the CPU.
 
     Args:
-        spec: From `resolve_spec`.
+        spec: From `resolve`.
         backend: A name for `--mm-encoder-attn-backend`; FLASHINFER is this package.
         dtype: Dtype of weights and activations.
         device: `cpu`, or a CUDA device.

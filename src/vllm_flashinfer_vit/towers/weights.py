@@ -12,7 +12,7 @@ import torch
 from pydantic import AfterValidator, BaseModel
 from torch import nn
 
-from vllm_flashinfer_vit.machine.documents import read_json, validated
+from vllm_flashinfer_vit.machine.json_files import read_json, validated
 from vllm_flashinfer_vit.towers.spec import (
     FAMILIES,
     CheckpointError,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_flashinfer_vit.machine.documents import read_json, validated
+from vllm_flashinfer_vit.machine.json_files import read_json, validated
 
 
 class Row(BaseModel):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SigLIP's blocks on packed images of any size: Keye-VL, Ovis2.5, LFM2-VL and Isaac.
+"""SigLIP 2 on packed images of any size: in Ovis2.5, LFM2-VL and Isaac.
 
-The first two turn q and k, by one pair of tables that all their blocks get.
+Ovis2.5's turns q and k, by one pair of tables that all its blocks get.
 """
 
 import dataclasses
@@ -10,36 +10,17 @@ from vllm_flashinfer_vit.blocks.spec import Rotary
 from vllm_flashinfer_vit.models._shared import block_program, methods
 from vllm_flashinfer_vit.models.siglip import CLIP
 
-PACKED = dataclasses.replace(CLIP, is_packed=True)
-KEYE = dataclasses.replace(PACKED, rotary=Rotary("pair", ("rope_emb",)))
-OVIS = dataclasses.replace(PACKED, rotary=Rotary("pair", ("position_embeddings",)))
+SPEC = dataclasses.replace(CLIP, is_packed=True)
+OVIS = dataclasses.replace(SPEC, rotary=Rotary("pair", ("position_embeddings",)))
 
 PATCHES = (
-    block_program(
-        "keye",
-        "KeyeSiglipEncoderLayer",
-        KEYE,
-        (
-            *methods("keye", "KeyeSiglipAttention"),
-            *methods("siglip", "SiglipMLP"),
-            # Where the tables come from, whose halves are alike.
-            "keye:KeyeSiglipEncoder.forward",
-        ),
-        (
-            "self",
-            "hidden_states",
-            "attention_mask",
-            "output_attentions",
-            "cu_seqlens",
-            "rope_emb",
-        ),
-    ),
     block_program(
         "siglip2navit",
         "Siglip2EncoderLayer",
         OVIS,
         (
             *methods("siglip2navit", "Siglip2Attention", "Siglip2MLP"),
+            # Where the tables come from, whose halves are alike.
             "siglip2navit:Siglip2Encoder.forward",
         ),
         ("self", "hidden_states", "cu_seqlens", "position_embeddings"),
@@ -47,14 +28,14 @@ PATCHES = (
     block_program(
         "lfm2_siglip2",
         "Siglip2EncoderLayer",
-        PACKED,
+        SPEC,
         methods("lfm2_siglip2", "Siglip2Attention", "Siglip2MLP"),
         ("self", "hidden_states", "cu_seqlens", "max_seqlen"),
     ),
     block_program(
         "isaac",
         "Siglip2EncoderLayer",
-        PACKED,
+        SPEC,
         (
             *methods("isaac", "Siglip2VisionAttention"),
             *methods("siglip", "SiglipMLP"),

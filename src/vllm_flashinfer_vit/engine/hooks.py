@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers have done to vLLM while they are built; the plugin says what."""
+"""What the plugin hands to layers: calls by which they have vLLM patched."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ def _none_applied(settings: Settings) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Activation:
+class Hooks:
     """What a layer calls while it is built, so that vLLM is patched; unset, nothing.
 
     Attributes:
