@@ -13,6 +13,7 @@ from vllm_flashinfer_vit.patches import (
     counters,
     encoder_graphs,
     fp8_scales,
+    image_frames,
     image_patches,
     image_text,
     platform,
@@ -35,7 +36,7 @@ _MODEL_PATCHES = (
 )
 # Applied at once: such towers have no layer of vLLM's, and images are prepared in
 # processes without a model. Each asks for itself whether FLASHINFER is served.
-_EARLY = (transformers_towers, image_patches, image_text)
+_EARLY = (transformers_towers, image_patches, image_frames, image_text)
 # Inherited by the processes that an engine starts: the first one speaks for all.
 _ENV_WARNED = "_VLLM_FLASHINFER_VIT_WARNED"
 

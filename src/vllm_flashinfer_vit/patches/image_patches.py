@@ -11,6 +11,7 @@ what is normalised before is left to the processor.
 import functools
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,24 @@ _SIZES = ("patch_size", "merge_size", "temporal_patch_size")
 # of a video do not fill its last patch.
 _TRIAL_SIZES = (4, 2, 3)
 _TRIALS = {"images": (2, 3, 24, 16), "videos": (2, 4, 3, 24, 16)}
+
+# Frames of a patch in towers that convolve them; an image is each of them.
+FRAMES = 2
+
+
+@dataclass
+class Frame:
+    """How patches were cut that hold their image once.
+
+    Attributes:
+        patch: `(C, 1, P, P)` of a patch of P x P pixels; None if none was cut.
+    """
+
+    patch: tuple[int, int, int, int] | None = None
+
+
+# Set while what calls a processor wants images once in their patches.
+ONE_FRAME: ContextVar[Frame | None] = ContextVar("ONE_FRAME", default=None)
 
 Patchify = Callable[..., tuple[torch.Tensor, *tuple[int, ...]]]
 
@@ -157,9 +176,10 @@ def _fits(original: Any) -> bool:
         shape = _TRIALS[name]
         planes = torch.arange(torch.Size(shape).numel()).to(torch.uint8).view(shape)
         beside = planes.movedim(-3, -1).contiguous().movedim(-1, -3)
-        for pixels in (planes, beside):
-            theirs, *grid = original(None, pixels, *_TRIAL_SIZES)
-            ours, *found = cut(pixels, *_TRIAL_SIZES)
+        patch, merge, most = _TRIAL_SIZES
+        for pixels, temporal in ((planes, most), (beside, most), (planes, 1)):
+            theirs, *grid = original(None, pixels, patch, merge, temporal)
+            ours, *found = cut(pixels, patch, merge, temporal)
             if grid != found or ours.dtype != theirs.dtype:
                 return False
             if not torch.equal(ours, theirs):
@@ -187,9 +207,13 @@ def _by_runs(original: Patchify) -> Patchify:
         is_whole = all(size % (patch * merge) == 0 for size in pixels.shape[-2:])
         is_bytes = pixels.dtype == torch.uint8 and pixels.device.type == "cpu"
         is_slow = torch.get_num_threads() < _THREADS
+        frame = ONE_FRAME.get()
+        if frame is not None and is_bytes and pixels.dim() == 4 and temporal == FRAMES:
+            frame.patch = pixels.shape[1], 1, patch, patch
+            given.arguments[_SIZES[-1]] = temporal = 1
         if is_slow and is_bytes and is_whole and pixels.numel():
             return cut(pixels, patch, merge, temporal)
-        return original(*args, **kwargs)
+        return original(*given.args, **given.kwargs)
 
     return patchify
 

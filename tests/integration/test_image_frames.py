@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images sent once: half of the bytes, and the same batch for the encoder."""
+
+import sys
+from inspect import signature
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from vllm.config import ModelConfig
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems
+from vllm.multimodal.utils import group_and_batch_mm_kwargs
+from vllm.utils.torch_utils import set_default_torch_num_threads
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from make_checkpoint import make_checkpoint  # noqa: E402
+from vllm_flashinfer_vit.patches import image_frames, image_patches  # noqa: E402
+from vllm_flashinfer_vit.patches.patch import apply_fitting, revert_group  # noqa: E402
+from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    "mm_device_do_normalize" not in signature(ModelConfig).parameters,
+    reason="this vLLM normalises all pixels before it sends them",
+)
+PATCHES = (*image_patches.PATCHES, *image_frames.PATCHES)
+SIZES = [(64, 96), (320, 320), (320, 320), (32, 512)]
+MODELS = ("Qwen2-VL-7B", "Qwen2.5-VL-7B", "Qwen3-VL-8B")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request, tmp_path_factory):
+    """A folder with config, tokenizer and processor, as an engine reads it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(folder, f"Qwen/{request.param}-Instruct")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def applied():
+    """Apply the patches and put all back, as it was before."""
+    before = [patch for patch in PATCHES if patch.applied]
+    revert_group(PATCHES)
+    assert not apply_fitting(PATCHES)
+    # As vLLM gives a processor.
+    with set_default_torch_num_threads(1):
+        yield
+    revert_group(PATCHES)
+    apply_fitting(before)
+
+
+def build(checkpoint, backend="FLASHINFER"):
+    """Return what prepares images in an engine that asks for a backend."""
+    asked = {"mm_encoder_attn_backend": backend, "mm_processor_cache_gb": 0}
+    return MULTIMODAL_REGISTRY.create_processor(ModelConfig(str(checkpoint), **asked))
+
+
+def drawn(sizes):
+    generator = np.random.default_rng(0)
+    values = (generator.integers(0, 256, (*s, 3), dtype=np.uint8) for s in sizes)
+    return [Image.fromarray(value) for value in values]
+
+
+def prepared(processor, data):
+    """Return the items that a request of an engine has, by their modality."""
+    items = processor.info.parse_mm_data(data)
+    found = processor._apply_hf_processor_main(items, {})
+    config = processor._get_mm_fields_config(found, {})
+    made = MultiModalKwargsItems.from_hf_inputs(found, config)
+    return [(kind, item) for kind in made for item in made[kind]]
+
+
+def sent(items):
+    """Return items as another process gets them, and how many bytes they took."""
+    encoder = MsgpackEncoder(size_threshold=1)
+    decoder = MsgpackDecoder(MultiModalKwargsItem)
+    found, size = [], 0
+    for kind, item in items:
+        buffers = encoder.encode(item)
+        size += sum(memoryview(buffer).nbytes for buffer in buffers)
+        found.append((kind, decoder.decode(buffers)))
+    return found, size
+
+
+def batches(items):
+    """Return what the encoder gets, as plain data."""
+    return [
+        (kind, count, {name: (t.dtype, t.tolist()) for name, t in batch.items()})
+        for kind, count, batch in group_and_batch_mm_kwargs(items, device="cpu")
+    ]
+
+
+def is_once(items):
+    """Whether images have one frame."""
+    (dims,) = {item["pixel_values"].data.dim() for _, item in items}
+    assert dims in (2, 5)
+    return dims == 5
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("sizes", [SIZES[:1], SIZES], ids=["one", "several"])
+def test_half_of_the_bytes_and_the_same_batch(checkpoint, sizes, threads):
+    processor, data = build(checkpoint), {"image": drawn(sizes)}
+    with set_default_torch_num_threads(threads):
+        items, size = sent(prepared(processor, data))
+    revert_group(PATCHES)
+    whole, whole_size = sent(prepared(processor, data))
+    assert is_once(items) and not is_once(whole)
+    assert size < 0.51 * whole_size
+    apply_fitting(PATCHES)
+    assert batches(items) == batches(whole)
+
+
+def test_images_of_several_requests_are_one_batch(checkpoint):
+    processor = build(checkpoint)
+    requests = [[size] for size in SIZES], [SIZES]
+    apart, together = (
+        [i for sizes in of for i in prepared(processor, {"image": drawn(sizes)})]
+        for of in requests
+    )
+    assert is_once(apart)
+    ((_, count, batch),) = group_and_batch_mm_kwargs(apart, device="cpu")
+    rows = sum(len(item["pixel_values"].data) for _, item in together)
+    assert (count, batch["pixel_values"].shape[0]) == (len(SIZES), rows)
+
+
+@pytest.mark.parametrize(
+    ("backend", "disabled"),
+    [("TORCH_SDPA", ""), ("FLASHINFER", "image-frames")]
+    + [("FLASHINFER", "image-patches")],
+)
+def test_only_where_it_is_asked_for(checkpoint, backend, disabled, monkeypatch):
+    monkeypatch.setenv(ENV_DISABLE_PATCHES, disabled)
+    processor = build(checkpoint, backend)
+    assert not is_once(prepared(processor, {"image": drawn(SIZES[:1])}))
+
+
+def test_nothing_is_sent_that_would_not_be_received(checkpoint):
+    image_frames.RECEIVED.revert()
+    processor = build(checkpoint)
+    assert not is_once(prepared(processor, {"image": drawn(SIZES[:1])}))
+
+
+def test_a_processor_that_does_more_with_its_patches(checkpoint, monkeypatch):
+    """It gets them whole."""
+    processor = build(checkpoint)
+    data = {"image": drawn(SIZES)}
+    cls = type(processor.info.get_hf_processor().image_processor)
+    original = cls._preprocess
+
+    def doubled(self, *args, **kwargs):
+        found = original(self, *args, **kwargs)
+        found["pixel_values"] = found["pixel_values"].repeat(1, 2)
+        return found
+
+    monkeypatch.setattr(cls, "_preprocess", doubled)
+    found = prepared(processor, data)
+    assert not is_once(found)
+    monkeypatch.setattr(cls, "_preprocess", original)
+    revert_group(PATCHES)
+    for (_, item), (_, expected) in zip(found, prepared(processor, data), strict=True):
+        whole = expected["pixel_values"].data
+        assert torch.equal(item["pixel_values"].data, whole.repeat(1, 2))
+
+
+def test_a_processor_that_fails_leaves_nothing_behind(checkpoint, monkeypatch):
+    processor = build(checkpoint)
+    cls = type(processor.info.get_hf_processor().image_processor)
+    with monkeypatch.context() as patched:
+        patched.setattr(cls, "_preprocess", None)
+        with pytest.raises(ValueError, match="Failed to apply"):
+            prepared(processor, {"image": drawn(SIZES[:1])})
+    assert image_patches.ONE_FRAME.get() is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        torch.zeros(4, 3, 1, 8, 8),
+        torch.zeros(4, 3, 2, 8, 8, dtype=torch.uint8),
+        torch.zeros(4, 3, 1, 8, 6, dtype=torch.uint8),
+        torch.zeros(4, 192, dtype=torch.uint8),
+        [torch.zeros(4, 3, 1, 8, 8, dtype=torch.uint8)] * 2,
+    ],
+    ids=["floats", "frames", "no patches", "rows", "list"],
+)
+def test_other_data_is_left_alone(data):
+    assert not image_frames._holds_one_frame(data)
+
+
+def test_no_patches_at_all():
+    assert image_frames._holds_one_frame(none := torch.zeros(0, 3, 1, 8, 8).byte())
+    field = image_frames.MultiModalFlatField(slices=[slice(0, 0)])
+    (elem,) = field.build_elems("image", "pixel_values", none)
+    assert field.reduce_data([elem]).shape == (0, 384)
