@@ -47,6 +47,7 @@ import torch
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment, gpus_to_use
 from failures import Failures
+from gpu_use import noted_use, utilisation
 from make_checkpoint import make_checkpoint
 from serve_inputs import WORKLOADS, image_tokens, write_dataset
 from setups import Setup, setup_option, with_threads
@@ -76,10 +77,12 @@ COLUMNS = (
     "image_tokens_s",
     "ttft_p50_ms",
     "ttft_p99_ms",
+    "gpu_busy",
     "serve_args",
     *ENVIRONMENT_COLUMNS,
 )
 NAME = "model"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 20.0
 
@@ -122,11 +125,12 @@ class Server:
     ) -> None:
         """Start it, with more environment variables; `wait` returns once it answers."""
         self.setup, self.port, self._log = setup, port, log
+        self.variables = variables or {}
         with log.open("w") as file:
             # A group of its own, so that what it starts can be ended with it.
             self._process = subprocess.Popen(
                 command,
-                env={**setup.environment(command), **(variables or {})},
+                env={**setup.environment(command), **self.variables},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -223,10 +227,14 @@ class Samples:
         self.sent = self.completed = self.tokens = 0
         self.seconds = 0.0
         self.ttfts_ms: list[float] = []
+        self.busy: list[float] = []
         self.errors: list[str] = []
 
-    def add(self, result: Mapping[str, Any], sent: int, tokens: int) -> None:
-        """Add a turn: what `ask` returned, its requests and their image tokens."""
+    def add(
+        self, result: Mapping[str, Any], sent: int, tokens: int, busy: Sequence[float]
+    ) -> None:
+        """Add a turn: what `ask` and the driver returned, requests, image tokens."""
+        self.busy += busy
         self.sent += sent
         self.tokens += tokens
         self.completed += result["completed"]
@@ -257,6 +265,7 @@ class Samples:
             "image_tokens_s": f"{self.tokens / self.seconds:.0f}",
             "ttft_p50_ms": f"{cuts[49]:.1f}",
             "ttft_p99_ms": f"{cuts[98]:.1f}",
+            "gpu_busy": f"{statistics.fmean(self.busy):.2f}",
         }
 
 
@@ -279,7 +288,7 @@ def serving(
             more = shlex.split(args.serve_args)
             command = server_command(setup, checkpoint, model, vllm, port, more)
             stem = f"{model.rpartition('/')[2]}.{str(setup).replace(':', '.')}"
-            variables = {"CUDA_VISIBLE_DEVICES": next(gpus)} if args.gpus else {}
+            variables = {_VISIBLE: next(gpus)} if args.gpus else {}
             server = Server(setup, command, port, logs / f"{stem}.log", variables)
             stack.callback(server.stop)
             started.append(server)
@@ -305,6 +314,9 @@ def measure(
     if not servers:
         return
     patch_size = NAMED_MODELS[model][1]["patch_size"]
+    # Without a choice vLLM takes the first.
+    (first,) = gpus_to_use(1)
+    uses = {s: utilisation(s.variables.get(_VISIBLE, first)) for s in servers}
     for name in args.workloads:
         workload = WORKLOADS[name]
         for at_once in args.concurrency:
@@ -320,10 +332,14 @@ def measure(
                     checkpoint, workload, patch_size, seeds, args.answer_tokens
                 )
                 for server in order_of_turn(servers, turn):
-                    result = ask(server.url, checkpoint, dataset, len(seeds), at_once)
+                    busy: list[float] = []
+                    with noted_use(uses[server], busy):
+                        result = ask(
+                            server.url, checkpoint, dataset, len(seeds), at_once
+                        )
                     if turn >= 0:
                         tokens = image_tokens(workload, seeds)
-                        found[server].add(result, len(seeds), tokens)
+                        found[server].add(result, len(seeds), tokens, busy)
             for server, samples in found.items():
                 what = f"{model} {server.setup} {name} {at_once} at once"
                 with failures.noted(what):
@@ -342,7 +358,8 @@ def measure(
                     log.add(row)
                     print(
                         f"  {what}: {row['req_s']} requests/s, TTFT "
-                        f"{row['ttft_p50_ms']} ms, p99 {row['ttft_p99_ms']} ms",
+                        f"{row['ttft_p50_ms']} ms, p99 {row['ttft_p99_ms']} ms, the "
+                        f"GPU busy {row['gpu_busy']} of the time",
                         flush=True,
                     )
 

@@ -41,6 +41,7 @@ MEASURED = (
     *("workspace_bytes", "reserved_bytes", "peak_memory_mib", "start_s"),
     # Of servers.
     *("completed", "req_s", "image_tokens_s", "ttft_p50_ms", "ttft_p99_ms"),
+    "gpu_busy",
     *("sent", "answered", "refused", "cancelled", "faults", "sampled", "wrong"),
     *("median_diff", "worst_diff", "noticed", "rss_growth", "device_growth"),
     *("built_after_start", "scale_file_changes", "scales_saved", "scales_not_saved"),

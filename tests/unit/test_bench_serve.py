@@ -136,8 +136,8 @@ def result(ttfts: list[float], errors: list[str] | None = None) -> dict[str, obj
 
 def test_a_row_is_of_all_turns() -> None:
     samples = Samples()
-    samples.add(result([0.1, 0.2]), sent=2, tokens=300)
-    samples.add(result([0.3, 0.4]), sent=2, tokens=500)
+    samples.add(result([0.1, 0.2]), sent=2, tokens=300, busy=[1.0, 0.5])
+    samples.add(result([0.3, 0.4]), sent=2, tokens=500, busy=[0.9])
     row = samples.row()
     assert row == {
         "requests": 4,
@@ -146,12 +146,13 @@ def test_a_row_is_of_all_turns() -> None:
         "image_tokens_s": "200",
         "ttft_p50_ms": "250.0",
         "ttft_p99_ms": "397.0",
+        "gpu_busy": "0.80",
     }
 
 
 def test_a_request_that_failed_is_an_error_and_no_row() -> None:
     samples = Samples()
-    samples.add(result([0.1, 0.0], ["", "Traceback\nout of memory"]), 2, 300)
+    samples.add(result([0.1, 0.0], ["", "Traceback\nout of memory"]), 2, 300, [1.0])
     with pytest.raises(RuntimeError, match="1 of 2 requests failed: out of memory"):
         samples.row()
 
@@ -183,7 +184,13 @@ class Answer(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def answering() -> Iterator[int]:
+def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of a server, of which a driver says that its GPU is busy half the time.
+
+    It is the third one, by its name in CUDA_VISIBLE_DEVICES.
+    """
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    monkeypatch.setattr(bench_serve, "utilisation", {"2": lambda: 0.5}.__getitem__)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     Answer.seen = []
@@ -228,6 +235,7 @@ def test_requests_are_sent_by_vllm(
     tokens = float(row["image_tokens_s"]) / float(row["req_s"])
     assert tokens == pytest.approx(6, rel=0.2)
     assert 0 < float(row["ttft_p50_ms"]) <= float(row["ttft_p99_ms"])
+    assert row["gpu_busy"] == "0.50"
 
 
 def test_vllm_sends_videos_too(

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a time a GPU works, by what its driver says."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_EVERY_S = 0.2
+
+
+def utilisation(gpu: str) -> Callable[[], float]:
+    """Return what reads the share of its last sample in which a GPU ran a kernel.
+
+    Args:
+        gpu: Its name in CUDA_VISIBLE_DEVICES: an index or a UUID.
+    """
+    from vllm.third_party import pynvml
+
+    pynvml.nvmlInit()
+    if gpu.isdecimal():
+        device = pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
+    else:
+        device = pynvml.nvmlDeviceGetHandleByUUID(gpu)
+    return lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
+
+
+@contextmanager
+def noted_use(read: Callable[[], float], shares: list[float]) -> Iterator[None]:
+    """Collect what a GPU's driver says until the block ends.
+
+    Args:
+        read: What `utilisation` returned.
+        shares: Gets a share for each sample, one at least.
+    """
+    is_over = threading.Event()
+
+    def sample() -> None:
+        while True:
+            over = is_over.wait(_EVERY_S)
+            shares.append(read())
+            if over:
+                return
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a time a GPU works: samples of its driver's, as long as a block runs."""
+
+import itertools
+import time
+from types import SimpleNamespace
+
+import pytest
+from _benchmarks import BENCHMARKS  # noqa: F401
+
+import gpu_use
+
+
+def test_samples_are_taken_until_the_block_ends(monkeypatch):
+    monkeypatch.setattr(gpu_use, "_EVERY_S", 0.01)
+    shares, count = [], itertools.count()
+    with gpu_use.noted_use(lambda: float(next(count)), shares):
+        until = time.monotonic() + 30
+        while len(shares) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+    taken = list(shares)
+    assert taken == [float(i) for i in range(len(taken))] and len(taken) >= 3
+    time.sleep(0.05)
+    assert shares == taken
+
+
+def test_a_short_block_has_a_sample_and_a_failing_one_ends_too():
+    shares = []
+    with pytest.raises(ZeroDivisionError), gpu_use.noted_use(lambda: 0.25, shares):
+        raise ZeroDivisionError
+    assert shares == [0.25]
+
+
+@pytest.mark.parametrize(("name", "how"), [("3", "Index"), ("GPU-4a", "UUID")])
+def test_a_gpu_is_found_by_its_name(name, how, monkeypatch):
+    from vllm.third_party import pynvml
+
+    asked = []
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(
+        pynvml, f"nvmlDeviceGetHandleBy{how}", lambda x: asked.append(x)
+    )
+    rates = SimpleNamespace(gpu=40)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda device: rates)
+    assert gpu_use.utilisation(name)() == 0.4
+    assert asked == [int(name) if how == "Index" else name]
