@@ -80,7 +80,7 @@ def tower_rows(
     """Hash one tower's outputs; yield the part of a row that is not the environment.
 
     Args:
-        model: A name that `resolve_spec` knows.
+        model: A name in `NAMED_MODELS`.
         attn_dtype: One of `ATTN_DTYPES`.
         cases: Grids by the case's name.
         modes: Some of `MODES`.

@@ -68,7 +68,7 @@ def layer_rows(
     """Compare a tower's embeddings of one image by every method, on both inputs.
 
     Args:
-        model: A name that `resolve_spec` knows.
+        model: A name in `NAMED_MODELS`.
         size: Of the tower and its image.
         failures: Gets what did not run.
         distances: Of an output from fp32's and bf16's.

@@ -35,7 +35,8 @@ _MODEL_PATCHES = (
     *counters.PATCHES,
 )
 # Applied at once: such towers have no layer of vLLM's, and images are prepared in
-# processes without a model. Each asks for itself whether FLASHINFER is served.
+# processes without a model. Each asks for itself whether FLASHINFER is served, but what
+# receives images: they may be prepared elsewhere.
 _EARLY = (transformers_towers, image_patches, image_frames, image_text)
 # Inherited by the processes that an engine starts: the first one speaks for all.
 _ENV_WARNED = "_VLLM_FLASHINFER_VIT_WARNED"

@@ -128,10 +128,31 @@ def test_images_of_several_requests_are_one_batch(checkpoint):
     assert (count, batch["pixel_values"].shape[0]) == (len(SIZES), rows)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_images_that_another_process_has_cut_twice(checkpoint, is_first):
+    """They are one batch with those that are sent once."""
+    processor, data = build(checkpoint), {"image": drawn(SIZES)}
+    once = prepared(processor, data)
+    image_frames.SENT.revert()
+    whole = prepared(processor, data)
+    assert is_once(once) and not is_once(whole)
+    mixed = [*whole[:2], *once[2:]] if is_first else [*once[:2], *whole[2:]]
+    assert batches(mixed) == batches(whole)
+
+
+def test_bytes_and_floats_in_one_request(checkpoint):
+    """Each image by itself may be either."""
+    floats = np.random.default_rng(0).random((320, 320, 3), dtype=np.float32)
+    processor, data = build(checkpoint), {"image": [*drawn(SIZES[:1]), floats]}
+    found = prepared(processor, data)
+    assert not is_once(found)
+    revert_group(PATCHES)
+    assert batches(found) == batches(prepared(processor, data))
+
+
 @pytest.mark.parametrize(
     ("backend", "disabled"),
-    [("TORCH_SDPA", ""), ("FLASHINFER", "image-frames")]
-    + [("FLASHINFER", "image-patches")],
+    [("TORCH_SDPA", "")] + [("FLASHINFER", patch.name) for patch in (*PATCHES,)],
 )
 def test_only_where_it_is_asked_for(checkpoint, backend, disabled, monkeypatch):
     monkeypatch.setenv(ENV_DISABLE_PATCHES, disabled)

@@ -6,12 +6,14 @@ Here its patches have one, `[N, C, 1, P, P]`, from the process that prepares ima
 the batch on the device, which gets the other one there.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.multimodal.inputs import MultiModalFlatField
 
 from vllm_flashinfer_vit.patches.image_patches import (
@@ -22,6 +24,9 @@ from vllm_flashinfer_vit.patches.image_patches import (
     is_asked_for,
 )
 from vllm_flashinfer_vit.patches.patch import Patch
+from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
 
 _INPUTS = "vllm.multimodal.inputs"
 _PIXELS = "pixel_values"
@@ -35,51 +40,77 @@ def _send_once(original: Callable[..., Any]) -> Callable[..., Any]:
         data: Mapping[str, object],
         kwargs: Mapping[str, object] = {},  # noqa: B006
     ) -> Any:
-        if not (RECEIVED.applied and is_asked_for(self.model_config, SENT.name)):
+        is_asked = all(is_asked_for(self.model_config, patch.name) for patch in PATCHES)
+        if not (is_asked and RECEIVED.applied):
             return original(self, hf_processor, data, kwargs)
         frame = Frame()
         token = ONE_FRAME.set(frame)
         try:
             output = original(self, hf_processor, data, kwargs)
+        except Exception:
+            # Patches of bytes and of floats in one request do not fit together.
+            if frame.shape is None:
+                raise
+            output = {}
         finally:
             ONE_FRAME.reset(token)
-        if frame.patch is None:
+        if frame.shape is None:
             return output
         pixels = output.get(_PIXELS)
-        if _are_patches(pixels, frame.patch):
-            output[_PIXELS] = pixels.view(-1, *frame.patch)
+        if _are_cut_once(pixels, frame.shape):
+            output[_PIXELS] = pixels.view(-1, *frame.shape)
             return output
-        # A processor that does more with its patches needs them as they are.
+        logger.warning_once(
+            "%s does more with patches than to cut bytes: some images are prepared "
+            "twice. %s=%s leaves that out.",
+            type(hf_processor).__name__,
+            ENV_DISABLE_PATCHES,
+            SENT.name,
+        )
         return original(self, hf_processor, data, kwargs)
 
     return call_hf_processor
 
 
-def _are_patches(pixels: Any, patch: tuple[int, ...]) -> bool:
-    """Whether all that a processor returns of images are patches with one frame."""
+def _are_cut_once(pixels: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a processor returns bytes of patches with one frame, and nothing else."""
     return (
         isinstance(pixels, torch.Tensor)
         and pixels.dtype == torch.uint8
-        and pixels.shape[1:] == (math.prod(patch),)
+        and pixels.shape[1:] == (math.prod(shape),)
     )
 
 
 def _receive(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reduce_data(self: Any, elems: Any, **where: Any) -> Any:
+        if not isinstance(self, MultiModalFlatField):
+            return original(self, elems, **where)
+        once = [_holds_one_frame(elem.data) for elem in elems]
+        if any(once) and not all(once):
+            # Prepared by another process, on another device, or from floats.
+            elems = [
+                dataclasses.replace(elem, data=_with_both(elem.data))
+                if is_once
+                else elem
+                for elem, is_once in zip(elems, once, strict=True)
+            ]
         data = original(self, elems, **where)
-        if not (isinstance(self, MultiModalFlatField) and _holds_one_frame(data)):
-            return data
-        return data.expand(-1, -1, FRAMES, -1, -1).flatten(1)
+        return _with_both(data) if _holds_one_frame(data) else data
 
     return reduce_data
 
 
 def _holds_one_frame(data: Any) -> bool:
-    """Whether a batch is of patches as they are sent here."""
+    """Whether pixels are patches as they are sent here."""
     if not (isinstance(data, torch.Tensor) and data.dtype == torch.uint8):
         return False
     return data.dim() == 5 and data.shape[2] == 1 and data.shape[3] == data.shape[4]
+
+
+def _with_both(patches: torch.Tensor) -> torch.Tensor:
+    """Return patches `[N, C FRAMES P P]` of `[N, C, 1, P, P]`."""
+    return patches.expand(-1, -1, FRAMES, -1, -1).flatten(1)
 
 
 SENT = Patch(

@@ -45,10 +45,10 @@ class Frame:
     """How patches were cut that hold their image once.
 
     Attributes:
-        patch: `(C, 1, P, P)` of a patch of P x P pixels; None if none was cut.
+        shape: `(C, 1, P, P)` of a patch of P x P pixels; None if none was cut.
     """
 
-    patch: tuple[int, int, int, int] | None = None
+    shape: tuple[int, int, int, int] | None = None
 
 
 # Set while what calls a processor wants images once in their patches.
@@ -209,7 +209,7 @@ def _by_runs(original: Patchify) -> Patchify:
         is_slow = torch.get_num_threads() < _THREADS
         frame = ONE_FRAME.get()
         if frame is not None and is_bytes and pixels.dim() == 4 and temporal == FRAMES:
-            frame.patch = pixels.shape[1], 1, patch, patch
+            frame.shape = pixels.shape[1], 1, patch, patch
             given.arguments[_SIZES[-1]] = temporal = 1
         if is_slow and is_bytes and is_whole and pixels.numel():
             return cut(pixels, patch, merge, temporal)

@@ -167,8 +167,8 @@ def apply_fitting(
 ) -> tuple[PatchError, ...]:
     """Apply the patches that fit, of those whose modules are loaded.
 
-    No patch needs another one: each leaves the rest as it finds it. Those that are
-    known not to be for this vLLM are passed over.
+    Each leaves the rest as it finds it; one that needs another asks whether that is
+    applied. Those that are known not to be for this vLLM are passed over.
 
     Args:
         patches: No two of one target.
