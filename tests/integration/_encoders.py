@@ -6,6 +6,8 @@ import _grid_models as grids
 import _length_models as lengths
 from _models import Builder, Encoder
 
+from vllm_flashinfer_vit.patches.fingerprints import left_out
+
 
 def _model(name: str, build: Builder, ops: int = 2, programs: int = 0) -> Encoder:
     return Encoder(f"model_executor.models.{name}", build, ops, programs)
@@ -86,3 +88,9 @@ CROSS = {
     "molmo2": _model("molmo2", dense.molmo2_pooling, 0),
 }
 WHISPER = _model("whisper", dense.whisper, 0)
+
+
+def programs_of(name: str) -> int:
+    """Return how many blocks of an encoder run as programs with this vLLM."""
+    is_left_out = f"{name}-blocks" in left_out()
+    return 0 if is_left_out else {**PACKED, **DENSE}[name].programs

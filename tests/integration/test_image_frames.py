@@ -37,6 +37,9 @@ def checkpoint(request, tmp_path_factory):
     """A folder with config, tokenizer and processor, as an engine reads it."""
     folder = tmp_path_factory.mktemp(request.param)
     make_checkpoint(folder, f"Qwen/{request.param}-Instruct")
+    items = prepared(build(folder, "TORCH_SDPA"), {"image": drawn(SIZES[:1])})
+    if items[0][1]["pixel_values"].data.dtype != torch.uint8:
+        pytest.skip("this vLLM normalises this model's pixels before it sends them")
     return folder
 
 

@@ -53,6 +53,8 @@ def checkpoint(request, tmp_path_factory):
     """A folder with config, tokenizer and processor, as an engine reads it."""
     folder = tmp_path_factory.mktemp(request.param)
     MODELS[request.param](folder)
+    if not image_text._is_read(type(build(folder))):
+        pytest.skip("this vLLM's class may read the text")
     return folder
 
 

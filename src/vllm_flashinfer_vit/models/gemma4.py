@@ -37,6 +37,7 @@ _READ: Mapping[str, tuple[str, ...]] = {
     "Gemma4RMSNorm._norm": ("b8568170345a",),
     f"{_ROTARY}.forward": (
         "717891f6bcd1",
+        "77b3e81090e2",
         "68df3684fd0e",
         "bda0c3ab1541",
         "d7888756c72d",
