@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from _image_processors import applied_anew, build, drawn
 from vllm.config import ModelConfig
-from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.utils.torch_utils import set_default_torch_num_threads
@@ -46,26 +45,9 @@ def checkpoint(request, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def applied():
     """Apply the patches and put all back, as it was before."""
-    before = [patch for patch in PATCHES if patch.applied]
-    revert_group(PATCHES)
-    assert not apply_fitting(PATCHES)
     # As vLLM gives a processor.
-    with set_default_torch_num_threads(1):
+    with applied_anew(PATCHES), set_default_torch_num_threads(1):
         yield
-    revert_group(PATCHES)
-    apply_fitting(before)
-
-
-def build(checkpoint, backend="FLASHINFER"):
-    """Return what prepares images in an engine that asks for a backend."""
-    asked = {"mm_encoder_attn_backend": backend, "mm_processor_cache_gb": 0}
-    return MULTIMODAL_REGISTRY.create_processor(ModelConfig(str(checkpoint), **asked))
-
-
-def drawn(sizes):
-    generator = np.random.default_rng(0)
-    values = (generator.integers(0, 256, (*s, 3), dtype=np.uint8) for s in sizes)
-    return [Image.fromarray(value) for value in values]
 
 
 def prepared(processor, data):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from _image_processors import applied_anew
 from PIL import Image
 from vllm.multimodal.processing.context import InputProcessingContext
 from vllm.utils.torch_utils import set_default_torch_num_threads
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_flashinfer_vit.patches import image_patches
-from vllm_flashinfer_vit.patches.patch import apply_fitting
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
 
 IMAGES = (
@@ -44,15 +44,9 @@ def own_method(cls):
 @pytest.fixture(autouse=True)
 def applied():
     """Apply the patch and put all back, as it was before."""
-    was_applied = image_patches.PATCH.applied
-    image_patches.PATCH.revert()
-    assert not apply_fitting(image_patches.PATCHES)
     # As vLLM gives a processor; more, and its own method cuts.
-    with set_default_torch_num_threads(1):
+    with applied_anew(image_patches.PATCHES), set_default_torch_num_threads(1):
         yield
-    image_patches.PATCH.revert()
-    if was_applied:
-        apply_fitting(image_patches.PATCHES)
 
 
 def pixels(*shape):

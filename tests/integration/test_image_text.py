@@ -7,10 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-from PIL import Image
+from _image_processors import applied_anew, build, drawn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
-from vllm.config import ModelConfig
-from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
@@ -19,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from make_checkpoint import byte_tokenizer, make_checkpoint  # noqa: E402
 from vllm_flashinfer_vit.patches import image_text  # noqa: E402
 from vllm_flashinfer_vit.patches.fingerprints import left_out  # noqa: E402
-from vllm_flashinfer_vit.patches.patch import apply_fitting  # noqa: E402
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -61,13 +58,8 @@ def checkpoint(request, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def applied():
     """Apply the patch and put all back, as it was before."""
-    was_applied = image_text.PATCH.applied
-    image_text.PATCH.revert()
-    assert not apply_fitting(image_text.PATCHES)
-    yield
-    image_text.PATCH.revert()
-    if was_applied:
-        apply_fitting(image_text.PATCHES)
+    with applied_anew(image_text.PATCHES):
+        yield
 
 
 @pytest.fixture
@@ -82,18 +74,6 @@ def split(monkeypatch):
 
     monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", noting)
     return texts
-
-
-def build(checkpoint, backend="FLASHINFER"):
-    """Return what prepares images in an engine that asks for a backend."""
-    asked = {"mm_encoder_attn_backend": backend, "mm_processor_cache_gb": 0}
-    return MULTIMODAL_REGISTRY.create_processor(ModelConfig(str(checkpoint), **asked))
-
-
-def drawn(sizes):
-    generator = np.random.default_rng(0)
-    values = (generator.integers(0, 256, (*s, 3), dtype=np.uint8) for s in sizes)
-    return [Image.fromarray(value) for value in values]
 
 
 def prepared(processor, sizes):

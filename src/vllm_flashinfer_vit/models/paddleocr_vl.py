@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """PaddleOCR-VL: blocks like SigLIP's, NeoX rotary, by angles that each layer gets."""
 
+import dataclasses
 from operator import attrgetter
 
-from vllm_flashinfer_vit.blocks.spec import ANGLES, BlockSpec
+from vllm_flashinfer_vit.blocks.spec import ANGLES
 from vllm_flashinfer_vit.models._shared import ANGLE_PARAMETERS, block_program, methods
+from vllm_flashinfer_vit.models.siglip import CLIP
 
-SPEC = BlockSpec(
-    first="mlp.fc1",
-    act="mlp.activation_fn",
-    second="mlp.fc2",
-    norm1="layer_norm1",
-    norm2="layer_norm2",
-    qkv="self_attn.qkv_proj",
-    attention="self_attn.attn",
-    proj="self_attn.out_proj",
+SPEC = dataclasses.replace(
+    CLIP,
+    is_packed=True,
     split=attrgetter("self_attn.split_qkv"),
     rotary=ANGLES,
 )
