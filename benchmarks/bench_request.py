@@ -44,7 +44,7 @@ from make_checkpoint import make_checkpoint
 from remote import Remote
 from request_trace import PREPARATION, TRACED_STAGES, traced_stages
 from serve_inputs import IMAGE_WORKLOADS, WORKLOADS, write_requests
-from setups import Setup, setup_option, with_threads
+from setups import Setup, setup_option, with_variables
 from tower_cases import MODELS
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
@@ -353,7 +353,7 @@ def add_rows(
                 "stage": stage,
                 "requests": len(values),
                 **{f"p{10 * i + 10}_ms": f"{cuts[i]:.2f}" for i in (1, 4, 7)},
-                "engine_args": with_threads(args.engine_args),
+                "engine_args": with_variables(args.engine_args),
                 **asdict(environment),
             }
         )

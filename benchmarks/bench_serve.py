@@ -19,6 +19,8 @@ them: rows are compared with stock's of the same run. Two of one model are up in
     python benchmarks/bench_serve.py --workloads video
     python benchmarks/bench_serve.py --serve-args "--api-server-count 4"
     OMP_NUM_THREADS=1 python benchmarks/bench_serve.py    # said in its rows' serve_args
+    VLLM_FLASHINFER_VIT_DISABLE_PATCHES=image-frames,image-text \\
+        python benchmarks/bench_serve.py                  # likewise
     python benchmarks/bench_serve.py --gpus 2 --setups stock-flash_attn:graph \\
         stock-flash_attn:eager plugin:graph plugin-fp8:graph  # in turns on two GPUs
     python benchmarks/bench_serve.py --print          # no more than their commands
@@ -50,7 +52,7 @@ from failures import Failures
 from gpu_use import noted_use, utilisation
 from make_checkpoint import make_checkpoint
 from serve_inputs import WORKLOADS, image_tokens, write_dataset
-from setups import Setup, setup_option, with_threads
+from setups import Setup, setup_option, with_variables
 from tower_cases import MODELS
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
@@ -351,7 +353,7 @@ def measure(
                         "workload": name,
                         "concurrency": at_once,
                         "answer_tokens": args.answer_tokens,
-                        "serve_args": with_threads(args.serve_args),
+                        "serve_args": with_variables(args.serve_args),
                         **samples.row(),
                         **asdict(environment),
                     }

@@ -11,14 +11,17 @@ from typing import Any
 
 from contenders import Contender
 from engines import ENTRY_POINT, compiles_blocks
+from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
 
 # Enough for what is asked at once; fixed, since several engines share the GPU.
 KV_CACHE_BYTES = 5 * 2**30
 GPU_SHARE = 0.15
 MAX_TOKENS = 16384
 # How many threads PyTorch has in each process, the image processor's among them; unset,
-# one for each core. A row is of a number of them.
+# one for each core.
 THREADS = "OMP_NUM_THREADS"
+# Variables of this process that a row is of.
+NOTED = (THREADS, ENV_DISABLE_PATCHES)
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Setup:
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
             "VLLM_PLUGINS": "" if self.contender.is_stock else ENTRY_POINT,
             **self.contender.environment,
-            **{name: os.environ[name] for name in (THREADS,) if name in os.environ},
+            **noted(),
             **needed,
         }
 
@@ -119,10 +122,14 @@ class Setup:
         return shlex.join(["env", *variables, "vllm", *arguments])
 
 
-def with_threads(arguments: str) -> str:
-    """Return arguments of vLLM as rows have them: after `THREADS` if it is set."""
-    threads = os.environ.get(THREADS)
-    parts = (f"{THREADS}={threads}" if threads else "", arguments)
+def noted() -> Mapping[str, str]:
+    """Return those of `NOTED` that are set."""
+    return {name: os.environ[name] for name in NOTED if os.environ.get(name)}
+
+
+def with_variables(arguments: str) -> str:
+    """Return arguments of vLLM as rows have them: after `noted`."""
+    parts = [*(f"{name}={value}" for name, value in noted().items()), arguments]
     return " ".join(part for part in parts if part)
 
 

@@ -37,7 +37,7 @@ from bench_serve import stop_as_by_ctrl_c
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment
 from failures import Failures
-from setups import with_threads
+from setups import with_variables
 from soak_checkpoint import write_checkpoint
 from soak_client import (
     MAX_DIFFERENCE,
@@ -282,7 +282,7 @@ def soak_model(
         "model": model,
         "seed": args.seed,
         "requests": args.requests,
-        "serve_args": with_threads(args.serve_args),
+        "serve_args": with_variables(args.serve_args),
     }
     found = {
         **row_of(tally, seconds, grown),

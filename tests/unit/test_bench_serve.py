@@ -29,7 +29,7 @@ from csv_log import CsvLog
 from failures import Failures
 from make_checkpoint import make_checkpoint
 from serve_inputs import WORKLOADS, Workload, image_tokens, write_requests
-from setups import THREADS, Setup
+from setups import NOTED, Setup
 from tower_cases import MODELS
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 
@@ -364,7 +364,7 @@ def test_commands_are_printed_without_a_gpu(monkeypatch, capsys) -> None:
 
 
 def test_printed_commands_start_what_their_setups_are(monkeypatch, capsys) -> None:
-    for name in ("HF_HUB_OFFLINE", THREADS):
+    for name in ("HF_HUB_OFFLINE", *NOTED):
         monkeypatch.delenv(name, raising=False)
     setups = ["plugin:graph", "plugin-triton:graph", "stock-flash_attn:eager"]
     given = ["--models", MODEL, "--setups", *setups]

@@ -9,20 +9,24 @@ import pytest
 from _benchmarks import BENCHMARKS  # noqa: F401
 
 from bench_serve import Server
-from setups import THREADS, Setup, with_threads
+from setups import NOTED, Setup, with_variables
 
 SPAWN = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
-def test_rows_say_how_many_threads_pytorch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", NOTED)
+def test_rows_say_which_variables_they_are_of(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup, arguments = Setup.of("stock-flash_attn:graph"), "--api-server-count 4"
-    monkeypatch.delenv(THREADS, raising=False)
-    assert with_threads(arguments) == arguments and with_threads("") == ""
-    assert THREADS not in setup.variables([])
-    monkeypatch.setenv(THREADS, "1")
-    assert with_threads(arguments) == f"{THREADS}=1 {arguments}"
-    assert with_threads("") == f"{THREADS}=1"
-    assert f"{THREADS}=1 vllm serve" in setup.printed(["serve"])
+    for one in NOTED:
+        monkeypatch.delenv(one, raising=False)
+    assert with_variables(arguments) == arguments and with_variables("") == ""
+    assert name not in setup.variables([])
+    monkeypatch.setenv(name, "1")
+    assert with_variables(arguments) == f"{name}=1 {arguments}"
+    assert with_variables("") == f"{name}=1"
+    assert f"{name}=1 vllm serve" in setup.printed(["serve"])
 
 
 @pytest.mark.parametrize("given", ["--mm-tensor-ipc torch_shm", "--a=torch_shm"])
