@@ -44,12 +44,11 @@ from make_checkpoint import make_checkpoint
 from remote import Remote
 from request_trace import PREPARATION, TRACED_STAGES, traced_stages
 from serve_inputs import IMAGE_WORKLOADS, WORKLOADS, write_requests
-from setups import Setup, setup_option, with_variables
+from setups import SETUPS, Setup, setup_option, with_variables
 from tower_cases import MODELS
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 
-SETUPS = ("stock-flash_attn:graph", "plugin:graph", "plugin-fp8:graph")
 # In the order of a request's life; `whole` is their sum.
 STAGES = (
     *PREPARATION,

@@ -52,13 +52,11 @@ from failures import Failures
 from gpu_use import noted_use, utilisation
 from make_checkpoint import make_checkpoint
 from serve_inputs import WORKLOADS, image_tokens, write_dataset
-from setups import Setup, setup_option, with_variables
+from setups import SETUPS, Setup, setup_option, with_variables
 from tower_cases import MODELS
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 
-# As many as one GPU of 80 GB holds.
-SETUPS = ("stock-flash_attn:graph", "plugin-fp8:graph")
 # Requests at once: the time to the first token, and what a server can do at most.
 CONCURRENCY = (1, 64)
 # Requests of a turn at that concurrency, at least.
@@ -233,10 +231,20 @@ class Samples:
         self.errors: list[str] = []
 
     def add(
-        self, result: Mapping[str, Any], sent: int, tokens: int, busy: Sequence[float]
+        self,
+        result: Mapping[str, Any],
+        sent: int,
+        tokens: int,
+        use: Sequence[tuple[float, float]],
     ) -> None:
-        """Add a turn: what `ask` and the driver returned, requests, image tokens."""
-        self.busy += busy
+        """Add a turn: what `ask` returned, requests, image tokens, use of the GPU.
+
+        Of its use counts what is between the first answer and the last request: all
+        places are taken then, and no client still reads its requests.
+        """
+        starts = result["start_times"]
+        first = min(map(sum, zip(starts, result["ttfts"], strict=True)))
+        self.busy += [share for at, share in use if first <= at <= max(starts)]
         self.sent += sent
         self.tokens += tokens
         self.completed += result["completed"]
@@ -260,6 +268,7 @@ class Samples:
             missing = self.sent - len(self.ttfts_ms)
             raise RuntimeError(f"{missing} of {self.sent} requests failed: {said}")
         cuts = statistics.quantiles(self.ttfts_ms, n=100, method="inclusive")
+        busy = f"{statistics.fmean(self.busy):.2f}" if self.busy else "unknown"
         return {
             "requests": self.sent,
             "completed": self.completed,
@@ -267,7 +276,7 @@ class Samples:
             "image_tokens_s": f"{self.tokens / self.seconds:.0f}",
             "ttft_p50_ms": f"{cuts[49]:.1f}",
             "ttft_p99_ms": f"{cuts[98]:.1f}",
-            "gpu_busy": f"{statistics.fmean(self.busy):.2f}",
+            "gpu_busy": busy,
         }
 
 
@@ -334,14 +343,14 @@ def measure(
                     checkpoint, workload, patch_size, seeds, args.answer_tokens
                 )
                 for server in order_of_turn(servers, turn):
-                    busy: list[float] = []
-                    with noted_use(uses[server], busy):
+                    use: list[tuple[float, float]] = []
+                    with noted_use(uses[server], use):
                         result = ask(
                             server.url, checkpoint, dataset, len(seeds), at_once
                         )
                     if turn >= 0:
                         tokens = image_tokens(workload, seeds)
-                        found[server].add(result, len(seeds), tokens, busy)
+                        found[server].add(result, len(seeds), tokens, use)
             for server, samples in found.items():
                 what = f"{model} {server.setup} {name} {at_once} at once"
                 with failures.noted(what):

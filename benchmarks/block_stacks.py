@@ -56,29 +56,48 @@ class BlockStack(nn.Module):
         """Build the blocks, in an engine's configuration."""
         super().__init__()
         name, *_ = stack.module.split()
-        module = importlib.import_module(f"vllm.model_executor.models.{name}")
+        folder = "vllm" if "." in name else "vllm.model_executor.models"
+        module = importlib.import_module(f"{folder}.{name}")
         self.blocks = nn.ModuleList([stack.block(module) for _ in range(depth)])
+        # As vLLM's towers with windows have it.
+        self.window = stack.window
+        self.fullatt_block_indexes = stack.full if stack.window else None
         self._stack, self._dtype = stack, dtype
 
     def prepare_encoder_metadata(self, grids: Grids) -> Tensors:
         """Return what all blocks are given for images of these grids.
 
         Raises:
-            ValueError: A dense batch needs images of one size.
+            ValueError: A dense batch needs images of one size, or the blocks have no
+                tables for an image.
         """
         stack = self._stack
-        lengths = [h * w for t, h, w in grids for _ in range(t)]
+        sizes = {(h, w) for _, h, w in grids}
+        for h, w in sizes:
+            if not stack.fits(h, w):
+                raise ValueError(f"these blocks have no tables for {h} x {w} patches")
         if stack.shape == "BSC":
-            if len(set(lengths)) > 1:
+            if len(sizes) > 1:
                 raise ValueError("a dense batch needs images of one size")
-            return {}
+            return self._taken({"grid_hw": sizes.pop()})
         on = next(self.parameters()).device
-        ends = torch.tensor([0, *lengths]).cumsum(0).to(on, torch.int32)
-        metadata = {
-            "cu_seqlens": ends,
-            "max_seqlen": torch.tensor(max(lengths), dtype=torch.int32),
-            **stack.rotary(self._turns(grids).to(on), self._dtype),
-        }
+        lengths = [h * w for t, h, w in grids for _ in range(t)]
+        ends, longest = _ends(lengths, on)
+        metadata = self._taken(
+            {
+                "cu_seqlens": ends,
+                "max_seqlen": longest,
+                **stack.rotary(self._turns(grids).to(on), self._dtype),
+            }
+        )
+        if stack.window:
+            windows = _window_lengths(grids, stack.window)
+            ends, longest = _ends(windows, on)
+            metadata |= {"cu_window_seqlens": ends, "max_window_seqlen": longest}
+        return metadata
+
+    def _taken(self, metadata: Tensors) -> Tensors:
+        """Return what the blocks' `forward` takes of this."""
         forward = inspect.signature(type(self.blocks[0]).forward).parameters
         # Some take no longest length; some have to be told that there is no mask.
         _, _, *others = forward.values()
@@ -119,8 +138,11 @@ class BlockStack(nn.Module):
             assert grids is not None
             encoder_metadata = self.prepare_encoder_metadata(grids)
         x = pixels.view(self._shape(len(pixels), grids))
-        for block in self.blocks:
-            found = block(x, **encoder_metadata)
+        whole, windowed = _by_reach(encoder_metadata)
+        full = self.fullatt_block_indexes
+        for index, block in enumerate(self.blocks):
+            is_full = full is None or index in full
+            found = block(x, **(whole if is_full else windowed))
             x = found[0] if isinstance(found, tuple) else found
         return x.reshape(pixels.shape)
 
@@ -131,6 +153,34 @@ class BlockStack(nn.Module):
             return sum(t for t, _, _ in grids), -1, width
         shapes = {"TC": (rows, width), "1TC": (1, rows, width)}
         return shapes.get(self._stack.shape, (rows, 1, width))
+
+
+def _ends(lengths: Sequence[int], on: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the sequences' ends, from 0, and the longest length."""
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(on, torch.int32)
+    return ends, torch.tensor(max(lengths), dtype=torch.int32)
+
+
+def _window_lengths(grids: Grids, side: int) -> list[int]:
+    """Return the lengths of windows, whose rows in the stream lie together."""
+    return [
+        min(side, h - top) * min(side, w - left)
+        for t, h, w in grids
+        for _ in range(t)
+        for top in range(0, h, side)
+        for left in range(0, w, side)
+    ]
+
+
+def _by_reach(metadata: Tensors) -> tuple[Tensors, Tensors]:
+    """Return what blocks are given that attend to whole images, and in windows."""
+    whole = {name: x for name, x in metadata.items() if "_window_" not in name}
+    windowed = {
+        name.replace("_window_", "_"): x
+        for name, x in metadata.items()
+        if "_window_" in name
+    }
+    return whole, {**whole, **windowed}
 
 
 @dataclass(frozen=True)
@@ -173,7 +223,12 @@ class StackTower:
         layer: Any = next(iter(self.attention_layers().values()))
         longest = max(h * w for _, h, w in grids)
         patches = sum(math.prod(grid) for grid in grids)
-        return {"all": layer.kernel_for(longest, patches / sum(t for t, _, _ in grids))}
+        whole = layer.kernel_for(longest, patches / sum(t for t, _, _ in grids))
+        side = getattr(self.visual, "window", 0)
+        if not side:
+            return {"all": whole}
+        longest = max(_window_lengths(grids, side))
+        return {"full": whole, "windows": layer.kernel_for(longest, None)}
 
 
 def build_stack(

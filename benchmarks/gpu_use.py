@@ -2,6 +2,7 @@
 """How much of a time a GPU works, by what its driver says."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,19 +26,22 @@ def utilisation(gpu: str) -> Callable[[], float]:
 
 
 @contextmanager
-def noted_use(read: Callable[[], float], shares: list[float]) -> Iterator[None]:
+def noted_use(
+    read: Callable[[], float], samples: list[tuple[float, float]]
+) -> Iterator[None]:
     """Collect what a GPU's driver says until the block ends.
 
     Args:
         read: What `utilisation` returned.
-        shares: Gets a share for each sample, one at least.
+        samples: Gets a time, by `time.perf_counter`, and a share for each sample, one
+            at least.
     """
     is_over = threading.Event()
 
     def sample() -> None:
         while True:
             over = is_over.wait(_EVERY_S)
-            shares.append(read())
+            samples.append((time.perf_counter(), read()))
             if over:
                 return
 

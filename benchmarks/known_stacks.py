@@ -32,6 +32,10 @@ class Stack:
         head_dim: Of its attention.
         shape: The stream's: `T1C`, `1TC`, `TC`, or `BSC` for dense batches.
         rotary: Makes what turns q and k, of angles `[T, D / 2]` and the dtype.
+        fits: Whether tables that its blocks keep have an image of so many rows and
+            columns.
+        window: Rows and columns of the windows that its blocks attend in, 0 if none do.
+        full: Those blocks that attend to whole images in spite of that.
     """
 
     module: str
@@ -41,6 +45,9 @@ class Stack:
     head_dim: int
     shape: str
     rotary: Callable[[torch.Tensor, torch.dtype], Tensors] = lambda angles, dtype: {}
+    fits: Callable[[int, int], bool] = lambda rows, columns: True
+    window: int = 0
+    full: frozenset[int] = frozenset()
 
 
 _GEMMA_3 = WHOLE_MODELS["google/gemma-3-4b-it"]
@@ -52,6 +59,8 @@ _INTERN = WHOLE_MODELS["OpenGVLab/InternVL3-8B"]
 _ERNIE = WHOLE_MODELS["baidu/ERNIE-4.5-VL-28B-A3B-PT"]
 _PADDLE = WHOLE_MODELS["PaddlePaddle/PaddleOCR-VL"]
 _OMNI = WHOLE_MODELS["Qwen/Qwen3-Omni-30B-A3B-Instruct"]
+# Rows and columns of patches of Step-VL's largest image, 728 x 728 pixels.
+_STEP_SIDE = 52
 
 
 def _siglip(**fields: Any) -> Any:
@@ -166,6 +175,57 @@ def _radio(m: Any) -> nn.Module:
     return m.RadioVisionEncoderLayer(RadioConfig("vit_huge_patch16_224"))
 
 
+def _llama4(m: Any) -> nn.Module:
+    config = SimpleNamespace(
+        hidden_size=1408,
+        intermediate_size=5632,
+        num_attention_heads=16,
+        image_size=336,
+        patch_size=14,
+        attention_dropout=0.0,
+        rope_parameters={"rope_theta": 10000.0},
+    )
+    return m.Llama4VisionEncoderLayer(config, None)
+
+
+def _step_vl(m: Any) -> nn.Module:
+    return m.PerceptionEncoderVisionBlock(
+        1536,
+        16,
+        max_grid_height=_STEP_SIDE,
+        max_grid_width=_STEP_SIDE,
+        mlp_ratio=8960 / 1536,
+        ls_init_value=0.1,
+        act_layer=m.get_act_fn("quick_gelu"),
+        norm_layer=m._DEFAULT_NORM_LAYER,
+    )
+
+
+def _glm_5(m: Any) -> nn.Module:
+    norm = functools.partial(m.RMSNorm, eps=1e-5)
+    return m.Glm5NextVisionBlock(1024, 16, 4096, 10.0, norm_layer=norm)
+
+
+def _minimax(m: Any) -> nn.Module:
+    config = SimpleNamespace(
+        hidden_size=1280,
+        intermediate_size=5120,
+        num_attention_heads=16,
+        layer_norm_eps=1e-5,
+        hidden_act="gelu",
+    )
+    return m.MiniMaxVLEncoderLayer(config)
+
+
+def _muse_spark(m: Any) -> nn.Module:
+    return m.NaViTBlock(1536, 16, intermediate_size=8960)
+
+
+def _deepseek(m: Any) -> nn.Module:
+    config = SimpleNamespace(vision_dim=1024, vision_n_heads=16, vision_inter_dim=2816)
+    return m.DeepseekV4VisionBlock(config)
+
+
 def _tables(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return {"rotary_pos_emb_cos": cos, "rotary_pos_emb_sin": sin}
@@ -192,6 +252,21 @@ def _pixtral_turns(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
     # The sources say which of the two forms a release takes.
     is_real = "freqs_cis.dtype == torch.float32" in inspect.getsource(pixtral)
     return {"freqs_cis": torch.view_as_real(turns) if is_real else turns}
+
+
+def _planes(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    """Return tables in fp32 of three axes, each of which has a third of the columns."""
+    turned = angles[:, : angles.shape[1] // 3 * 3].expand(3, -1, -1)
+    return {"rotary_cos": turned.cos(), "rotary_sin": turned.sin()}
+
+
+def _muse_turns(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    return {"freq_cis": torch.stack([angles.cos(), angles.sin()], -1)}
+
+
+def _of_all_heads(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    """Return tables in fp32, `[T, 1, D / 2]`."""
+    return {"cos": angles.cos()[:, None], "sin": angles.sin()[:, None]}
 
 
 def _stack(
@@ -265,4 +340,62 @@ STACKS: Mapping[str, Stack] = {
     "Cohere-Compass": _so400m("cohere_compass", _cohere, "T1C", _tables),
     # RadioConfig of vLLM: ViT-H.
     "RADIO-H": Stack("radio (one image)", _radio, 32, 1280, 80, "BSC"),
+    # config.json of Llama 4 Scout and of Maverick: 336 x 336 pixels and a last token.
+    "Llama-4": Stack(
+        "mllama4",
+        _llama4,
+        34,
+        1408,
+        88,
+        "BSC",
+        fits=lambda rows, columns: rows * columns == 24 * 24 + 1,
+    ),
+    # PerceptionEncoderConfig of vLLM, by default, which Step3.7 and Step-5 have.
+    "Step-VL": Stack(
+        "step_vl",
+        _step_vl,
+        47,
+        1536,
+        96,
+        "BSC",
+        fits=lambda rows, columns: max(rows, columns) <= _STEP_SIDE,
+    ),
+    # Glm5NextVisionConfig of Transformers, by default: GLM-5.3-Flash.
+    "GLM-5.3": Stack(
+        "models.glm5next.common.multimodal", _glm_5, 24, 1024, 64, "T1C", _tables
+    ),
+    # MiniMaxM3VLVisionConfig of Transformers, by default.
+    "MiniMax-M3": Stack(
+        "models.minimax_m3.common.vision_tower",
+        _minimax,
+        32,
+        1280,
+        80,
+        "T1C",
+        _planes,
+    ),
+    # MuseSparkVisionConfig of Transformers, by default: each fourth block and the last
+    # one attend to whole images.
+    "Muse-Spark": Stack(
+        "models.muse_spark.common.vision",
+        _muse_spark,
+        50,
+        1536,
+        96,
+        "TC",
+        _muse_turns,
+        window=32,
+        full=frozenset({*range(3, 50, 4), 49}),
+    ),
+    # DeepSeek-V4-Flash-Vision-Exp, whose config.json has the sizes that vLLM's
+    # DeepseekV41Config has by default, and 32 blocks.
+    "DeepSeek-V4.1": Stack(
+        "models.deepseek_v4.common.vision",
+        _deepseek,
+        32,
+        1024,
+        64,
+        "TC",
+        _of_all_heads,
+    ),
 }

@@ -13,6 +13,8 @@ from contenders import Contender
 from engines import ENTRY_POINT, compiles_blocks
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
 
+# As many as one GPU of 80 GB holds with a language model of 8B.
+SETUPS = ("stock-flash_attn:graph", "plugin-fp8:graph")
 # Enough for what is asked at once; fixed, since several engines share the GPU.
 KV_CACHE_BYTES = 5 * 2**30
 GPU_SHARE = 0.15

@@ -33,10 +33,14 @@ CASES: dict[str, Grids] = {
 # Of towers that take images of one size: 224 x 224 pixels in patches of 14 and a first
 # token (BLIP-2, DeepSeek-OCR), 336 x 336 and one (CLIP), 384 x 384 (SigLIP; Moondream 3
 # of 378 x 378), 448 x 448 (AIMv2; InternViT and RADIO, without their first tokens),
-# Gemma 4's largest image, and 896 x 896 pixels (Gemma 3).
+# Step-VL's crops of 504 x 504, Gemma 4's largest image, 728 x 728 (Step-VL's whole
+# image), and 896 x 896 pixels (Gemma 3). Llama 4's tiles have CLIP's size.
 DENSE_CASES: dict[str, Grids] = {
     f"{images}x{rows * columns}": ((1, rows, columns),) * images
-    for rows, columns in ((1, 257), (1, 577), (27, 27), (32, 32), (42, 60), (64, 64))
+    for rows, columns in (
+        *((1, 257), (1, 577), (27, 27), (32, 32)),
+        *((36, 36), (42, 60), (52, 52), (64, 64)),
+    )
     for images in (1, 8, 32)
 }
 SMOKE_CASES: dict[str, Grids] = {"1x64": ((1, 8, 8),), "video2x48": ((2, 6, 8),)}

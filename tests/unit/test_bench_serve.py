@@ -23,13 +23,14 @@ from transformers import AutoImageProcessor
 
 import bench_serve
 import chosen_rows
+import gpu_use
 import serve_inputs
-from bench_serve import SETUPS, Samples, Server, server_command
+from bench_serve import Samples, Server, server_command
 from csv_log import CsvLog
 from failures import Failures
 from make_checkpoint import make_checkpoint
 from serve_inputs import WORKLOADS, Workload, image_tokens, write_requests
-from setups import NOTED, Setup
+from setups import NOTED, SETUPS, Setup
 from tower_cases import MODELS
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 
@@ -130,14 +131,18 @@ def result(ttfts: list[float], errors: list[str] | None = None) -> dict[str, obj
         "completed": errors.count(""),
         "duration": 2.0,
         "ttfts": ttfts,
+        # At 10 s and from then on each half a second later.
+        "start_times": [10 + i / 2 for i in range(len(ttfts))],
         "errors": errors,
     }
 
 
 def test_a_row_is_of_all_turns() -> None:
     samples = Samples()
-    samples.add(result([0.1, 0.2]), sent=2, tokens=300, busy=[1.0, 0.5])
-    samples.add(result([0.3, 0.4]), sent=2, tokens=500, busy=[0.9])
+    # The second request begins at 10.5 s: two of these count, and one of the next turn.
+    use = [(9.9, 0.0), (10.05, 0.0), (10.1, 1.0), (10.5, 0.5), (10.6, 0.0)]
+    samples.add(result([0.1, 0.2]), sent=2, tokens=300, use=use)
+    samples.add(result([0.3, 0.4]), sent=2, tokens=500, use=[(10.4, 0.9)])
     row = samples.row()
     assert row == {
         "requests": 4,
@@ -150,9 +155,15 @@ def test_a_row_is_of_all_turns() -> None:
     }
 
 
+def test_a_use_that_was_not_seen_is_unknown() -> None:
+    samples = Samples()
+    samples.add(result([0.6, 0.2]), sent=2, tokens=300, use=[(10.1, 1.0)])
+    assert samples.row()["gpu_busy"] == "unknown"
+
+
 def test_a_request_that_failed_is_an_error_and_no_row() -> None:
     samples = Samples()
-    samples.add(result([0.1, 0.0], ["", "Traceback\nout of memory"]), 2, 300, [1.0])
+    samples.add(result([0.1, 0.0], ["", "Traceback\nout of memory"]), 2, 300, [])
     with pytest.raises(RuntimeError, match="1 of 2 requests failed: out of memory"):
         samples.row()
 
@@ -165,6 +176,8 @@ class Answer(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.seen.append(body)
+        # So that the GPU is looked at between answers.
+        time.sleep(0.03)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
@@ -191,6 +204,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     monkeypatch.setattr(bench_serve, "utilisation", {"2": lambda: 0.5}.__getitem__)
+    monkeypatch.setattr(gpu_use, "_EVERY_S", 0.005)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     Answer.seen = []

@@ -13,22 +13,24 @@ import gpu_use
 
 def test_samples_are_taken_until_the_block_ends(monkeypatch):
     monkeypatch.setattr(gpu_use, "_EVERY_S", 0.01)
-    shares, count = [], itertools.count()
-    with gpu_use.noted_use(lambda: float(next(count)), shares):
+    samples, count, begin = [], itertools.count(), time.perf_counter()
+    with gpu_use.noted_use(lambda: float(next(count)), samples):
         until = time.monotonic() + 30
-        while len(shares) < 3 and time.monotonic() < until:
+        while len(samples) < 3 and time.monotonic() < until:
             time.sleep(0.01)
-    taken = list(shares)
-    assert taken == [float(i) for i in range(len(taken))] and len(taken) >= 3
+    taken, end = list(samples), time.perf_counter()
+    times = [at for at, _ in taken]
+    assert [share for _, share in taken] == [float(i) for i in range(len(taken))]
+    assert len(taken) >= 3 and [begin, *times, end] == sorted([begin, *times, end])
     time.sleep(0.05)
-    assert shares == taken
+    assert samples == taken
 
 
 def test_a_short_block_has_a_sample_and_a_failing_one_ends_too():
-    shares = []
-    with pytest.raises(ZeroDivisionError), gpu_use.noted_use(lambda: 0.25, shares):
+    samples = []
+    with pytest.raises(ZeroDivisionError), gpu_use.noted_use(lambda: 0.25, samples):
         raise ZeroDivisionError
-    assert shares == [0.25]
+    assert [share for _, share in samples] == [0.25]
 
 
 @pytest.mark.parametrize(("name", "how"), [("3", "Index"), ("GPU-4a", "UUID")])
