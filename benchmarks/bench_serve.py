@@ -59,8 +59,8 @@ from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 
 # Requests at once: the time to the first token, and what a server can do at most.
 CONCURRENCY = (1, 64)
-# Requests of a turn at that concurrency, at least.
-REQUESTS = {1: 8, 64: 96}
+# Requests of a turn at that concurrency, at least. A server is full after a second.
+REQUESTS = {1: 8, 64: 192}
 # Even, so that half of them run backwards.
 TURNS = 2
 COLUMNS = (
