@@ -8,6 +8,16 @@ from _pages import H100_RESULTS, RESULTS, rows, text_of
 
 import chosen_rows
 import engine_tables
+from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
+
+# As the page has them: with four API servers, by shared memory, with one, with patches
+# left out.
+ORDER = [
+    "`--api-server-count 4`",
+    "`--api-server-count 4 --mm-tensor-ipc torch_shm`",
+    "",
+    f"`{ENV_DISABLE_PATCHES}=image-frames,image-text --api-server-count 4`",
+].index
 
 
 def server_lines(results: Path) -> list[dict[str, str]]:
@@ -53,20 +63,44 @@ def test_pages_say_what_servers_gain() -> None:
     assert f"between {least:.0f} % fewer and {most:.0f} % more requests" in page
 
 
+def gains(lines: list[dict[str, str]], at_once: str) -> list[float]:
+    """Return the gains with so many requests at once."""
+    return [
+        float(r["best over stock's best"]) for r in lines if r["at once"] == at_once
+    ]
+
+
+def percents(ratios: list[float]) -> str:
+    return " to ".join(f"{100 * f(ratios) - 100:.0f}" for f in (min, max))
+
+
+def times(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
 def test_pages_say_what_servers_gain_on_an_h100() -> None:
     lines = server_lines(H100_RESULTS)
     four = [r for r in lines if r["more arguments"] == "`--api-server-count 4`"]
-    many = [r for r in four if r["at once"] == "64"]
-    gains = [round(100 * float(r["best over stock's best"]) - 100) for r in many]
+    many, alone = percents(gains(four, "64")), times(gains(four, "1"))
+    assert f"{many} % and {alone}." in text_of("README.md")
+    for name in ("serving.md", "results_h100.md"):
+        page = text_of(name)
+        assert f"full server answers {many} % more requests a second" in page
+        assert f"{alone} times as soon" in page
+    first = {
+        model: "{} ms in place of {}".format(
+            *(f"{float(r[name].split()[0]):.0f}" for name in names)
+        )
+        for model, *names in (
+            ("Qwen3-VL-8B", "plugin-fp8 graph", "stock-flash_attn graph"),
+            ("Qwen2.5-VL-7B", "plugin graph", "stock-flash_attn graph"),
+        )
+        for r in four
+        if (r["model"], r["workload"], r["at once"]) == (model, "page", "1")
+    }
     page = text_of("serving.md")
-    assert f"servers gain [{min(gains)} to {max(gains)} %](results_h100.md" in page
-    losses = [
-        round(100 - 100 * float(r["stock-flash_attn graph"]) / stock)
-        for r in many
-        for stock in [float(r["stock-flash_attn eager"])]
-    ]
-    said = f"{min(losses)} to {max(losses)} % fewer requests with its graphs"
-    assert said in page
+    assert f"a page after {first['Qwen3-VL-8B']} (Qwen3-VL)" in page
+    assert first["Qwen2.5-VL-7B"].replace(" ms", "") + " (Qwen2.5-VL)" in page
 
 
 def test_pages_say_what_parts_of_a_request_take() -> None:
@@ -97,35 +131,72 @@ def test_pages_say_what_parts_of_a_request_take() -> None:
 
 def test_the_page_of_an_h100_has_its_servers() -> None:
     text = text_of("results_h100.md").partition(" ## Servers ")[2]
-    found = rows("serve", "0.33.0", H100_RESULTS)
-    gains: dict[str, list[float]] = defaultdict(list)
+    kinds = defaultdict(list)
     for line in server_lines(H100_RESULTS):
-        kind = line["more arguments"] if line["at once"] == "64" else "alone"
-        gains[kind].append(float(line["best over stock's best"]))
-    alone = gains.pop("alone")
-    assert f"{min(alone):.2f} to {max(alone):.2f} times as soon" in text
-    four, shared, one = (
-        " to ".join(f"{100 * f(ratios) - 100:.0f}" for f in (min, max))
-        for ratios in gains.values()
-    )
+        kinds[line["more arguments"]].append(line)
+    four, shared, one, without = (kinds[name] for name in sorted(kinds, key=ORDER))
+    assert f"first token comes {times(gains(without, '1'))} times as soon" in text
     assert (
-        f"answers {four} % more requests a second than stock's best, with `torch_shm` "
-        f"{shared} %, and with one API server and without graphs {one} %"
+        f"with `torch_shm` a full server answers {percents(gains(shared, '64'))} % "
+        "more requests than stock's, and with one API server and without graphs "
+        f"{percents(gains(one, '64'))} %"
     ) in text
-    first = {
-        row["provider"] + row["mode"]: float(row["ttft_p50_ms"])
-        for row in found
-        if (row["workload"], row["concurrency"]) == ("page", "1")
-        and (row["commit"], row["serve_args"]) == ("3b9b6d1", "--api-server-count 4")
+    ours = "plugin-fp8 graph"
+    sooner = {
+        (now["workload"]): float(then[ours].split()[0]) - float(now[ours].split()[0])
+        for now in four
+        for then in without
+        if now["at once"] == then["at once"] == "1"
+        and (now["model"], now["workload"]) == (then["model"], then["workload"])
     }
-    ours = first[f"{chosen_rows.PLUGIN_FP8}graph"]
-    stock = first[f"{chosen_rows.BASELINE}eager"]
-    assert f"a page took {ours:.0f} ms, with {stock:.0f} in stock's eager" in text
-    counted = [
-        float(row["image_tokens_s"]) / float(row["req_s"])
+    assert (
+        "a page comes {page:.0f} ms sooner than without, of a photograph "
+        "{photograph:.0f} ms, of 20 thumbnails {thumbnails:.0f} ms"
+    ).format(**sooner) in text
+    found = rows("serve", "0.33.0", H100_RESULTS)
+    busy = [
+        float(row["gpu_busy"])
+        for row in found
+        if row["concurrency"] == "64" and row["gpu_busy"] != "unknown"
+    ]
+    assert f"works {100 * min(busy):.0f} to {100 * max(busy):.0f} % of the time" in text
+    tokens = {
+        row["commit"]: float(row["image_tokens_s"]) / float(row["req_s"])
         for row in found
         if (row["workload"], row["concurrency"]) == ("page", "64")
-    ]
+    }
     # A token of the language model is made of four patches.
-    assert all(abs(tokens - 15376 / 4) < 10 for tokens in counted)
+    assert all(abs(count - 15376 / 4) < 10 for count in tokens.values())
     assert f"is {100 * 15376 / 12544 - 100:.0f} % too high" in text
+
+
+def test_the_page_of_an_h100_has_its_requests() -> None:
+    text = text_of("results_h100.md").partition(" ## One request ")[2]
+    medians = {
+        (r["bench"], r["workload"], r["stage"], r["provider"]): float(r["p50_ms"])
+        for r in rows("request", "0.33.0", H100_RESULTS)
+    }
+    whole = [
+        "{:.0f}{} in place of {:.0f}".format(
+            medians["request", one, "whole", chosen_rows.PLUGIN_FP8],
+            " ms" if one == "page" else "",
+            medians["request", one, "whole", chosen_rows.BASELINE],
+        )
+        for one in ("page", "photograph", "thumbnails")
+    ]
+    assert (
+        f"a page takes {whole[0]}, a photograph {whole[1]}, 20 thumbnails {whole[2]}"
+    ) in text
+    for bench, stage, said in (
+        (
+            "request",
+            "processor",
+            "processor takes {:.0f} ms of a page in place of {:.0f}",
+        ),
+        ("trace", "transport", "to the engine takes {:.0f} ms in place of {:.0f}"),
+    ):
+        ours, stock = (
+            medians[bench, "page", stage, provider]
+            for provider in (chosen_rows.PLUGIN_FP8, chosen_rows.BASELINE)
+        )
+        assert said.format(ours, stock) in text
