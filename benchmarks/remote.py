@@ -3,6 +3,8 @@
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
@@ -26,6 +28,7 @@ def serve(
     make: Callable[..., Held], arguments: Sequence[object], pipe: Connection
 ) -> None:
     """Make it, and answer `(method, arguments)` until the other end closes."""
+    _end_with_parent()
     try:
         held = make(*arguments)
         with held.running():
@@ -40,6 +43,23 @@ def serve(
         return
     except Exception as error:
         pipe.send((False, f"{type(error).__name__}: {error}"))
+
+
+def _end_with_parent() -> None:
+    """End this process and what it starts when its parent is gone, whatever it does.
+
+    A tower compiles for minutes. Left alone, it would use the cores and the GPU of what
+    is measured next.
+    """
+    os.setsid()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class RemoteError(RuntimeError):
