@@ -12,7 +12,7 @@ can, or `eager`, vLLM's default. With `-q8` at its end a contender serves
 A server in bf16 takes up to 30 GB, so a GPU of 80 GB holds two: stock's graphs and this
 package's with FP8 attention, unless others are asked for. Name one of stock's among
 them: rows are compared with stock's of the same run. Two of one model are up in 2.5 to
-4 minutes; pages, photographs or thumbnails then take one to two each.
+4 minutes; pages, photographs or thumbnails then take one to two minutes each.
 
     python benchmarks/bench_serve.py --models Qwen/Qwen3-VL-8B-Instruct
     python benchmarks/bench_serve.py --setups stock-flash_attn:eager plugin:eager
