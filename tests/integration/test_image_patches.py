@@ -226,3 +226,10 @@ def test_only_where_flashinfer_is_asked_for(backend, disabled, is_served, monkey
     context = InputProcessingContext(config, tokenizer=None)
     assert context.get_hf_processor(object) is processor
     assert (vars(cls)["patchify"] is not original) == is_served
+
+
+def test_formats_are_loaded_before_the_first_image(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(Image, "init", lambda: loaded.append(True))
+    image_patches.serve(SimpleNamespace())
+    assert loaded == [True]

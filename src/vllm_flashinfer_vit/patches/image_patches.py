@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -146,11 +147,14 @@ def is_asked_for(model_config: Any, name: str) -> bool:
 def serve(processor: Any) -> None:
     """Have a processor's bytes cut by runs, where that gives what it does.
 
-    The method is replaced in its class, of which an engine has many processors.
+    The method is replaced in its class, of which an engine has many processors. Formats
+    of images are loaded, too, of which vLLM's warm-up opens none.
 
     Args:
         processor: Transformers' processor of a model.
     """
+    # Else the first image of each process waits for all formats that Pillow knows.
+    Image.init()
     for name in ("image_processor", "video_processor"):
         part = getattr(processor, name, None)
         homes = (c for c in type(part).__mro__ if "patchify" in vars(c))
