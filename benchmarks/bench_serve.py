@@ -63,6 +63,9 @@ CONCURRENCY = (1, 64)
 REQUESTS = {1: 8, 64: 192}
 # Even, so that half of them run backwards.
 TURNS = 2
+# Requests at once before the first turn: each of several API servers is to get some,
+# since the first image of each is slow.
+WARM_UP = 16
 COLUMNS = (
     "bench",
     "provider",
@@ -335,9 +338,10 @@ def measure(
             found = {server: Samples() for server in servers}
             for turn in range(-1, args.turns):
                 # The first one warms up: its requests are in no row.
+                sent, together = (count, at_once) if turn >= 0 else (WARM_UP, WARM_UP)
                 seeds = [
                     zlib.crc32(f"{name} {at_once} {turn} {place}".encode())
-                    for place in range(count if turn >= 0 else min(count, 4))
+                    for place in range(sent)
                 ]
                 dataset = write_dataset(
                     checkpoint, workload, patch_size, seeds, args.answer_tokens
@@ -345,12 +349,10 @@ def measure(
                 for server in order_of_turn(servers, turn):
                     use: list[tuple[float, float]] = []
                     with noted_use(uses[server], use):
-                        result = ask(
-                            server.url, checkpoint, dataset, len(seeds), at_once
-                        )
+                        result = ask(server.url, checkpoint, dataset, sent, together)
                     if turn >= 0:
                         tokens = image_tokens(workload, seeds)
-                        found[server].add(result, len(seeds), tokens, use)
+                        found[server].add(result, sent, tokens, use)
             for server, samples in found.items():
                 what = f"{model} {server.setup} {name} {at_once} at once"
                 with failures.noted(what):

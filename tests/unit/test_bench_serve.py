@@ -25,7 +25,7 @@ import bench_serve
 import chosen_rows
 import gpu_use
 import serve_inputs
-from bench_serve import Samples, Server, server_command
+from bench_serve import WARM_UP, Samples, Server, server_command
 from csv_log import CsvLog
 from failures import Failures
 from make_checkpoint import make_checkpoint
@@ -239,8 +239,8 @@ def test_requests_are_sent_by_vllm(
     for body in Answer.seen:
         (message,) = body["messages"]
         sizes.append([image.size for image in images(json.dumps(message))])
-    # Four that warm up, and two turns.
-    assert sizes == [[(96, 64)]] * 14
+    # Those that warm up, and two turns.
+    assert sizes == [[(96, 64)]] * (WARM_UP + 10)
     assert not any("mm_processor_kwargs" in body for body in Answer.seen)
     assert {body["max_completion_tokens"] for body in Answer.seen} == {1}
     assert row["answer_tokens"] == "1"
@@ -269,7 +269,7 @@ def test_vllm_sends_videos_too(
         assert video["type"] == "video_url"
         urls.append(video["video_url"]["url"])
     written = {path.as_uri() for path in tmp_path.glob("*.mp4")}
-    assert len(urls) == 14 and set(urls) == written and len(written) == 14
+    assert len(urls) == len(written) == WARM_UP + 10 and set(urls) == written
     assert row["completed"] == "10"
     tokens = float(row["image_tokens_s"]) / float(row["req_s"])
     assert tokens == pytest.approx(12, rel=0.2)
