@@ -250,3 +250,8 @@ def unknown_variables(env: Mapping[str, str] = os.environ) -> list[Problem]:
 def is_strict(env: Mapping[str, str] = os.environ) -> bool:
     """Whether errors shall be raised, even where other settings are not valid."""
     return env.get(ENV_STRICT) == "1"
+
+
+def disabled_patches(env: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """Return `Settings.disabled_patches` alone: quick enough to ask for each image."""
+    return _names(env.get(ENV_DISABLE_PATCHES, ""))

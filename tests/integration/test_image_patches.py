@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import set_default_torch_num_threads
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_flashinfer_vit.patches import image_patches
-from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
+from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES, Settings
 
 IMAGES = (
     "Qwen2VLImageProcessor",
@@ -226,6 +226,18 @@ def test_only_where_flashinfer_is_asked_for(backend, disabled, is_served, monkey
     context = InputProcessingContext(config, tokenizer=None)
     assert context.get_hf_processor(object) is processor
     assert (vars(cls)["patchify"] is not original) == is_served
+
+
+def test_an_image_does_not_wait_for_all_settings(monkeypatch):
+    monkeypatch.setattr(Settings, "from_env", pytest.fail)
+    monkeypatch.setenv(ENV_DISABLE_PATCHES, "image-text, image-frames")
+    multimodal = SimpleNamespace(
+        mm_encoder_attn_backend=AttentionBackendEnum.FLASHINFER
+    )
+    config = SimpleNamespace(multimodal_config=multimodal)
+    names = "image-patches", "image-frames", "image-text"
+    asked = [image_patches.is_asked_for(config, name) for name in names]
+    assert asked == [True, False, False]
 
 
 def test_formats_are_loaded_before_the_first_image(monkeypatch):

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_flashinfer_vit.patches.patch import Patch
-from vllm_flashinfer_vit.settings import Settings
+from vllm_flashinfer_vit.settings import disabled_patches
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -141,7 +141,7 @@ def is_asked_for(model_config: Any, name: str) -> bool:
     config = model_config.multimodal_config
     backend = getattr(config, "mm_encoder_attn_backend", None)
     is_served = backend == AttentionBackendEnum.FLASHINFER
-    return is_served and name not in Settings.from_env().disabled_patches
+    return is_served and name not in disabled_patches()
 
 
 def serve(processor: Any) -> None:
