@@ -20,6 +20,7 @@ from cases import Case, attention_eager, make_qkv, relative_error
 from vllm_flashinfer_vit import __version__, plugin
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.engine import layer as layers
+from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.patches.fingerprints import left_out
 from vllm_flashinfer_vit.settings import (
     ENV_DISABLE_PATCHES,
@@ -376,6 +377,24 @@ def test_any_form_of_the_longest_length(longest: Any, flashinfer: Tower) -> None
     out = build(flashinfer)(q, k, v, offsets([7, 3]), longest)
     expected = attention_eager(q[0], k[0], v[0], batch, SCALE)
     assert relative_error(out[0], expected) < 1e-5
+
+
+def test_a_number_for_the_longest_length_is_taken_as_it_is(
+    flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that is made of it lies on the default device, where none is read."""
+    layer, asked = build(flashinfer), []
+    q, k, v = qkv(10)
+    cu_seqlens = offsets([7, 3])
+    kernel_for = Plan.kernel_for
+    monkeypatch.setattr(
+        Plan,
+        "kernel_for",
+        lambda self, *args: asked.append(args[0]) or kernel_for(self, *args),
+    )
+    with torch.device("meta"):
+        layer(q, k, v, cu_seqlens, 7)
+    assert asked == [7]
 
 
 class TestShapes:

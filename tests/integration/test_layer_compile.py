@@ -73,6 +73,12 @@ class TestCompile:
                 torch.testing.assert_close(out, call(layer, x, cu_seqlens, longest))
         assert counter.frame_count == 1
 
+    def test_a_number_for_the_longest_length(self, flashinfer: Tower) -> None:
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
+        layer, x, cu_seqlens = build(flashinfer), block_input(10), offsets([7, 3])
+        expected = call(layer, x, cu_seqlens, 7)
+        torch.testing.assert_close(compiled(layer, x, cu_seqlens, 7), expected)
+
     def test_dense(self, flashinfer: Tower) -> None:
         layer = build(flashinfer)
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")

@@ -228,8 +228,7 @@ class FlashInferViTAttention(MMEncoderAttention):
         """Run the custom op on a checked batch.
 
         Args:
-            batch: q, k and v of the layer's heads and dtype. `max_seqlen` may be a
-                plain int, as some models hand it over.
+            batch: q, k and v of the layer's heads and dtype.
 
         Returns:
             `[T, H, D]`, contiguous, q's dtype.
@@ -246,7 +245,8 @@ class FlashInferViTAttention(MMEncoderAttention):
         return self._attend(batch)
 
     def _attend(self, batch: Batch) -> torch.Tensor:
-        batch, fp8 = self._checked(batch), self._fp8()
+        self._check(batch)
+        fp8 = self._fp8()
         if fp8 is None:
             return ops.attention(batch, self.scale, self._plan)
         return ops.fp8_attention(batch, self.scale, self._plan, fp8)
@@ -268,7 +268,8 @@ class FlashInferViTAttention(MMEncoderAttention):
             batch = batch._replace(cu_seqlens=cu_seqlens)
         if self.is_watched:
             return functools.partial(self.attend, batch)
-        return ops.prepare(self._checked(batch), self.scale, self._plan, self._fp8())
+        self._check(batch)
+        return ops.prepare(batch, self.scale, self._plan, self._fp8())
 
     @property
     def is_watched(self) -> bool:
@@ -302,13 +303,6 @@ class FlashInferViTAttention(MMEncoderAttention):
             return None
         state = None if self._fp8_state is None else self._fp8_state.scales_on_device
         return ops.Fp8(policy.method, policy.save, state)
-
-    def _checked(self, batch: Batch) -> Batch:
-        self._check(batch)
-        if isinstance(batch.max_seqlen, int):
-            max_seqlen = torch.tensor(batch.max_seqlen, dtype=torch.int32)
-            return batch._replace(max_seqlen=max_seqlen)
-        return batch
 
     def _where(self) -> str:
         # Only called to raise: torch.compile would guard on the name of every layer.

@@ -85,7 +85,8 @@ def attention(batch: Batch, scale: float, plan: Plan) -> torch.Tensor:
     """
     # A fake tensor, like any other subclass, is the dispatcher's to handle.
     if torch.compiler.is_compiling() or type(batch.q) is not torch.Tensor:
-        return torch.ops.vllm_flashinfer_vit.attention(*batch, scale, plan.text)
+        given = _as_the_schema_has_it(batch)
+        return torch.ops.vllm_flashinfer_vit.attention(*given, scale, plan.text)
     return prepare(batch, scale, plan)()
 
 
@@ -104,9 +105,21 @@ def fp8_attention(batch: Batch, scale: float, plan: Plan, fp8: Fp8) -> torch.Ten
     if torch.compiler.is_compiling() or type(batch.q) is not torch.Tensor:
         state = fp8.state or (None,) * len(DeviceScales._fields)
         return torch.ops.vllm_flashinfer_vit.fp8_attention(
-            *batch, scale, plan.text, fp8.method, fp8.save, *state
+            *_as_the_schema_has_it(batch),
+            scale,
+            plan.text,
+            fp8.method,
+            fp8.save,
+            *state,
         )
     return prepare(batch, scale, plan, fp8)()
+
+
+def _as_the_schema_has_it(batch: Batch) -> Batch:
+    if not isinstance(batch.max_seqlen, int):
+        return batch
+    longest = torch.tensor(batch.max_seqlen, dtype=torch.int32, device="cpu")
+    return batch._replace(max_seqlen=longest)
 
 
 def prepare(batch: Batch, scale: float, plan: Plan, fp8: Fp8 | None = None) -> Call:

@@ -37,8 +37,9 @@ class Batch(NamedTuple):
         sin: Like cos.
         cu_seqlens: `[N + 1] int32`, token prefix sums; None for T / seq_len equal
             sequences. A tail of zeros or repeated values stands for empty sequences.
-        max_seqlen: `[] int`; on the CPU it bounds the sequence lengths, on the GPU it
-            is not read, since that would stall the stream, and T bounds them.
+        max_seqlen: `[] int`, or an int; on the CPU it bounds the sequence lengths, on
+            the GPU it is not read, since that would stall the stream, and T bounds
+            them.
         seq_len: Length of equal sequences, in tokens; 0 with `cu_seqlens`.
         interleaved: Whether columns 2 i and 2 i + 1 of a head turn together; else
             columns i and i + R / 2 do.
@@ -50,7 +51,7 @@ class Batch(NamedTuple):
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
-    max_seqlen: torch.Tensor | None = None
+    max_seqlen: torch.Tensor | int | None = None
     seq_len: int = 0
     interleaved: bool = False
 
