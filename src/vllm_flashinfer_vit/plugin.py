@@ -194,8 +194,14 @@ def apply_model_patches(settings: Settings) -> tuple[str, ...]:
     if note := newer_note(vllm_version()):
         _warn_once(note)
     _leave_out(apply_fitting(_MODEL_PATCHES, settings.disabled_patches), settings)
-    in_place = (patch for patch in _MODEL_PATCHES if patch.applied and patch.compiled)
-    return tuple(patch.name for patch in in_place)
+    in_place = [patch for patch in _MODEL_PATCHES if patch.applied]
+    late = [p.name for p in in_place if p.name in settings.disabled_patches]
+    if late:
+        _warn_once(
+            f"{ENV_DISABLE_PATCHES} comes too late for {', '.join(late)}: an earlier "
+            "engine of this process runs with it. Set it before the process starts."
+        )
+    return tuple(patch.name for patch in in_place if patch.compiled)
 
 
 def apply_graph_patches() -> None:

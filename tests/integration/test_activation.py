@@ -213,6 +213,21 @@ class TestPatches:
         (line,) = [line for line in messages if "newer than those" in line]
         assert "vLLM 0.99.0.dev1" in line
 
+    def test_one_that_an_earlier_engine_runs_with(
+        self,
+        flashinfer: Tower,
+        messages: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        build(flashinfer)
+        name = "qwen2_vl-blocks"
+        told = f"{ENV_DISABLE_PATCHES} comes too late for {name}: "
+        assert not any(told in line for line in messages)
+        monkeypatch.setenv(ENV_DISABLE_PATCHES, f"{name},add_norm")
+        for _ in range(2):
+            build(flashinfer)
+        assert sum(told in line for line in messages) == 1
+
     @pytest.mark.parametrize("strict", [False, True])
     def test_a_selection_that_does_not_fit(
         self,
