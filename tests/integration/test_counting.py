@@ -25,7 +25,10 @@ from vllm_flashinfer_vit.engine.metrics import Metrics  # noqa: E402
 from vllm_flashinfer_vit.graphs.padded import PaddedManager  # noqa: E402
 from vllm_flashinfer_vit.ops.plan import Plan  # noqa: E402
 from vllm_flashinfer_vit.patches import counters  # noqa: E402
-from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES  # noqa: E402
+from vllm_flashinfer_vit.settings import (  # noqa: E402
+    ENV_DISABLE_PATCHES,
+    ENV_STRICT,
+)
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower  # noqa: E402
 
 pytestmark = cpu_only
@@ -84,6 +87,8 @@ class TestEager:
     ) -> None:
         from vllm_flashinfer_vit.blocks.program import BlockProgram
 
+        # They are right, so strict mode has no error for them.
+        monkeypatch.setenv(ENV_STRICT, "1")
         tower = small_tower(family)
         expected = encode(tower)
         with (
