@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes through the blocks of a tower: sums handed on, and buffers that are kept."""
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from _blocks import blocks, build, call, noted, outputs, stream, tables
+from _blocks import blocks, build, call, noted, outputs, programs, stream, tables
 from _models import offsets
 from _towers import cpu_only
 
@@ -95,6 +96,20 @@ class TestChain:
             expected = [call(stock, place, x, with_) for x in expected]
         for one, other in zip(xs, expected, strict=True):
             assert relative_error(one, other) < TOLERANCE
+
+    @pytest.mark.parametrize("has_config", [True, False])
+    def test_parts_of_the_list(self, has_config: bool, ran: list[int]) -> None:
+        """Taken in each pass, as by MiniCPM-V 4.6, where an engine has no config."""
+        served = build("qwen2_5_vl")
+        expected, (first, second) = outputs(served), programs(served)
+        config = served.running() if has_config else contextlib.nullcontext()
+        with config:
+            parts = served.visual.blocks[:1], served.visual.blocks[1:]
+        assert [len(part) for part in parts] == [1, 1]
+        assert programs(served) == [first, second]
+        ran.clear()
+        assert torch.equal(outputs(served), expected)
+        assert ran == [0, 1]
 
     def test_other_images_after_a_block(self, qwen3: tuple[Tower, Tower]) -> None:
         """Of one pass all tables may be others, as windows' are."""

@@ -79,6 +79,7 @@ class BlockProgram:
     Attributes:
         steps: What each step is, for people.
         widths: Columns of the buffers that it needs.
+        is_ready: Whether `build` was called.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class BlockProgram:
         self._block = block
         self._tower, self._index = place
         self._off = off
-        self._is_ready = False
+        self.is_ready = False
         self._tower.blocks[self._index] = self
         self._attention: Attention = self._part(spec.attention)
         self._attention.turning = self._turning()
@@ -194,7 +195,7 @@ class BlockProgram:
         steps = "; ".join(f"{path}: {what}" for path, what in self.steps.items())
         # Blocks of a tower are alike, and so are said once.
         logger.debug_once("The vision tower's blocks run %s", steps)
-        self._is_ready = True
+        self.is_ready = True
 
     def takes(self, x: torch.Tensor, given: Mapping[str, Any]) -> bool:
         """Whether the program can run on a stream of at least one token.
@@ -203,7 +204,7 @@ class BlockProgram:
             x: The stream, of a shape that the spec says.
             given: What else the block's `forward` was given, by name.
         """
-        if not self._is_ready or x.numel() == 0:
+        if not self.is_ready or x.numel() == 0:
             return False
         if torch.compiler.is_compiling():
             return False

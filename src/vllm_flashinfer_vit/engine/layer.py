@@ -384,7 +384,8 @@ def _attach_program(module: torch.nn.Module, name: str, child: object) -> None:
     # A tower of another backend may be of the same class.
     layers = (x for x in child.modules() if isinstance(x, FlashInferViTAttention))
     layer = next(layers, None)
-    if layer is not None:
+    # A part of the list, which a pass may run through, is a list of blocks at work.
+    if layer is not None and not (layer.program and layer.program.is_ready):
         layer.program = attach(spec, module, int(name), child, layer._settings)
 
 
