@@ -9,6 +9,7 @@ from _blocks import SPECS, build, noted, other_method, outputs, without
 from _models import noise
 from _towers import cpu_only
 from vllm import envs
+from vllm.lora.layers import ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
 from vllm_flashinfer_vit.blocks import layers as block_layers
@@ -60,6 +61,26 @@ def test_layers_with_another_method_run_it(tower: Tower, place: int) -> None:
     with noted(layers) as seen:
         outputs(tower)
     assert seen == [0, 1]
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("place", [0, 1])
+def test_adapters_are_run(
+    tower: Tower, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM puts them around a merger's layers once the weights are loaded."""
+    cls = (ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA)[place]
+    # Without what a request would bring.
+    monkeypatch.setattr(cls, "forward", lambda adapter, x: adapter.base_layer(x))
+    expected, layer = outputs(tower), ends(tower)[place]
+    (path,) = (name for name, m in tower.visual.named_modules() if m is layer)
+    with tower.running():
+        adapter = cls(layer)
+    tower.visual.set_submodule(path, adapter)
+    with noted([adapter]) as seen:
+        out = outputs(tower)
+    assert seen == [0]
+    assert torch.equal(out, expected)
 
 
 def test_another_gemm_that_was_chosen_is_not_passed_by(tower: Tower) -> None:

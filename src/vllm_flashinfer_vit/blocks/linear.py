@@ -10,7 +10,11 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
-from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 
 from vllm_flashinfer_vit.blocks import cublaslt, quack
 from vllm_flashinfer_vit.blocks.aligned_linear import AlignedLinearMethod
@@ -241,7 +245,8 @@ def is_unquantized(layer: Any) -> bool:
 
 def is_plain(layer: Any) -> bool:
     """Whether a layer is no more than a GEMM and its bias, whoever adds that."""
-    if not is_unquantized(layer):
+    # An adapter around a layer has the layer's attributes, too.
+    if not (isinstance(layer, LinearBase) and is_unquantized(layer)):
         return False
     # Over ranks it sums its outputs, and one rank adds the bias.
     is_summed = isinstance(layer, RowParallelLinear) and layer.tp_size > 1
