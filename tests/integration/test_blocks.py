@@ -28,6 +28,7 @@ from _models import Encoder, Result, encode, engine, noise
 from _towers import cpu_only
 from torch import nn
 from transformers.activations import ACT2FN
+from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from cases import relative_error
 from vllm_flashinfer_vit import plugin
@@ -35,6 +36,7 @@ from vllm_flashinfer_vit.blocks import attach as attach_module
 from vllm_flashinfer_vit.blocks import norms
 from vllm_flashinfer_vit.blocks.attach import attach, program_of, spec_of
 from vllm_flashinfer_vit.blocks.mlp import activation_of
+from vllm_flashinfer_vit.blocks.program import BlockProgram
 from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
 from vllm_flashinfer_vit.settings import Settings
 from vllm_flashinfer_vit.towers.spec import FAMILIES
@@ -88,6 +90,25 @@ class TestSameResults:
         found = encoded(ENCODERS[name], "FLASHINFER")
         assert ran == [0, 1]
         assert relative_error(found.out, stock.out) < TOLERANCE
+
+    @pytest.mark.parametrize("name", [n for n, e in ENCODERS.items() if e.programs])
+    def test_ranks_gather_only_what_is_not_whole_heads(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """vLLM gathers those of dots.ocr in another order than it splits them."""
+        built: list[BlockProgram] = []
+        build_steps = BlockProgram.build
+
+        def noting(program: BlockProgram) -> None:
+            built.append(program)
+            build_steps(program)
+
+        monkeypatch.setattr(BlockProgram, "build", noting)
+        encoded(ENCODERS[name], "FLASHINFER")
+        assert built
+        for program in built:
+            qkv = program._part(program.spec.qkv)
+            assert isinstance(qkv, QKVParallelLinear) is (program.spec.split is None)
 
     def test_a_pass_is_not_the_next_one(self) -> None:
         """Of other images, rotary tables and lengths."""

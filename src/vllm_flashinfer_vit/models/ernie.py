@@ -4,8 +4,6 @@
 Stock takes cosines and sines of them in every layer; a program does once in a pass.
 """
 
-from operator import attrgetter
-
 from vllm_flashinfer_vit.blocks.spec import ANGLES, BlockSpec
 from vllm_flashinfer_vit.models._shared import ANGLE_PARAMETERS, block_program, methods
 
@@ -13,8 +11,6 @@ SPEC = BlockSpec(
     first="mlp.fc1",
     act="mlp.act",
     second="mlp.fc2",
-    # Its projection's ranks hold parts of q, k and v regardless of heads.
-    split=attrgetter("attn.split_qkv"),
     rotary=ANGLES,
 )
 

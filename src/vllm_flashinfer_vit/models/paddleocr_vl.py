@@ -2,18 +2,12 @@
 """PaddleOCR-VL: blocks like SigLIP's, NeoX rotary, by angles that each layer gets."""
 
 import dataclasses
-from operator import attrgetter
 
 from vllm_flashinfer_vit.blocks.spec import ANGLES
 from vllm_flashinfer_vit.models._shared import ANGLE_PARAMETERS, block_program, methods
 from vllm_flashinfer_vit.models.siglip import CLIP
 
-SPEC = dataclasses.replace(
-    CLIP,
-    is_packed=True,
-    split=attrgetter("self_attn.split_qkv"),
-    rotary=ANGLES,
-)
+SPEC = dataclasses.replace(CLIP, is_packed=True, rotary=ANGLES)
 
 PATCHES = (
     block_program(
