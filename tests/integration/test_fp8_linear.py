@@ -34,6 +34,7 @@ from _fp8_layers import (
 )
 from _towers import cpu_only
 from torch import nn
+from vllm.model_executor.layers.linear import ReplicatedLinear
 
 from cases import relative_error
 from vllm_flashinfer_vit.blocks import fp8_linear, layers
@@ -129,6 +130,17 @@ def test_padded_weights_stay_the_layers_own() -> None:
     assert programs(tower)[0]._mlp.second.weights.weight.data_ptr() == (
         layer.weight.data_ptr()
     )
+
+
+@pytest.mark.parametrize("inputs, is_plain", [(32, True), (24, False)])
+def test_layers_that_ranks_replicate(inputs: int, is_plain: bool) -> None:
+    """Llama 4 has them with data-parallel encoders."""
+    with build().running():
+        layer = ReplicatedLinear(inputs, 32)
+    layer.weight.data.fill_(1.0)
+    quantize_layer(layer, "channel")
+    assert fp8_linear.problem(layer) is None
+    assert fp8_linear.has_plain_sizes(layer) is is_plain
 
 
 def test_weights_loaded_anew_are_used() -> None:

@@ -322,7 +322,8 @@ def trial(layer: Any, gemm: str = CUTLASS) -> str | None:
 
 def has_plain_inputs(layer: Any) -> bool:
     """Whether vLLM has not padded a layer's inputs."""
-    return bool(layer.weight.shape[0] == layer.input_size_per_partition)
+    size = getattr(layer, "input_size_per_partition", layer.input_size)
+    return bool(layer.weight.shape[0] == size)
 
 
 def has_plain_outputs(layer: Any) -> bool:
