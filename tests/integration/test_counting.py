@@ -12,6 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
+from _encoders import PACKED
+from _models import encode as run
+from _models import engine
 from _towers import FAMILIES, cpu_only, pixels, small_spec, small_tower
 from prometheus_client import CollectorRegistry
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
@@ -111,6 +114,19 @@ def test_a_tower_of_one_block_counts_once(metrics: Metrics) -> None:
         encode(tower)
     assert set(of_series(metrics, "encoder_passes").values()) == {1}
     assert set(of_series(metrics, "encoder_patches").values()) == {PATCHES}
+
+
+@pytest.mark.parametrize("name", ["glm_ocr", "exaone4_5"])
+def test_blocks_that_take_the_place_of_others(name: str, metrics: Metrics) -> None:
+    """The tower that it derives from has built those, which never run."""
+    tower = engine("FLASHINFER")
+    with Counting.of(tower.vllm_config).step():
+        try:
+            found = run(PACKED[name], tower)
+        except ImportError as error:
+            pytest.skip(f"not in this vLLM: {error}")
+    assert found.programs == 2
+    assert of_series(metrics, "encoder_passes") == {("reference", "any", "blocks"): 1}
 
 
 def test_a_wrapper_without_a_worker_shuts_down() -> None:

@@ -46,6 +46,7 @@ class Counts(Protocol):
         cu_seqlens: torch.Tensor | None,
         max_seqlen: torch.Tensor | None,
         seq_len: int,
+        is_first: bool | None,
     ) -> None: ...
 
     def fell_back(self, reason: str) -> None: ...
@@ -270,7 +271,8 @@ class BlockProgram:
     def _count(self, now: Pass, x: torch.Tensor, given: Mapping[str, Any]) -> None:
         """Count the pass at a tower's first block, and at its last."""
         lengths = self._lengths(x, self._offsets(now, given), given.get("max_seqlen"))
-        self._attention.counts.passed("blocks", len(now.qkv), *lengths)
+        counts, is_first = self._attention.counts, self._index == 0
+        counts.passed("blocks", len(now.qkv), *lengths, is_first)
 
     def count_refused(self, x: torch.Tensor) -> None:
         """Count a pass whose stream the tower's blocks do not take."""

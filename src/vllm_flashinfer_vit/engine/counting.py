@@ -184,6 +184,7 @@ class LayerCounts:
         cu_seqlens: torch.Tensor | None,
         max_seqlen: torch.Tensor | int | None,
         seq_len: int,
+        is_first: bool | None = None,
     ) -> None:
         """Count a pass of the tower, by the kernel that this layer attends by.
 
@@ -193,6 +194,8 @@ class LayerCounts:
             cu_seqlens: See `Batch`.
             max_seqlen: See `Batch`.
             seq_len: See `Batch`.
+            is_first: Whether it runs first, as who calls it knows; None if it was built
+                first.
         """
         if not self._engine.is_on or not num_tokens:
             return
@@ -203,7 +206,9 @@ class LayerCounts:
         if cu_seqlens is not None:
             mean_len = num_tokens / max(1, cu_seqlens.shape[0] - 1)
         kind = found.kernel_for(mean_len), str(found.max_len or "any")
-        self._engine.passed(kind, path, num_tokens, self.is_first)
+        if is_first is None:
+            is_first = self.is_first
+        self._engine.passed(kind, path, num_tokens, is_first)
 
     def fell_back(self, reason: str) -> None:
         """Count what vLLM serves in its own way."""
