@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 layers and their op, on vLLM's own classes."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,24 @@ class TestLayer:
         monkeypatch.setattr(config, "mm_encoder_fp8_scale_path", str(path))
         with pytest.raises(ValueError, match=rf"'{NAME}' is not in.*scales.json"):
             build(fp8_engine)
+
+    def test_scales_of_a_model_built_without_memory(
+        self, fp8_engine: Tower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As `--load-format ipc_cache` builds it: weights are another process's."""
+        path = tmp_path / "scales.json"
+        path.write_text(json.dumps({NAME: dict.fromkeys("qkv", 0.02)}))
+        config = fp8_engine.vllm_config.model_config.multimodal_config
+        monkeypatch.setattr(config, "mm_encoder_fp8_scale_path", str(path))
+        expected = call(build(fp8_engine))
+        with torch.device("meta"):
+            layer: Any = build(fp8_engine)
+        # One of a tower that this rank does not run is never processed.
+        layer._fp8_state.reset()
+        assert layer._fp8_state.scales.is_meta
+        layer.process_weights_after_loading(torch.float32)
+        assert torch.equal(call(layer), expected)
+        assert not layer.state_dict()
 
     @pytest.mark.parametrize("method", ["block", "dynamic"])
     def test_compiles_once_for_all_layers(

@@ -149,6 +149,8 @@ class FlashInferViTAttention(MMEncoderAttention):
         """
         if self._engine_scales is not None:
             self._engine_scales.check_names(self._settings)
+        if self._fp8_state is not None:
+            self._fp8_state.materialize()
         if self.program is not None:
             self.program.build()
         if current_platform.is_cuda():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices.usable import NotServedError
@@ -68,6 +69,18 @@ class ScaleState(nn.Module):
         return DeviceScales(
             self.amax, self.history, self.position, self.scales, self.clip_counts
         )
+
+    def materialize(self) -> None:
+        """Make the tensors of a model that was built without memory.
+
+        `--load-format ipc_cache` builds it so, and maps another process's tensors: that
+        one has none of these.
+        """
+        if not self.scales.is_meta:
+            return
+        fresh = DeviceScales.on(current_platform.device_type)
+        for name, value in fresh._asdict().items():
+            setattr(self, name, value)
 
     def reset(self) -> None:
         """Forget what was seen, in place."""
