@@ -57,11 +57,16 @@ class ScaleState(nn.Module):
         self.head_dim = head_dim
         self.is_static = given is not None
         self._first = QKV(1.0, 1.0, 1.0) if given is None else given
-        # Not persistent: no checkpoint has them, and dummy weights overwrite the rest.
-        fresh = DeviceScales.on(torch.get_default_device())
-        for name, value in fresh._asdict().items():
-            self.register_buffer(name, value, persistent=False)
+        self._make(torch.get_default_device())
         self.reset()
+
+    def _make(self, device: torch.device | str) -> None:
+        for name, value in DeviceScales.on(device)._asdict().items():
+            # vLLM's reload would wait for elements that nobody loads, and warn.
+            value.weight_loader_numel = 0
+            # Not persistent: no checkpoint has them, and dummy weights overwrite the
+            # rest.
+            self.register_buffer(name, value, persistent=False)
 
     @property
     def scales_on_device(self) -> DeviceScales:
@@ -76,11 +81,8 @@ class ScaleState(nn.Module):
         `--load-format ipc_cache` builds it so, and maps another process's tensors: that
         one has none of these.
         """
-        if not self.scales.is_meta:
-            return
-        fresh = DeviceScales.on(current_platform.device_type)
-        for name, value in fresh._asdict().items():
-            setattr(self, name, value)
+        if self.scales.is_meta:
+            self._make(current_platform.device_type)
 
     def reset(self) -> None:
         """Forget what was seen, in place."""
