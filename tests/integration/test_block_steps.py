@@ -5,6 +5,7 @@ On the CPU layers run here as on a GPU, past their own methods, by PyTorch's cal
 """
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import _blocks
@@ -308,6 +309,37 @@ class TestOwnLinears:
         found, expected = (outputs(of) for of in towers)
         assert ran
         assert relative_error(found, expected) < TOLERANCE
+
+    def test_weights_that_come_after_an_adapter(
+        self,
+        family: str,
+        is_direct: bool,
+        ran: list[int],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """`--enable-lora` wraps all layers of ERNIE-4.5-VL and BAGEL, towers too."""
+        from vllm.config.lora import LoRAConfig
+        from vllm.lora.utils import from_layer
+
+        allow_lora(False, monkeypatch)
+        served = build(family)
+        before, steps = outputs(served), kinds(served)
+        spec = programs(served)[0].spec
+        lora = LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=torch.float32)
+        wrapper = SimpleNamespace(add_lora_linear=lambda output, *rest: output)
+        with served.running():
+            for block in blocks(served):
+                for path in (spec.qkv, spec.proj, spec.first, spec.second):
+                    layer = block.get_submodule(path)
+                    wrapped: Any = from_layer(layer, 1, lora, ["one"], None)
+                    assert wrapped.base_layer is layer
+                    wrapped.set_mapping(wrapper)
+                    block.set_submodule(path, wrapped)
+                # As vLLM's reload has it.
+                program_of(block).build()  # type: ignore[union-attr]
+        assert torch.equal(outputs(served), before)
+        assert kinds(served) == steps
+        assert ran
 
 
 class TestIsPlain:

@@ -57,7 +57,9 @@ class Layers(NamedTuple):
 
     def part(self, path: str) -> Any:
         """Return a part of the block."""
-        return self.block.get_submodule(path)
+        found = self.block.get_submodule(path)
+        # Of a model that does not tell vLLM which its tower is, LoRA wraps all layers.
+        return found if self.gets_adapters else getattr(found, "base_layer", found)
 
     def is_direct(self, path: str) -> bool:
         """Whether a layer runs past its own method, in 16 bits."""
