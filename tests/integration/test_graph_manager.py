@@ -187,6 +187,19 @@ class TestReplay:
         ):
             assert part in str(error.value)
 
+    def test_embeddings_are_left_to_the_model(self, family: str) -> None:
+        """Runners call the model where the manager returns nothing."""
+        tower = small_tower(family)
+        embeds = torch.zeros(4, 48, device=DEVICE)
+        with simulated_graphs():
+            manager = build_manager(tower, max_tokens=160, **LIMITS)
+            capture(manager, tower)
+            for modality in ("image", "video"):
+                grids = {f"{modality}_grid_thw": torch.tensor([[1, 4, 4]])}
+                given = {f"{modality}_embeds": embeds, **grids}
+                assert manager.execute(given) is None
+        assert (manager.graph_hits, manager.graph_misses) == (0, 0)
+
     @pytest.mark.parametrize("max_frames", [None, 150])
     def test_automatic_graphs_hold_no_video_of_tiny_frames(
         self, family: str, max_frames: int | None

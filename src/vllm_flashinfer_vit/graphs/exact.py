@@ -165,7 +165,7 @@ class ExactManager(PaddedManager):
             graph_name(other, path, axis_keys)
         ]
 
-    def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """Encode items, after normalising pixels where only the model would."""
         wrapped = self.model.wrapped
         # In 0.28 and 0.29 the model normalises in `_process_image_input`, which graphs

@@ -27,6 +27,8 @@ from vllm_flashinfer_vit.settings import ENV_STRICT
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
+# What models get in place of pixels, by the names of `--enable-mm-embeds`.
+_EMBEDDINGS = frozenset({"image_embeds", "video_embeds"})
 # Of batches that a graph cannot hold, by the label of their counter.
 _REMEDIES = {
     "graph_size": "raise encoder_cudagraph_max_frames_per_batch or "
@@ -65,8 +67,13 @@ class PaddedManager(EncoderCudaGraphManager):
                 partial(fill, key) if own is None else partial(fill_by, own, key)
             )
 
-    def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Encode items, and count those that a graph served."""
+    def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+        """Encode items, and count those that a graph served.
+
+        None for those that are embeddings already: runners have the model take them.
+        """
+        if not _EMBEDDINGS.isdisjoint(mm_kwargs):
+            return None
         hits, misses = self.graph_hits, self.graph_misses
         outputs = super().execute(mm_kwargs)
         self.counting.add(self.graph_hits - hits, "graph_hits")
