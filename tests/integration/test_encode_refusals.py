@@ -166,6 +166,15 @@ class TestBadInput:
             run(options(path, output=output))
         assert output.read_bytes() == before
 
+    def test_an_output_that_cannot_hold_a_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save_image(tmp_path / "a.png", 60, 60).rename(tmp_path / "\udcff.png")
+        # Said before any work.
+        monkeypatch.setattr(encode, "image_processor", None)
+        message = r"the name '\\udcff\.png', which is not UTF-8; rename"
+        self.refused(message, tmp_path, output=tmp_path / "out.safetensors")
+
     def test_output_that_cannot_be_written(self, tmp_path: Path) -> None:
         path = save_image(tmp_path / "a.png", 60, 60)
         with pytest.raises(FileError, match="in a folder that exists"):

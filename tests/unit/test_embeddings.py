@@ -20,7 +20,7 @@ def test_it_replaces_its_own_file_and_an_empty_one(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.touch()
     for value in (1.0, 2.0):
-        embeddings.check(path, keep=[])
+        embeddings.check(path, keep=[], names=["a.png"])
         embeddings.write(path, {"a.png": torch.full((2,), value)}, METADATA)
         assert load_file(path)["a.png"].tolist() == [value, value]
 
@@ -32,7 +32,7 @@ def test_it_replaces_no_checkpoint(
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.zeros(2)}, path, metadata)
     with pytest.raises(FileError, match="holds no embeddings"):
-        embeddings.check(path, keep=[])
+        embeddings.check(path, keep=[], names=["a.png"])
 
 
 @pytest.mark.parametrize("content", [b"notes", b"\xff" * 100])
@@ -40,4 +40,4 @@ def test_it_replaces_no_file_of_another_kind(tmp_path: Path, content: bytes) -> 
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
     with pytest.raises(FileError, match="holds no embeddings"):
-        embeddings.check(path, keep=[])
+        embeddings.check(path, keep=[], names=["a.png"])

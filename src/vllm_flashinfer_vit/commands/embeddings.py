@@ -15,17 +15,27 @@ from vllm_flashinfer_vit.machine import files
 _OWN = {"model", "weights", "depth", "backends"}
 
 
-def check(path: Path, keep: Iterable[Path]) -> None:
+def check(path: Path, keep: Iterable[Path], names: Iterable[str]) -> None:
     """Check that embeddings may be written, before hours of work.
 
     Args:
         path: The file.
         keep: As for `files.check`.
+        names: What it is going to name: images, and the model.
 
     Raises:
         FileError: They may not.
+        JobError: The file cannot hold a name.
     """
     files.check(path, keep=keep)
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeError:
+            raise JobError(
+                f"{path} cannot hold the name {name!r}, which is not UTF-8; rename "
+                "that file or folder, or leave --output out"
+            ) from None
     files.check_replaceable(path, "embeddings of this command", _read_metadata)
 
 
@@ -50,11 +60,11 @@ def write(
         metadata: What made them: `model`, `weights`, `depth`, `backends` and more.
 
     Raises:
-        JobError: A name cannot be written.
+        JobError: They cannot be put in such a file.
         FileError: The file cannot be written.
     """
     try:
         content = save(dict(tensors), dict(metadata))
-    except (SafetensorError, UnicodeError) as error:
+    except SafetensorError as error:
         raise JobError(f"embeddings cannot be saved to {path}: {error}") from error
     files.write(path, content)

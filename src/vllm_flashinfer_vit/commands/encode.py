@@ -154,7 +154,8 @@ def run(options: Options, console: Console | None = None) -> Report:
     check_quantizable(job.spec, options.quantization, options.unquantized)
     if options.output is not None:
         scales = [] if options.fp8_scale_path is None else [options.fp8_scale_path]
-        embeddings.check(options.output, keep=[*job.reads, *scales])
+        names = [job.spec.model, *(file.name for file in job.files)]
+        embeddings.check(options.output, [*job.reads, *scales], names)
     failures: list[str] = []
     notes: list[str] = []
     with progress_bar(console) as progress:
