@@ -162,6 +162,22 @@ class TestCalibrate:
         with pytest.raises(ScaleError, match=r"model\.json .*'another', not of 'Qwen"):
             calibrate.run(options(image, merge=image.with_name("model.json")))
 
+    def test_merges_no_layer_that_the_tower_does_not_have(
+        self, image: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        family, config = tower_spec.NAMED_MODELS[MODEL]
+        short = {MODEL: (family, {**config, "depth": 2})}
+        monkeypatch.setattr(tower_spec, "NAMED_MODELS", short)
+        old = Path(calibrate.run(options(image)).output)
+        file = scales.read(old)
+        renamed = {"old.name": (QKV(1.0, 1.0, 1.0), 16)}
+        wider = scales.merge(file, scales.from_amax(renamed, 1.5, file.made_by))
+        scales.write(wider, old)
+        with pytest.raises(ScaleError, match=r"'old\.name' .* none of this model's"):
+            calibrate.run(options(image, merge=old))
+        # Files of more blocks than are built are no others'.
+        assert len(calibrate.run(options(image, merge=old, depth=1)).layers) == 1
+
     @pytest.mark.parametrize(
         ("changes", "what"),
         [

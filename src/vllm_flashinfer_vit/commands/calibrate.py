@@ -186,6 +186,9 @@ def _calibrate(
                 _made_by(options, job, 0),
             )
             _merged(old, nothing, options.merge)
+            # Engines refuse a file with such layers; a part of a tower lacks some.
+            if options.merge is not None and job.spec.depth == job.spec.full_depth:
+                scales.check_no_others(old, options.merge, head_dims)
         progress.advance(bar, _BUILD_STEPS)
 
         def encode_all(what: str, images: Sequence[ImageFile]) -> Iterator[ImageFile]:
