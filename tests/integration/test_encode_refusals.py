@@ -72,6 +72,13 @@ class TestBadInput:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         self.refused(r"cannot be read as an image .* damaged", path)
 
+    def test_more_pixels_than_pillow_decodes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = save_image(tmp_path / "a.png", 60, 60)
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+        self.refused(r"a\.png has more pixels than .*3600.*; shrink the image", path)
+
     def test_deep_pixels(self, tmp_path: Path) -> None:
         path = tmp_path / "a.tiff"
         Image.fromarray(np.full((60, 60), np.nan, dtype=np.float32)).save(path)

@@ -379,6 +379,10 @@ def _read_image(path: Path) -> Image.Image:
         raise JobError(not_allowed(path)) from None
     except MemoryError:
         raise JobError(f"{path} takes more memory than there is") from None
+    except Image.DecompressionBombError as error:
+        raise JobError(
+            f"{path} has more pixels than Pillow decodes ({error}); shrink the image"
+        ) from None
     # Of a damaged file decoders raise anything, AVIF's a RuntimeError.
     except Exception as error:
         raise JobError(
