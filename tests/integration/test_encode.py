@@ -276,6 +276,12 @@ class TestRun:
             bar.add_task("read [/foo].png")
         assert "read [/foo].png" in progress.getvalue()
 
+    def test_a_log_has_no_progress(self) -> None:
+        log = io.StringIO()
+        with job.progress_bar(Console(file=log)) as bar:
+            bar.add_task("read a.png")
+        assert log.getvalue() == ""
+
     @pytest.mark.usefixtures("narrow")
     def test_fp8(
         self,

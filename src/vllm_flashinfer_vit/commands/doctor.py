@@ -139,7 +139,11 @@ def _together(
         console.print(f"Importing {', and '.join(work)}; this can take half a minute.")
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     progress = Progress(
-        *columns, console=console, transient=True, redirect_stdout=False
+        *columns,
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        disable=not console.is_terminal,
     )
     with progress, ThreadPoolExecutor(len(work)) as pool:
         pending: dict[str, Future[Any]] = {}

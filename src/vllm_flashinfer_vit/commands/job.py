@@ -295,13 +295,14 @@ def _resolve_tower(
 
 
 def progress_bar(console: Console | None) -> Progress:
-    """Return a bar that shows what is being done; without a console, none."""
+    """Return a bar that shows what is being done; without a terminal, none."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TimeElapsedColumn(),
         console=console,
-        disable=console is None,
+        # rich would leave an empty line in a log.
+        disable=console is None or not console.is_terminal,
         transient=True,
         redirect_stdout=False,
     )

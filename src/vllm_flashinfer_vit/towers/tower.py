@@ -275,7 +275,8 @@ def _prepare_device(device: torch.device) -> None:
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     if (device.index or 0) >= count:
         raise TowerError(
-            f"device {str(device)!r} is not available; use cpu or one of {count} GPUs"
+            f"device {str(device)!r} is not available: this process sees {count} GPUs; "
+            "use one of them, or cpu"
         )
     from vllm.platforms import current_platform
 
