@@ -2,6 +2,7 @@
 """What the `encode` job refuses, and what it says."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ class TestBadInput:
         path = tmp_path / "a.png"
         path.write_text("no image")
         self.refused(r"a\.png cannot be read as an image", path)
+
+    def test_a_pipe_and_a_folder_inside(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Of a pipe it would wait for a writer.
+        monkeypatch.setattr(Image, "open", None)
+        os.mkfifo(tmp_path / "a.png")
+        self.refused(r"a\.png is no file, or leads to none; give", tmp_path)
+        (tmp_path / "a.png").unlink()
+        (tmp_path / "a.png").mkdir()
+        self.refused(r"a\.png is no file, or leads to none; give", tmp_path)
 
     def test_image_that_may_not_be_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

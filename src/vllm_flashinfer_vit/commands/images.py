@@ -361,6 +361,9 @@ def _pixels(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
 
 def _read_image(path: Path) -> Image.Image:
     try:
+        # Opening a pipe would wait for a writer.
+        if not path.is_file():
+            raise JobError(f"{path} is no file, or leads to none; give an image file")
         with Image.open(path) as file:
             if file.mode.startswith(("I", "F")):
                 raise JobError(
