@@ -82,10 +82,11 @@ def sdpa() -> Tower:
 PROCESS = """
 import hashlib, json, sys, torch
 sys.path[:0] = sys.argv[1:]
-from _models import CONTEXT, noise
 from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
-from vllm_flashinfer_vit.towers.tower import build_tower
+# Before any of vLLM's models is imported, also where there is a GPU.
 use_cpu_platform(force=True)
+from _models import CONTEXT, noise
+from vllm_flashinfer_vit.towers.tower import build_tower
 for with_plugin in (False, True):
     tower = build_tower(CONTEXT, backend="TORCH_SDPA", dtype=torch.float32,
                         device="cpu", plugin=with_plugin)
