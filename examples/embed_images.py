@@ -24,7 +24,7 @@ from vllm_flashinfer_vit.commands.images import (
 )
 from vllm_flashinfer_vit.towers.model_tower import build
 from vllm_flashinfer_vit.towers.resolve import resolve
-from vllm_flashinfer_vit.towers.spec import TowerSpec
+from vllm_flashinfer_vit.towers.spec import TowerError, TowerSpec
 
 
 def embed(
@@ -37,6 +37,7 @@ def embed(
         images: Image files, and folders of them.
         max_pixels: Larger images are shrunk to it; None: the model's own limit.
     """
+    files = image_files(images)
     on_gpu = torch.cuda.is_available()
     processor = image_processor(spec, max_pixels)
     tower = build(
@@ -49,7 +50,7 @@ def embed(
     left_out: list[str] = []
     read = [
         read_patches(file, processor, tower.processor_kwargs, left_out)
-        for file in image_files(images)
+        for file in files
     ]
     patches = [one for one in read if one is not None]
     for line in left_out:
@@ -74,13 +75,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, help="build only the first blocks")
     parser.add_argument("--max-pixels", type=int, help="shrink larger images")
     args = parser.parse_args(arguments)
-    spec = resolve(args.model, random_weights=args.random_weights, depth=args.depth)
-    if not isinstance(spec, TowerSpec):
-        parser.error(
-            f"the tower of {spec.model} takes other arguments than patches and grids; "
-            "use `vllm-flashinfer-vit encode`"
-        )
-    for name, embedding in embed(spec, args.images, args.max_pixels).items():
+    try:
+        spec = resolve(args.model, random_weights=args.random_weights, depth=args.depth)
+        if not isinstance(spec, TowerSpec):
+            parser.error(
+                f"the tower of {spec.model} takes other arguments than patches and "
+                "grids; use `vllm-flashinfer-vit encode`"
+            )
+        embeddings = embed(spec, args.images, args.max_pixels)
+    # Of images and of checkpoints.
+    except TowerError as error:
+        parser.error(str(error))
+    for name, embedding in embeddings.items():
         tokens, hidden = embedding.shape
         print(f"{name}: {tokens} tokens of {hidden} values")
 

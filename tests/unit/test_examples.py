@@ -146,6 +146,23 @@ def test_the_script_of_embeddings_says_what_it_cannot_batch(
     assert "use `vllm-flashinfer-vit encode`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "given",
+    [["nowhere", "--random-weights"], [".", "--model", "nowhere/at/all"]],
+)
+def test_the_script_of_embeddings_says_what_is_missing(
+    given: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    example = loaded("embed_images")
+    # Said before a tower is built.
+    monkeypatch.setattr(example, "build", None)
+    with pytest.raises(SystemExit):
+        example.main(given)
+    assert "nowhere" in capsys.readouterr().err
+
+
 @cpu_only
 @pytest.mark.usefixtures("narrow")
 def test_the_script_of_embeddings_says_their_sizes(

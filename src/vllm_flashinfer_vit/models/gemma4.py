@@ -170,7 +170,8 @@ class Encoder:
         cu_seqlens = self._offsets(rows, length, mask)
         cos, sin = self._tables(embeds, positions)
         x = embeds.reshape(-1, width)
-        blocks = self._encoder.layers[: self._encoder.config.num_hidden_layers]
+        # A slice of a ModuleList would be a new one, in every pass.
+        blocks = [*self._encoder.layers][: self._encoder.config.num_hidden_layers]
         normed: torch.Tensor | None = blocks[0].input_layernorm(x)
         for place, (block, attend) in enumerate(
             zip(blocks, self._attentions, strict=True)
