@@ -24,9 +24,24 @@ ORDER = [
 OLDER = "serve_smaller_pages"
 
 
-def server_lines(results: Path, name: str = "serve") -> list[dict[str, str]]:
+# Of an H100, as the page's three tables have them.
+GRAPHS = [f"{p}:graph" for p in ("stock-flash_attn", "plugin-fp8", "plugin")]
+DEFAULT = ["stock-flash_attn:eager", "plugin:eager"]
+QUANTIZED = [
+    *("stock-flash_attn-q8:graph", "stock-flash_attn-q8:eager"),
+    "plugin-fp8-q8:graph",
+]
+
+
+def server_lines(
+    results: Path, name: str = "serve", setups: list[str] | None = None
+) -> list[dict[str, str]]:
     """Return the lines of the table of servers, by its head."""
-    found = rows(name, "0.33.0", results)
+    found = [
+        row
+        for row in rows(name, "0.33.0", results)
+        if setups is None or f"{row['provider']}:{row['mode']}" in setups
+    ]
     lines = engine_tables.serve_table(found).splitlines()
     del lines[1]
     head, *rest = ([cell.strip() for cell in line.split("|")] for line in lines)
@@ -83,14 +98,22 @@ def times(ratios: list[float]) -> str:
 
 
 def test_pages_say_what_servers_gain_on_an_h100() -> None:
-    lines = server_lines(H100_RESULTS)
+    lines = server_lines(H100_RESULTS, setups=GRAPHS)
     four = [r for r in lines if r["more arguments"] == ORDER[0]]
     many, alone = percents(gains(four, "64")), times(gains(four, "1"))
-    assert f"{many} % and {alone}." in text_of("README.md")
+    readme = text_of("README.md")
+    assert f"{many} % and {alone}; without graphs" in readme
     for name in ("serving.md", "results_h100.md"):
         page = text_of(name)
         assert f"full server answers {many} % more requests a second" in page
         assert f"{alone} times as soon" in page
+    lines = server_lines(H100_RESULTS, setups=DEFAULT)
+    default = percents(gains(lines, "64")), times(gains(lines, "1"))
+    assert "default, {} % and {}.".format(*default) in readme
+    for name in ("serving.md", "results_h100.md"):
+        page = text_of(name)
+        assert f"full server answers {default[0]} % more requests" in page
+        assert f"{default[1]} times as soon, and a full" in page
     first = {
         model: "{} ms in place of {}".format(
             *(f"{float(r[name].split()[0]):.0f}" for name in names)
@@ -144,7 +167,7 @@ def test_pages_say_what_parts_of_a_request_take() -> None:
 def test_the_page_of_an_h100_has_its_servers() -> None:
     text = text_of("results_h100.md").partition(" ## Servers ")[2]
     kinds: dict[str, list[dict[str, str]]] = defaultdict(list)
-    for line in server_lines(H100_RESULTS):
+    for line in server_lines(H100_RESULTS, setups=GRAPHS):
         kinds[line["more arguments"]].append(line)
     now_four, without = (kinds[x] for x in (ORDER[0], ORDER[3]))
     assert f"first token comes {times(gains(without, '1'))} times as soon" in text
@@ -174,6 +197,64 @@ def test_the_page_of_an_h100_has_its_servers() -> None:
     ]
     # A token of the language model is made of four patches.
     assert all(abs(tokens - 15376 / 4) < 10 for tokens in counted)
+
+
+def test_pages_say_what_servers_with_linear_layers_in_fp8_gain() -> None:
+    text = text_of("results_h100.md")
+    lines = server_lines(H100_RESULTS, setups=QUANTIZED)
+    (full,) = [line for line in lines if line["at once"] == "64"]
+    ours, *stocks = (
+        float(full[setup.replace(":", " ")]) for setup in reversed(QUANTIZED)
+    )
+    without_graphs, with_graphs = stocks
+    assert without_graphs > with_graphs
+    assert f"beaten by {100 * ours / without_graphs - 100:.0f} %" in text
+    assert f"first token comes {times(gains(lines, '1'))} times as soon" in text
+    graphs = server_lines(H100_RESULTS, setups=GRAPHS)
+    many, one = (
+        line
+        for at_once in ("64", "1")
+        for line in graphs
+        if "visual" in line["more arguments"] and line["at once"] == at_once
+    )
+    gain = "best over stock's best"
+    assert (
+        f"pages {many[gain]} times as many when full, and the first token {one[gain]} "
+        "times as soon"
+    ) in text
+    (bf16,) = (
+        float(line["plugin-fp8 graph"])
+        for line in graphs
+        if (line["workload"], line["at once"]) == ("page", "64")
+        and (line["model"], line["more arguments"]) == ("Qwen3-VL-8B", ORDER[0])
+    )
+    page = text_of("serving.md")
+    assert (
+        f"answers {ours:.1f} pages a second, in place of {bf16:.1f} in bf16 on another "
+        f"host, and stock's quantised one {without_graphs:.1f}"
+    ) in page
+    assert (
+        "{:.1f} pages a second, and stock's {:.1f}".format(
+            *(
+                float(many[f"{name} graph"])
+                for name in ("plugin-fp8", "stock-flash_attn")
+            )
+        )
+        in page
+    )
+
+
+def test_the_page_says_what_a_soak_found() -> None:
+    page = text_of("serving.md")
+    (row,) = rows("soak", "0.33.0", H100_RESULTS)
+    (older,) = rows("soak", "0.33.0", RESULTS)
+    counts = ("sent", "answered", "refused", "cancelled", "faults", "wrong", "sampled")
+    assert [row[name] for name in counts] == [older[name] for name in counts]
+    assert f"{row['scale_file_changes']} changes of the scale file" in page
+    assert (
+        f"Device memory grew by {row['device_growth']} % and host memory by "
+        f"{row['rss_growth']} %"
+    ) in page
 
 
 def test_the_page_of_an_h100_has_its_older_servers() -> None:
