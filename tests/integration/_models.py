@@ -106,9 +106,9 @@ def _noted_layouts() -> Iterator[list[tuple[str, tuple[str, ...]]]]:
     from vllm_flashinfer_vit.kernels.cudnn import _are_read
 
     found: list[tuple[str, tuple[str, ...]]] = []
-    checked = FlashInferViTAttention._checked
+    check = FlashInferViTAttention._check
 
-    def noting(self: Any, batch: Batch) -> Batch:
+    def noting(self: Any, batch: Batch) -> None:
         q, k, v = batch[:3]
         if batch.cos is not None:
             q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
@@ -122,9 +122,9 @@ def _noted_layouts() -> Iterator[list[tuple[str, tuple[str, ...]]]]:
         if self.turning is not None:
             layouts = tuple("turned" if x == "views" else x for x in layouts)
         found.append((layout, layouts))
-        return checked(self, batch)
+        check(self, batch)
 
-    with patch.object(FlashInferViTAttention, "_checked", noting):
+    with patch.object(FlashInferViTAttention, "_check", noting):
         yield found
 
 

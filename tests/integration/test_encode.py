@@ -264,23 +264,19 @@ class TestRun:
         (tmp_path / "[" / names[2]).write_text("no image")
         path = save_image(tmp_path / "foo].png", 60, 60)
         # The path of the second argument ends in `[/../foo].png`, as a tag does.
-        given = Path(f"{tmp_path}/[/../foo].png")
-        report = run(options(tmp_path / "[", given))
+        report = run(options(tmp_path / "[", Path(f"{tmp_path}/[/../foo].png")))
         out = io.StringIO()
         render(report, Console(file=out, width=300))
         for name in ("[final] :cat: .png", "[b].png", "[/../foo].png"):
             assert name in out.getvalue()
         assert path.exists()
-        progress = io.StringIO()
-        with job.progress_bar(Console(file=progress, force_terminal=True)) as bar:
-            bar.add_task("read [/foo].png")
-        assert "read [/foo].png" in progress.getvalue()
-
-    def test_a_log_has_no_progress(self) -> None:
-        log = io.StringIO()
-        with job.progress_bar(Console(file=log)) as bar:
-            bar.add_task("read a.png")
-        assert log.getvalue() == ""
+        for shown in (True, False):
+            progress = io.StringIO()
+            with job.progress_bar(Console(file=progress, force_terminal=shown)) as bar:
+                bar.add_task("read [/foo].png")
+            # A log gets not even an empty line.
+            text = progress.getvalue()
+            assert ("read [/foo].png" in text) == bool(text) == shown
 
     @pytest.mark.usefixtures("narrow")
     def test_fp8(

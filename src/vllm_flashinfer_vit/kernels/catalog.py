@@ -166,8 +166,8 @@ KERNELS: dict[str, Kernel] = {
             name="flash_attn_4",
             summary="FlashAttention 4's kernel for Hopper as bundled with vLLM, after "
             "one rotary pass",
-            sequences="any; best above 1024 tokens, with 512 rows and more to a "
-            "sequence",
+            sequences="any; best above 512 tokens in most head dims, with 512 rows and "
+            "more to a sequence",
             entry="flash_attn:attention_4",
             prepare="flash_attn:prepare_4",
             needs=Needs("flash_attn_4", head_dims=(64, 128), major=9),
@@ -217,7 +217,7 @@ KERNELS: dict[str, Kernel] = {
             name="triton",
             summary="one Triton pass, the head dim cut into a power of two and a rest, "
             "after one rotary pass",
-            sequences="any; on an H200 most of 129 to 1024 tokens",
+            sequences="any; on Hopper most of 129 to 512 tokens",
             entry="flash:attention",
             prepare="flash:prepare",
             needs=_HALF_ON_TRITON,
