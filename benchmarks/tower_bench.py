@@ -13,7 +13,7 @@ from environment import Environment
 from failures import Failures
 from host_load import watched_load
 from timing import is_host, is_new, is_replay, rounds_within
-from tower_cases import Grids
+from tower_cases import NEW_SIZES, Grids
 from tower_worker import RemoteTower
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 
@@ -164,6 +164,9 @@ class Bench:
             return samples
         slow_ms = {r: r.call("sample", mode, 1, True)[0] for r in remotes}
         rounds = rounds_within(sum(slow_ms.values()), self.budget_s, TURNS, 50)
+        if is_new(mode):
+            # The same sizes in all such modes: the first one is `slow_ms`.
+            rounds = NEW_SIZES - 1
         # All of them or none: by its own time, a slow one alone would begin cold.
         warm_up = min(slow_ms.values()) < WARM_UP_BELOW_MS
         for turn in range(TURNS):

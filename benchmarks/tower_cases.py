@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmarks of towers run: models, and the grids of each case."""
 
-import itertools
-import math
 import random
-from collections.abc import Iterator
+from collections import defaultdict
 
 Grids = tuple[tuple[int, int, int], ...]
 
@@ -44,6 +42,9 @@ DENSE_CASES: dict[str, Grids] = {
     for images in (1, 8, 32)
 }
 SMOKE_CASES: dict[str, Grids] = {"1x64": ((1, 8, 8),), "video2x48": ((2, 6, 8),)}
+# Sizes of a case that are timed as new ones: the first shows about how long they take,
+# and an even number of samples follows.
+NEW_SIZES = 13
 MODELS = (
     "Qwen/Qwen2-VL-7B-Instruct",
     "Qwen/Qwen2.5-VL-7B-Instruct",
@@ -51,23 +52,32 @@ MODELS = (
 )
 
 
-def like(grids: Grids) -> Iterator[Grids]:
-    """Yield batches like one, each with another size of its last image or video.
+def of_new_sizes(grids: Grids) -> tuple[list[Grids], list[Grids]]:
+    """Return batches like one, each with another size of its last image or video.
 
-    It has up to a quarter of its patches more or less, and half to twice its rows. The
-    first has the most. The order of the others is random, and always the same; once all
-    sizes have been, they come again.
+    It has up to a quarter of its patches more or less, and half to twice its rows.
+
+    Returns:
+        Batches to encode first, the largest of them at the start; and `NEW_SIZES` to be
+        timed, or fewer where a case has no more. Of these, spread evenly over all, each
+        has a number of patches of its own. The order is random, and always the same.
     """
     *others, (frames, rows, columns) = grids
     area = rows * columns
-    sizes = [
-        (height, width)
-        for height in range(rows // 4 * 2, 2 * rows + 1, 2)
-        for width in range(2, 4 * columns, 2)
-        if 0 < abs(height * width - area) <= area // 4
-    ]
-    random.Random(0).shuffle(sizes)
-    largest = max(sizes, key=math.prod)
-    sizes.remove(largest)
-    for height, width in itertools.cycle([largest, *sizes]):
-        yield (*others, (frames, height, width))
+    by_area: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for height in range(rows // 4 * 2, 2 * rows + 1, 2):
+        for width in range(2, 4 * columns, 2):
+            if 0 < abs(height * width - area) <= area // 4:
+                by_area[height * width].append((height, width))
+    shuffle = random.Random(0).shuffle
+    *areas, largest = sorted(by_area)
+    places = ((2 * i + 1) * len(areas) // (2 * NEW_SIZES) for i in range(NEW_SIZES))
+    timed = [by_area.pop(areas[place])[0] for place in dict.fromkeys(places)]
+    first = [size for area in areas for size in by_area.get(area, ())]
+    shuffle(timed)
+    shuffle(first)
+    before, new = (
+        [(*others, (frames, *size)) for size in sizes]
+        for sizes in ((*by_area[largest], *first), timed)
+    )
+    return before, new

@@ -2,6 +2,7 @@
 """A contender's tower in a process of its own, and what is asked of it there."""
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from csv_log import DTYPES, attention_flops
 from environment import device
 from remote import Remote
 from timing import Clock, Run, host_ms, is_host, is_new, is_replay
-from tower_cases import CASES, Grids, like
+from tower_cases import CASES, Grids, of_new_sizes
 from vllm_flashinfer_vit.choices.clock import capture
 
 # A tower that is wrong is off by more than this; bf16 over 32 blocks by 1 to 3 percent.
@@ -29,8 +30,8 @@ FP8_GATES = {"zai-org/GLM-4.1V-9B-Thinking": 0.2}
 # Stock's own with quantised layers and random weights is off by 23 % (Qwen2.5-VL).
 QUANTIZED_GATE = 0.3
 ANSWER_WITHIN_S = 300.0
-# For so long new sizes are encoded before others are timed. For the first ones memory
-# comes from the driver, and libraries load kernels: a server has done that.
+# For so long other sizes are encoded before new ones are timed. For the first ones
+# memory comes from the driver, and libraries load kernels: a server has done that.
 SEEN_S = 1.5
 
 
@@ -76,6 +77,7 @@ class Worker:
         self._gate = gate(contender, model)
         self._clock = Clock(device())
         self._runs: dict[str, Run] = {}
+        self._before: dict[str, Run] = {}
         self._pixels = self._reference = torch.empty(0)
         self._grids: list[list[int]] = []
 
@@ -104,6 +106,7 @@ class Worker:
             The kernels that this package picks for the case; empty for stock.
         """
         self._runs.clear()
+        self._before.clear()
         if torch.cuda.is_available():
             # The other contenders' processes share this GPU's memory.
             torch.cuda.empty_cache()
@@ -136,11 +139,12 @@ class Worker:
         rel_err = relative_error(run(), self._reference)
         check_error(rel_err, self._gate)
         if is_new(mode):
-            run = self._of_new_sizes()
+            before, run = self._of_new_sizes()
             until = time.monotonic() + SEEN_S
             while time.monotonic() < until:
                 # Else its work would be queued for longer than that.
-                self._clock.sample_ms(run, mode)
+                self._clock.sample_ms(before, mode)
+            self._before[mode] = before
         self._runs[mode] = run
         return rel_err
 
@@ -148,7 +152,8 @@ class Worker:
         """Return times of `count` calls in milliseconds, of the host for each block."""
         run = self._runs[mode]
         if warm_up:
-            run()
+            # New sizes are for what is timed: else contenders would not get the same.
+            self._before.get(mode, run)()
         if is_host(mode):
             return [host_ms(run) / self.tower.spec.depth for _ in range(count)]
         return [self._clock.sample_ms(run, mode) for _ in range(count)]
@@ -199,13 +204,18 @@ class Worker:
     def _eager(self) -> torch.Tensor:
         return self.tower.visual(self._pixels, self._grids)
 
-    def _of_new_sizes(self) -> Run:
-        """Return an eager call that gets another size each time it is called."""
+    def _of_new_sizes(self) -> tuple[Run, Run]:
+        """Return eager calls that get another size each time: at first, to time."""
         if isinstance(self.tower, StackTower):
             raise ValueError("the blocks of a stack alone have no sizes of images")
-        batches = like(tuple((t, h, w) for t, h, w in self._grids))
+        grids = tuple((t, h, w) for t, h, w in self._grids)
         # More than the largest of them has.
         pixels = self._pixels.repeat(2, 1)
+        before, new = of_new_sizes(grids)
+        return self._in_turn(before, pixels), self._in_turn(new, pixels)
+
+    def _in_turn(self, sizes: Sequence[Grids], pixels: torch.Tensor) -> Run:
+        batches = itertools.cycle(sizes)
 
         def run() -> torch.Tensor:
             grids = next(batches)

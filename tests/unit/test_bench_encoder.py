@@ -2,9 +2,9 @@
 """The benchmark of towers: its cases, its contenders, and their turns."""
 
 import csv
-import itertools
 import math
 import os
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -57,20 +57,23 @@ def test_encoder_cases_hold_the_stated_patches(case, patches):
     assert tuple(frames) == op_problems.CASES[case]
 
 
-@pytest.mark.parametrize("case", ["1x256", "1x35344", "20x400", "video16x1024"])
-def test_batches_like_a_case_have_other_sizes(case):
+@pytest.mark.parametrize("case", tower_cases.CASES)
+def test_batches_like_a_case_have_new_sizes(case):
     grids = tower_cases.CASES[case]
-    found = list(itertools.islice(tower_cases.like(grids), 50))
-    assert len(set(found)) == 50
-    assert found == list(itertools.islice(tower_cases.like(grids), 50))
+    found = before, new = tower_cases.of_new_sizes(grids)
+    assert found == tower_cases.of_new_sizes(grids)
     frames, rows, columns = grids[-1]
-    areas = [h * w for *_, (_, h, w) in found]
-    assert areas[0] == max(areas)
-    for *others, (t, h, w) in found:
+    for *others, (t, h, w) in before + new:
         assert tuple(others) == grids[:-1]
         assert t == frames
         assert h % 2 == w % 2 == 0
         assert 0.75 <= h * w / (rows * columns) <= 1.25
+    areas = [[h * w for *_, (_, h, w) in batches] for batches in found]
+    assert areas[0][0] == max(areas[0] + areas[1])
+    # What this package keeps by sizes, and by patches, is for none of those timed.
+    assert len(set(areas[1])) == len(new) == tower_cases.NEW_SIZES
+    assert set(areas[0]).isdisjoint(areas[1])
+    assert 0.95 < statistics.median(areas[1]) / (rows * columns) < 1.05
 
 
 def test_each_call_of_a_new_size_gets_its_pixels():
@@ -79,31 +82,54 @@ def test_each_call_of_a_new_size_gets_its_pixels():
     worker.tower = SimpleNamespace(visual=lambda x, grids: seen.append((x, grids)))
     worker._pixels = torch.arange(16 * 16.0)[:, None]
     worker._grids = [[1, 16, 16]]
-    run = worker._of_new_sizes()
-    for _ in range(20):
+    _, run = worker._of_new_sizes()
+    for _ in range(tower_cases.NEW_SIZES):
         run()
-    assert len({str(grids) for _, grids in seen}) == 20
+    assert len({str(grids) for _, grids in seen}) == tower_cases.NEW_SIZES
     assert [len(x) for x, _ in seen] == [math.prod(grids[0]) for _, grids in seen]
 
 
-def test_other_new_sizes_come_before_those_that_are_timed(monkeypatch):
-    monkeypatch.setattr(tower_worker, "SEEN_S", 0.02)
+@pytest.mark.parametrize("seen_s", [0.0, 0.001, 0.02])
+def test_the_same_new_sizes_are_timed_however_many_came_before(monkeypatch, seen_s):
+    monkeypatch.setattr(tower_worker, "SEEN_S", seen_s)
     seen = []
 
     def visual(x, grids):
-        seen.append(len(x))
+        seen.append(tuple(map(tuple, grids)))
         return x
 
     worker = object.__new__(tower_worker.Worker)
     worker.tower = SimpleNamespace(visual=visual)
     worker._clock = timing.Clock(torch.device("cpu"))
     worker._pixels = worker._reference = torch.ones(16 * 16, 1)
-    worker._grids, worker._gate, worker._runs = [[1, 16, 16]], 0.1, {}
+    worker._grids, worker._gate = [[1, 16, 16]], 0.1
+    worker._runs, worker._before = {}, {}
     worker.check("new")
-    known, *before = seen
-    assert known == 256 and before[0] == max(before) > 256
-    worker.sample("new", 1, False)
-    assert len(seen) == len(before) + 2
+    assert seen[0] == ((1, 16, 16),)
+    before, new = tower_cases.of_new_sizes(((1, 16, 16),))
+    assert all(batch in before for batch in seen[1:])
+    seen.clear()
+    for count in (1, 2, 2):
+        worker.sample("new", count, True)
+    # Each turn's first call warms up.
+    warm_ups = [seen.pop(place) for place in (5, 2, 0)]
+    assert all(batch in before for batch in warm_ups)
+    assert seen == new[:5]
+
+
+def test_new_sizes_are_as_many_in_a_fast_mode_as_in_a_slow_one():
+    class Remote:
+        def __init__(self, taken_ms):
+            self.taken_ms = taken_ms
+
+        def call(self, method, mode, count, warm_up):
+            return [self.taken_ms] * count
+
+    bench = tower_bench.Bench(None, None, None, ["new"], [], "bf16", 1.0)
+    for taken_ms in (1.0, 500.0):
+        remotes = [Remote(taken_ms), Remote(2 * taken_ms)]
+        taken = bench._take_turns(remotes, "new").values()
+        assert [len(ms) for ms in taken] == [tower_cases.NEW_SIZES - 1] * 2
 
 
 def test_encoder_cases_are_complete():
@@ -264,6 +290,7 @@ def test_a_towers_host_time_is_over_its_blocks(monkeypatch):
 
     worker = SimpleNamespace(
         _runs={"host": run, "fused_host": run},
+        _before={},
         tower=SimpleNamespace(spec=SimpleNamespace(depth=27)),
     )
     for mode in worker._runs:
