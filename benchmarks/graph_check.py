@@ -7,7 +7,8 @@ shows them, with automatic budgets, with these in FP8, and with these in an inst
 that runs the encoder alone. They run on vLLM's default model runner, if that has
 encoder graphs. In each, what a graph returns is compared with eager mode on the same
 input, for fixed cases and for random mixtures; random requests must build nothing; and
-the tower is timed while the other engines on its GPU wait.
+the tower is timed while the other engines on its GPU wait, with a fixed case again and
+again, with a mixture when it first comes.
 
 A graph holds one attention kernel for every batch that fits into it; eager mode chooses
 by the longest sequence of a batch, and `rel_err` and `bitwise` compare with that. Where

@@ -172,6 +172,37 @@ def test_totals_are_of_common_prefixes() -> None:
     assert graph_requests.prefixes(8) == [8]
 
 
+def test_mixtures_are_timed_when_they_first_come(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served: list[graph_requests.Request] = []
+    encoder = SimpleNamespace(
+        device=torch.device("cpu"),
+        inputs=lambda request, seed: request,
+        graph=served.append,
+    )
+
+    def compare(
+        encoder: SimpleNamespace, request: graph_requests.Request
+    ) -> graph_encoder.Found:
+        encoder.graph(request)
+        return graph_encoder.Found(0.0, True, 0.0, True, 8, 8, 1, 0)
+
+    monkeypatch.setattr(graph_engine, "compare", compare)
+    options = {"mixtures": 5, "requests": 3, "max_tokens": 512}
+    budgets = {"budget_s": 60.0, "requests_budget_s": 60.0}
+    rows = graph_engine.measure(encoder, {**options, **budgets}, tmp_path / "lock")
+    mixed = graph_requests.mixtures(5, seed=0, max_tokens=512)
+    # All of them are timed, and only then compared.
+    assert served[-10:] == mixed * 2
+    assert not any(request in mixed for request in served[:-10])
+    assert [row["case"] for row in rows[-2:]] == [
+        "first 5 random mixtures",
+        "random mixtures",
+    ]
+    assert [row["requests"] for row in rows[-2:]] == [5, 5]
+
+
 def test_graphs_of_either_runner_are_found() -> None:
     manager = object()
     old = SimpleNamespace(encoder_cudagraph_manager=manager)
