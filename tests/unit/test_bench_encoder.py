@@ -319,6 +319,36 @@ def test_a_tower_of_host_rows_counts_no_operations(tmp_path):
     assert (row["p50_ms"], row["rel_err"]) == ("0.0500", "1.00e-02")
 
 
+def test_a_run_that_is_cut_short_leaves_no_plugin_without_stocks_best(tmp_path):
+    class Remote:
+        def __init__(self, provider, blocks):
+            self.contender = contenders.Contender.of(provider, "bf16", blocks)
+
+        def call(self, method, *arguments):
+            if method == "sample":
+                return [1.0] * arguments[1]
+            return {"load": "", "check": 0.01}[method]
+
+    log = CsvLog(tmp_path / "encoder.csv")
+    bench = tower_bench.Bench(
+        log, ENVIRONMENT, Failures(), ["graph"], ["fused_graph"], "bf16", 0.0
+    )
+    remotes = [
+        Remote("stock-flash_attn", "eager"),
+        Remote("plugin", "eager"),
+        Remote("stock-flash_attn", "fused"),
+    ]
+    grids = tower_cases.CASES["1x256"]
+    bench._run_case("a model", "1x256", grids, remotes, "", 1e12, 80)
+    with log.path.open(newline="") as file:
+        rows = [(row["provider"], row["mode"]) for row in csv.DictReader(file)]
+    assert rows == [
+        ("stock-flash_attn", "fused_graph"),
+        ("stock-flash_attn", "graph"),
+        ("plugin", "graph"),
+    ]
+
+
 def test_metadata_of_a_known_batch_comes_first_and_is_not_timed(monkeypatch):
     prepared = []
     visual = SimpleNamespace(prepare_encoder_metadata=prepared.append)
