@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from contenders import default_providers
 from correctness import FP8_GATE, GATES
 from environment import device
 from op_problems import Problem
@@ -168,7 +169,7 @@ def provider_names() -> list[str]:
         # By its own choice, FP8 serves longer sequences than the smoke test has.
         return ["stock-torch_sdpa", "plugin", "plugin-reference_fp8"]
     forced = [f"plugin-{name}" for name, k in KERNELS.items() if not k.is_reference]
-    return ["stock-flash_attn", "stock-flashinfer", "plugin", "plugin-fp8", *forced]
+    return [*default_providers(on_gpu=True), "plugin-fp8", *forced]
 
 
 def setup(provider: str, bench: str, problem: Problem) -> Run:

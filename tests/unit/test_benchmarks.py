@@ -49,6 +49,21 @@ def test_fp8_has_a_gate_of_its_own():
     assert op_providers.gate("plugin-cudnn", "bf16") == GATES["bf16"]
 
 
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_stock_attends_by_all_that_this_package_may_pick(monkeypatch, is_supported):
+    from vllm.v1.attention.backends import fa_utils
+
+    monkeypatch.setattr(
+        fa_utils, "is_fa_version_supported", lambda version: is_supported
+    )
+    monkeypatch.setattr(op_providers, "device", lambda: torch.device("cuda"))
+    found = op_providers.provider_names()
+    assert {"stock-flash_attn", "stock-flashinfer", "plugin", "plugin-fp8"} < {*found}
+    assert "plugin-flash_attn_4" in found
+    assert ("stock-flash_attn4" in found) is is_supported
+    assert len(set(found)) == len(found)
+
+
 def test_percentiles_of_a_known_list():
     assert percentiles([5.0, 1.0, 4.0, 2.0, 3.0, 6.0]) == (2.0, 3.5, 5.0)
     assert percentiles([7.0]) == (7.0, 7.0, 7.0)
