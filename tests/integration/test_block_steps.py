@@ -5,6 +5,7 @@ On the CPU layers run here as on a GPU, past their own methods, by PyTorch's cal
 """
 
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,12 +41,19 @@ from vllm_flashinfer_vit.blocks import mlp as mlp_module
 from vllm_flashinfer_vit.blocks.attach import program_of
 from vllm_flashinfer_vit.blocks.linear import Gemm
 from vllm_flashinfer_vit.blocks.quack import SWIGLU
+from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = cpu_only
 
 TOLERANCE = 1e-6
 ROWS = sum(t * h * w for t, h, w in GRIDS)
+
+
+def wrap_layers(block: nn.Module, spec: BlockSpec, adapter: Callable[..., Any]) -> None:
+    """Put an adapter in the place of each linear layer of a block."""
+    for path in (spec.qkv, spec.proj, spec.first, spec.second):
+        block.set_submodule(path, adapter(block.get_submodule(path)))
 
 
 @pytest.mark.usefixtures("direct")
@@ -304,8 +312,7 @@ class TestOwnLinears:
         spec = programs(towers[0])[0].spec
         for of in towers:
             for block in blocks(of):
-                for path in (spec.qkv, spec.proj, spec.first, spec.second):
-                    block.set_submodule(path, Adapter(block.get_submodule(path)))
+                wrap_layers(block, spec, Adapter)
         found, expected = (outputs(of) for of in towers)
         assert ran
         assert relative_error(found, expected) < TOLERANCE
@@ -327,14 +334,16 @@ class TestOwnLinears:
         spec = programs(served)[0].spec
         lora = LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=torch.float32)
         wrapper = SimpleNamespace(add_lora_linear=lambda output, *rest: output)
+
+        def adapter(layer: Any) -> Any:
+            wrapped: Any = from_layer(layer, 1, lora, ["one"], None)
+            assert wrapped.base_layer is layer
+            wrapped.set_mapping(wrapper)
+            return wrapped
+
         with served.running():
             for block in blocks(served):
-                for path in (spec.qkv, spec.proj, spec.first, spec.second):
-                    layer = block.get_submodule(path)
-                    wrapped: Any = from_layer(layer, 1, lora, ["one"], None)
-                    assert wrapped.base_layer is layer
-                    wrapped.set_mapping(wrapper)
-                    block.set_submodule(path, wrapped)
+                wrap_layers(block, spec, adapter)
                 # As vLLM's reload has it.
                 program_of(block).build()  # type: ignore[union-attr]
         assert torch.equal(outputs(served), before)

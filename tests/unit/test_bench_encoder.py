@@ -298,51 +298,44 @@ def test_a_towers_host_time_is_over_its_blocks(monkeypatch):
     assert len(calls) == 6
 
 
-def test_a_tower_of_host_rows_counts_no_operations(tmp_path):
-    class Remote:
-        contender = contenders.Contender.of("plugin", "bf16")
+class Remote:
+    """A contender's tower whose calls take 0.05 ms."""
 
-        def call(self, method, *arguments):
-            if method == "sample":
-                return [0.05] * arguments[1]
-            return {"load": "", "check": 0.01}[method]
+    def __init__(self, provider, blocks="eager"):
+        self.contender = contenders.Contender.of(provider, "bf16", blocks)
 
-    log = CsvLog(tmp_path / "host.csv")
+    def call(self, method, *arguments):
+        if method == "sample":
+            return [0.05] * arguments[1]
+        return {"load": "", "check": 0.01}[method]
+
+
+def rows_of(folder, remotes, modes, stock_modes, name="encoder"):
+    """Return the rows of a case."""
+    log = CsvLog(folder / "rows.csv")
     bench = tower_bench.Bench(
-        log, ENVIRONMENT, Failures(), ["host"], [], "bf16", 0.0, "tower_host"
+        log, ENVIRONMENT, Failures(), modes, stock_modes, "bf16", 0.0, name
     )
     grids = tower_cases.CASES["1x256"]
-    bench._run_case("a model", "1x256", grids, [Remote()], "", 1e12, 80)
+    bench._run_case("a model", "1x256", grids, remotes, "", 1e12, 80)
     with log.path.open(newline="") as file:
-        (row,) = csv.DictReader(file)
+        return list(csv.DictReader(file))
+
+
+def test_a_tower_of_host_rows_counts_no_operations(tmp_path):
+    (row,) = rows_of(tmp_path, [Remote("plugin")], ["host"], [], "tower_host")
     assert (row["bench"], row["mode"], row["tflops"]) == ("tower_host", "host", "0")
     assert (row["p50_ms"], row["rel_err"]) == ("0.0500", "1.00e-02")
 
 
 def test_a_run_that_is_cut_short_leaves_no_plugin_without_stocks_best(tmp_path):
-    class Remote:
-        def __init__(self, provider, blocks):
-            self.contender = contenders.Contender.of(provider, "bf16", blocks)
-
-        def call(self, method, *arguments):
-            if method == "sample":
-                return [1.0] * arguments[1]
-            return {"load": "", "check": 0.01}[method]
-
-    log = CsvLog(tmp_path / "encoder.csv")
-    bench = tower_bench.Bench(
-        log, ENVIRONMENT, Failures(), ["graph"], ["fused_graph"], "bf16", 0.0
-    )
     remotes = [
-        Remote("stock-flash_attn", "eager"),
-        Remote("plugin", "eager"),
+        Remote("stock-flash_attn"),
+        Remote("plugin"),
         Remote("stock-flash_attn", "fused"),
     ]
-    grids = tower_cases.CASES["1x256"]
-    bench._run_case("a model", "1x256", grids, remotes, "", 1e12, 80)
-    with log.path.open(newline="") as file:
-        rows = [(row["provider"], row["mode"]) for row in csv.DictReader(file)]
-    assert rows == [
+    rows = rows_of(tmp_path, remotes, ["graph"], ["fused_graph"])
+    assert [(row["provider"], row["mode"]) for row in rows] == [
         ("stock-flash_attn", "fused_graph"),
         ("stock-flash_attn", "graph"),
         ("plugin", "graph"),

@@ -50,6 +50,17 @@ def server_lines(
     return lines_of
 
 
+def check_tokens_of_pages(found: list[chosen_rows.Row]) -> None:
+    """Check that full servers' pages are counted with 15376 patches."""
+    counted = [
+        float(row["image_tokens_s"]) / float(row["req_s"])
+        for row in found
+        if (row["workload"], row["concurrency"]) == ("page", "64")
+    ]
+    # A token of the language model is made of four patches.
+    assert all(abs(tokens - 15376 / 4) < 10 for tokens in counted)
+
+
 def test_pages_say_what_servers_gain() -> None:
     lines = server_lines(RESULTS)
     assert all(r["more arguments"].endswith("server-count 4`") for r in lines)
@@ -190,13 +201,7 @@ def test_the_page_of_an_h100_has_its_servers() -> None:
         if row["concurrency"] == "64" and row["gpu_busy"] != "unknown"
     ]
     assert f"works {100 * min(busy):.0f} to {100 * max(busy):.0f} % of the time" in text
-    counted = [
-        float(row["image_tokens_s"]) / float(row["req_s"])
-        for row in found
-        if (row["workload"], row["concurrency"]) == ("page", "64")
-    ]
-    # A token of the language model is made of four patches.
-    assert all(abs(tokens - 15376 / 4) < 10 for tokens in counted)
+    check_tokens_of_pages(found)
 
 
 def test_pages_say_what_servers_with_linear_layers_in_fp8_gain() -> None:
@@ -279,13 +284,7 @@ def test_the_page_of_an_h100_has_its_older_servers() -> None:
     ours = first[f"{chosen_rows.PLUGIN_FP8}graph"]
     stock = first[f"{chosen_rows.BASELINE}eager"]
     assert f"a page took {ours:.0f} ms, with {stock:.0f} in stock's eager" in text
-    counted = [
-        float(row["image_tokens_s"]) / float(row["req_s"])
-        for row in found
-        if (row["workload"], row["concurrency"]) == ("page", "64")
-    ]
-    # A token of the language model is made of four patches.
-    assert all(abs(tokens - 15376 / 4) < 10 for tokens in counted)
+    check_tokens_of_pages(found)
     assert f"is {100 * 15376 / 12544 - 100:.0f} % too high" in text
 
 
