@@ -67,7 +67,7 @@ class BlockSpec:
     norms and activation compute, they say themselves.
 
     Attributes:
-        first: The MLP's first linear layer; stacked [gate; up] for SwiGLU.
+        first: The MLP's first linear layer; of a gated one stacked, [gate; up].
         act: Its activation.
         second: Its second linear layer.
         norm1: The norm in front of attention, a LayerNorm or an RMSNorm.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels share that write rows in e4m3, by one scale for all or each its own."""
+"""What kernels share that write rows for linear layers in e4m3.
+
+One scale is for all rows, or each has its own. FP8 attention's are in `_quantize`.
+"""
 
 import triton
 import triton.language as tl

@@ -34,7 +34,8 @@ class Kernel:
         max_len: Longest sequence that it takes, in tokens; None for any.
         rotates: Whether it turns q and k itself, if the whole head dim is turned.
         quantized: For FP8, how q, k and v are laid out: `blocks` has a scale for each
-            block of 128 tokens and head, `rows` one for each tensor. None without FP8.
+            block of 128 tokens and head; `rows` keeps tokens as rows, with one scale
+            for each tensor. None without FP8.
         pads: `module:function` like `entry`, or None. For rows, it returns of head dim
             and device the head dim that they are padded to.
         fallback: The kernel that takes its classes where it cannot run, and no

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tanh GELU of one tensor times another, where the first one lies.
 
-vLLM's own kernel takes both in one tensor, which separate layers do not make.
+For Gemma 4, whose gate and up are separate layers: vLLM's own kernel takes both in one
+tensor. Block programs, whose gated MLPs have one layer for both, do not run it.
 
 Numerics: fp32 throughout, rounded once.
 """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters: when an engine's steps with images begin and end, and when it ends.
+"""When an engine's steps with images begin and end, and when it ends, for counters.
 
-A layer cannot tell a request's image from one of profiling; the worker can.
+A layer cannot tell a request's image from one of profiling; the worker can. What is
+counted stands in `engine.metrics`, and where in `engine.counting`.
 """
 
 import functools
