@@ -118,20 +118,23 @@ class TestTower:
     spare=st.integers(0, 3),
 )
 @fuzz(60)
-def test_a_frames_table_follows_the_order_of_its_patches(
+def test_a_frames_tables_follow_the_order_of_its_patches(
     down: int, right: int, merge: int, spare: int
 ) -> None:
     """Patch by patch: the values of its row, then those of its column."""
     rows, columns = down * merge, right * merge
     positions = max(rows, columns) + spare
-    table = torch.arange(positions * 3).view(positions, 3)
+    tables = torch.arange(2 * positions * 3).view(2, positions, 3)
     expected = [
-        table[y * merge + dy].tolist() + table[x * merge + dx].tolist()
-        for y, x, dy, dx in product(
-            range(down), range(right), range(merge), range(merge)
-        )
+        [
+            table[y * merge + dy].tolist() + table[x * merge + dx].tolist()
+            for y, x, dy, dx in product(
+                range(down), range(right), range(merge), range(merge)
+            )
+        ]
+        for table in tables
     ]
-    found = module._by_patch(table, rows, columns, merge)
+    found = module._by_patch(tables, rows, columns, merge)
     assert found.tolist() == expected
     assert found.is_contiguous()
 

@@ -193,41 +193,39 @@ def _keep_rotary(original: Function) -> Function:
         if not is_served(self.blocks[0].attn):
             return original(self, grid_thw)
         cache = cache_of(self)
-        all_cos, all_sin = [], []
+        all_tables = []
         for t, h, w in grid_thw:
             if (frame := cache.find((h, w))) is None:
-                cos, sin = self.rotary_pos_emb.get_cos_sin(max(h, w))
+                tables = torch.stack(self.rotary_pos_emb.get_cos_sin(max(h, w)))
                 merge = self.spatial_merge_size
-                frame = {
-                    "cos": _by_patch(cos, h, w, merge),
-                    "sin": _by_patch(sin, h, w, merge),
-                }
+                frame = {"tables": _by_patch(tables, h, w, merge)}
                 cache.keep((h, w), frame)
-            cos, sin = frame["cos"], frame["sin"]
-            all_cos.append(cos if t == 1 else cos.repeat(t, 1))
-            all_sin.append(sin if t == 1 else sin.repeat(t, 1))
-        # Copies even one table: CUDA graphs write into the tensors they captured.
-        return torch.cat(all_cos), torch.cat(all_sin)
+            all_tables += [frame["tables"]] * t
+        # Copies even one frame's: CUDA graphs write into the tensors they captured.
+        cos, sin = torch.cat(all_tables, 1)
+        return cos, sin
 
     return rot_pos_emb
 
 
-def _by_patch(table: torch.Tensor, rows: int, columns: int, merge: int) -> torch.Tensor:
-    """Return a frame's table, from one of positions, without a copy from the host.
+def _by_patch(
+    tables: torch.Tensor, rows: int, columns: int, merge: int
+) -> torch.Tensor:
+    """Return a frame's tables, from those of positions, without a copy from the host.
 
     Args:
-        table: `[P, D]`, by position, P at least `rows` and `columns`.
+        tables: `[2, P, D]`, cos and sin by position, P at least `rows` and `columns`.
         rows: Rows of patches.
         columns: Columns of patches.
         merge: The rows and columns of patches that become one token; they follow one
             another in a tower.
 
     Returns:
-        `[rows * columns, 2 * D]`, contiguous: the row's values, then the column's.
+        `[2, rows * columns, 2 * D]`, contiguous: the row's values, then the column's.
     """
     down, right = rows // merge, columns // merge
-    by_row = table[:rows].view(down, 1, merge, 1, -1)
-    by_column = table[:columns].view(1, right, 1, merge, -1)
-    shape = (down, right, merge, merge, table.shape[1])
+    by_row = tables[:, :rows].view(2, down, 1, merge, 1, -1)
+    by_column = tables[:, :columns].view(2, 1, right, 1, merge, -1)
+    shape = (2, down, right, merge, merge, tables.shape[2])
     both = torch.stack((by_row.expand(shape), by_column.expand(shape)), -2)
-    return both.view(rows * columns, -1)
+    return both.view(2, rows * columns, -1)
