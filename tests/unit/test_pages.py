@@ -278,6 +278,22 @@ def test_the_page_of_quantised_towers_has_stocks_compiled_mode() -> None:
     assert said in " ".join(page.split())
 
 
+def test_pages_say_what_quantised_towers_gain() -> None:
+    best = chosen_rows.Best(rows("encoder", "0.33.0"), quantized=True)
+    assert set(best.models) == set(tower_cases.MODELS)
+    gains = [
+        float(stock["p50_ms"]) / float(ours["p50_ms"])
+        for model in best.models
+        for case in best.cases(model)
+        for provider in best.challengers
+        if (stock := best.stock(model, case))
+        and (ours := best.of(provider, model, case))
+    ]
+    said = f"{min(gains):.1f} to {max(gains):.1f} times as fast as stock's"
+    for page in ("README.md", "docs/quantized_towers.md"):
+        assert said in " ".join((ROOT / page).read_text().split())
+
+
 def test_pages_have_the_errors_of_quantised_towers() -> None:
     errors: dict[str, list[float]] = defaultdict(list)
     for (model, _), (row, sixteen) in quantised_and_not().items():
