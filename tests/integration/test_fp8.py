@@ -4,20 +4,27 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from _models import engine
+from _dense_models import idefics2_masked
+from _models import Call, Encoder, encode, engine
 
 from cases import Case, make_cos_sin, make_qkv, relative_error
 from vllm_flashinfer_vit.choices.trial import attempt
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.fp8 import scale_files
 from vllm_flashinfer_vit.fp8.scale_files import QKV, LayerScales, ScaleFile
-from vllm_flashinfer_vit.fp8.state import EngineScales, _warn_of_origin, made_by_engine
+from vllm_flashinfer_vit.fp8.state import (
+    EngineScales,
+    ScaleState,
+    _warn_of_origin,
+    made_by_engine,
+)
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
-from vllm_flashinfer_vit.kernels.formats import DeviceScales
+from vllm_flashinfer_vit.kernels.formats import HISTORY, DeviceScales
 from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.settings import (
@@ -33,6 +40,7 @@ HEADS, HEAD_DIM = 4, 16
 SCALE = HEAD_DIM**-0.5
 NAME = "visual.blocks.0.attn.attn"
 MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
+IDEFICS2 = "model_executor.models.idefics2_vision_model"
 
 cpu_only = pytest.mark.skipif(
     torch.cuda.is_available(),
@@ -245,8 +253,38 @@ class TestLayer:
         path.write_text('{"other": {"q": 1, "k": 1, "v": 1}}')
         config = fp8_engine.vllm_config.model_config.multimodal_config
         monkeypatch.setattr(config, "mm_encoder_fp8_scale_path", str(path))
+        layer: Any = build(fp8_engine)
         with pytest.raises(ValueError, match=rf"'{NAME}' is not in.*scales.json"):
-            build(fp8_engine)
+            layer.process_weights_after_loading(torch.float32)
+
+    def test_a_tower_that_drops_a_block_takes_the_scales_that_it_saved(
+        self, fp8_engine: Tower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As MiniCPM-V drops the last one that it builds."""
+        towers: list[torch.nn.Module] = []
+
+        def three_blocks_less_one(m: Any) -> tuple[torch.nn.Module, Call]:
+            tower, run = idefics2_masked(m)
+            towers.append(tower)
+            return tower, run
+
+        path = str(tmp_path / "scales.json")
+        encoder = Encoder(IDEFICS2, three_blocks_less_one)
+        config = fp8_engine.vllm_config.model_config.multimodal_config
+        monkeypatch.setattr(config, "mm_encoder_fp8_scale_save_path", path)
+        encode(encoder, fp8_engine)
+        record = EngineScales.find(fp8_engine.vllm_config)
+        assert record is not None
+        for _ in range(HISTORY):
+            record.after_step(SimpleNamespace(scheduled_encoder_inputs={"a": [0]}))
+        assert len(scale_files.read(Path(path)).layers) == 2
+        del record
+        towers.clear()
+        monkeypatch.setattr(config, "mm_encoder_fp8_scale_save_path", None)
+        monkeypatch.setattr(config, "mm_encoder_fp8_scale_path", path)
+        assert encode(encoder, fp8_engine).ops
+        states = [m for m in towers[0].modules() if isinstance(m, ScaleState)]
+        assert [state.is_static for state in states] == [True, True]
 
     def test_scales_of_a_model_built_without_memory(
         self, fp8_engine: Tower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -214,9 +214,19 @@ class TestState:
     def test_a_layer_that_the_file_lacks(
         self, engine: SimpleNamespace, tmp_path: Path
     ) -> None:
-        engine.mm_encoder_fp8_scale_path = str(put_scales(tmp_path, "other"))
-        with pytest.raises(ScaleError, match=NAME):
-            Engine(required(), (NAME,))
+        """It may be built: models drop blocks, and then nobody asks for its scales."""
+        engine.mm_encoder_fp8_scale_path = str(put_scales(tmp_path, NAME))
+        layers = Engine(required(), NAMES).layers
+        layers.check_has_scales(NAME)
+        with pytest.raises(ScaleError, match=f"{NAMES[1]!r} is not in the file"):
+            layers.check_has_scales(NAMES[1])
+
+    def test_a_layer_of_another_head_dim(
+        self, engine: SimpleNamespace, tmp_path: Path
+    ) -> None:
+        engine.mm_encoder_fp8_scale_path = str(put_scales(tmp_path, NAME))
+        with pytest.raises(ScaleError, match="head dim 80, but 72"):
+            EngineScales(engine_config()).enroll(NAME, 80, required())
 
     def test_is_what_the_kernels_take(self) -> None:
         state = ScaleState(NAME, 72, None)

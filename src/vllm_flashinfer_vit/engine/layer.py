@@ -75,7 +75,7 @@ class FlashInferViTAttention(MMEncoderAttention):
         Raises:
             NotServedError: FLASHINFER cannot be had, see `selection.served`; or FP8
                 attention, see `fp8.policy_for`.
-            ScaleError: The file of FP8 scales cannot be used, or not for this layer.
+            ScaleError: The file of FP8 scales cannot be used, or not for this head dim.
         """
         settings = Settings.from_env()
         choices, policy = _choose(prefix, head_size, settings)
@@ -145,9 +145,10 @@ class FlashInferViTAttention(MMEncoderAttention):
 
         Raises:
             NotServedError: Settings name a layer that the model does not have.
-            ScaleError: The scale file does.
+            ScaleError: The scale file does, or lacks this layer.
         """
         if self._engine_scales is not None:
+            self._engine_scales.check_has_scales(self.layer_name)
             self._engine_scales.check_names(self._settings)
         if self._fp8_state is not None:
             self._fp8_state.materialize()

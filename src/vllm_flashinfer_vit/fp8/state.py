@@ -124,6 +124,8 @@ class EngineScales(PerEngine):
         self._layer_names: set[str] = set()
         # The file of static scales, read by the first layer that asks for it.
         self._file: tuple[Path, ScaleFile] | None = None
+        # Head dims of layers that the file lacks.
+        self._lacking: dict[str, int] = {}
         self._states: list[ScaleState] = []
         self._saving: _Saving | None = None
 
@@ -141,9 +143,9 @@ class EngineScales(PerEngine):
             What the layer keeps on the default device, or None if it keeps nothing.
 
         Raises:
-            ScaleError: The file of static scales cannot be used for this layer, or the
-                file to save to holds scales that cannot be widened, or cannot be
-                written.
+            ScaleError: The file of static scales cannot be used, or not for this head
+                dim; or the file to save to holds scales that cannot be widened, or
+                cannot be written.
         """
         self._layer_names.add(layer_name)
         if policy is None or not policy.has_state:
@@ -151,8 +153,12 @@ class EngineScales(PerEngine):
         given = None
         if policy.scale_path is not None:
             file = self._read(policy.scale_path)
-            found = scales.scales_for(file, policy.scale_path, layer_name, head_dim)
-            given = found.scale
+            given = QKV(1.0, 1.0, 1.0)
+            if layer_name in file.layers:
+                found = scales.scales_for(file, policy.scale_path, layer_name, head_dim)
+                given = found.scale
+            else:
+                self._lacking[layer_name] = head_dim
         state = ScaleState(layer_name, head_dim, given)
         self._states.append(state)
         if policy.save_path is not None:
@@ -193,6 +199,19 @@ class EngineScales(PerEngine):
         if self._file is not None:
             path, file = self._file
             scales.check_no_others(file, path, layer_names)
+
+    def check_has_scales(self, layer_name: str) -> None:
+        """Check that the scale file does not lack a layer that the model kept.
+
+        Call it for each layer of the loaded model. MiniCPM-V builds one block too many
+        and drops it: what never runs is in no file.
+
+        Raises:
+            ScaleError: The file lacks it.
+        """
+        if self._file is not None and layer_name in self._lacking:
+            path, file = self._file
+            scales.scales_for(file, path, layer_name, self._lacking[layer_name])
 
     def forget_dummies(self) -> None:
         """Forget what all layers saw; call it when the engine has warmed up."""
