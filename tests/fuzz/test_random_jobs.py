@@ -25,7 +25,7 @@ VALUES = {
     "--unquantized": st.sampled_from(["re:.*attn.*", "re:[", "blocks.0"]),
     "--dtype": st.sampled_from(["auto", "bf16", "fp16", "fp32", "fp64"]),
     "--device": st.sampled_from(["cpu", "auto", "cpu:1", "cuda:x", "meta", "cpu:-1"]),
-    "--margin": st.sampled_from(["1.5", "1e-300", "0", "nan", "inf"]),
+    "--margin": st.sampled_from(["1.5", "1e-300", "1e300", "0", "nan", "inf"]),
 }
 
 

@@ -25,10 +25,10 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "new.json"
 
 
-def saving_to(path: Path) -> Engine:
+def saving_to(path: Path, margin: float = 1.5) -> Engine:
     """Return an engine whose layers keep no scales but those that they save."""
     choices = (Choice("hopper_fp8", None, ""),)
-    return Engine(Policy(choices, "block", save_path=path, save_margin=1.5))
+    return Engine(Policy(choices, "block", save_path=path, save_margin=margin))
 
 
 def test_a_path_that_cannot_be_written_is_said_with_its_setting(
@@ -127,6 +127,11 @@ def test_a_path_that_cannot_be_saved_to_is_said_at_once(path: Path) -> None:
     path.write_text('{"a": {"q": 1, "k": 1, "v": 1}}')
     with pytest.raises(ScaleError, match="not written by this package"):
         saving_to(path)
+
+
+def test_a_margin_of_no_use_is_said_at_once(path: Path) -> None:
+    with pytest.raises(ScaleError, match=r"scale_save_margin is 1e\+300: use"):
+        saving_to(path, 1e300)
 
 
 def test_an_engine_outlives_a_full_disk(

@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from vllm_flashinfer_vit.fp8.scale_files import (
     SCHEMA,
     ScaleError,
     ScaleFile,
+    check_margin,
     from_amax,
 )
 from vllm_flashinfer_vit.machine import files
@@ -47,6 +49,19 @@ def put(folder: Path, document: Any) -> Path:
 
 def own() -> dict[str, Any]:
     return json.loads(scales.dumps(made()))
+
+
+@pytest.mark.parametrize(
+    "margin", [1e300, math.inf, math.nan, 0.0, -1.5, 1e-300, 448.1, 0.0022]
+)
+def test_a_margin_that_e4m3_cannot_hold(margin: float) -> None:
+    with pytest.raises(ScaleError, match=rf"^--margin is {re.escape(f'{margin:g}')}:"):
+        check_margin(margin, "--margin")
+
+
+@pytest.mark.parametrize("margin", [1 / 448, 0.5, 1.0, 1.5, 448])
+def test_a_margin_of_use(margin: float) -> None:
+    check_margin(margin, "--margin")
 
 
 def test_a_scale_is_the_margin_above_the_abs_max() -> None:

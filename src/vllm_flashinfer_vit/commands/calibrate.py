@@ -130,12 +130,9 @@ def run(options: Options, console: Console | None = None) -> Report:
         FileError: A file cannot be written, another process is making it, or the
             output holds something else than scales.
         NotServedError: This machine cannot run FLASHINFER, or not in FP8.
-        ScaleError: The file to merge cannot be used.
+        ScaleError: The margin or the file to merge cannot be used.
     """
-    if not (math.isfinite(options.margin) and options.margin > 0):
-        raise JobError(
-            f"--margin is {options.margin}: use a finite number above 0, such as 1.5"
-        )
+    scales.check_margin(options.margin, "--margin")
     figure = None if options.plot is None else import_figure(options.plot)
     job = prepare(options)
     files.check(options.output, keep=job.reads)

@@ -144,8 +144,8 @@ class EngineScales(PerEngine):
 
         Raises:
             ScaleError: The file of static scales cannot be used, or not for this head
-                dim; or the file to save to holds scales that cannot be widened, or
-                cannot be written.
+                dim; or the margin cannot; or the file to save to holds scales that
+                cannot be widened, or cannot be written.
         """
         self._layer_names.add(layer_name)
         if policy is None or not policy.has_state:
@@ -163,6 +163,9 @@ class EngineScales(PerEngine):
         self._states.append(state)
         if policy.save_path is not None:
             if self._saving is None or self._saving.done:
+                scales.check_margin(
+                    policy.save_margin, "mm_encoder_fp8_scale_save_margin"
+                )
                 self._check_save_path(policy.save_path)
                 self._saving = _Saving(policy.save_path, policy.save_margin, [])
             self._saving.states.append(state)
