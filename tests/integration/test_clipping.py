@@ -2,6 +2,7 @@
 """What an engine counts of static FP8 scales: on small towers, and how it is read."""
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -281,12 +282,16 @@ class TestReader:
         assert not reader.read_last()
         assert clock.now < 2010.0
 
+    @pytest.mark.parametrize("by", ["enable_sleep_mode", "enable_cumem_allocator"])
     def test_the_end_does_not_touch_memory_that_may_be_asleep(
-        self, clock: SimpleNamespace, events: list[FakeEvent]
+        self, by: str, clock: SimpleNamespace, events: list[FakeEvent]
     ) -> None:
+        from vllm.config import ModelConfig
+
+        assert by in {field.name for field in fields(ModelConfig)}
         config = SimpleNamespace(
             compilation_config=object(),
-            model_config=SimpleNamespace(enable_sleep_mode=True),
+            model_config=SimpleNamespace(**{by: True}),
         )
         reader = Counting(config)._clips
         self.states = [ScaleState("layer", 16, QKV(1.0, 1.0, 1.0))]

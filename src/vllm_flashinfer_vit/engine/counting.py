@@ -50,7 +50,11 @@ class Counting(PerEngine):
         self._noted: dict[Key, int] | None = None
         self._first: Kind | None = None
         model = vllm_config.model_config
-        may_sleep = getattr(model, "enable_sleep_mode", False)
+        # The allocator alone is enough: a worker then sleeps when it is asked to.
+        may_sleep = any(
+            getattr(model, name, False)
+            for name in ("enable_sleep_mode", "enable_cumem_allocator")
+        )
         self._clips = ClipReader(may_sleep=may_sleep)
         # By tower: dead once its layers are.
         self._last: WeakValueDictionary[str, LayerCounts] = WeakValueDictionary()
