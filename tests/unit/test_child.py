@@ -3,7 +3,9 @@
 
 import os
 import signal
+import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -75,3 +77,14 @@ def test_run_isolated_kills_a_child_that_hangs(tmp_path: Path) -> None:
         if found:
             break
     assert found == {"a": 1}
+
+
+def test_run_isolated_kills_a_child_that_nobody_waits_for(tmp_path: Path) -> None:
+    (tmp_path / "child_module.py").write_text(CHILD)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    stop = Event()
+    stop.set()
+    begin_s = time.monotonic()
+    _, what = run_isolated("hang", module="child_module", env=env, stop=stop)
+    assert what == "was stopped"
+    assert time.monotonic() - begin_s < 30

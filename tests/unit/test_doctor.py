@@ -353,7 +353,7 @@ def test_what_takes_time_is_shown(
     is_terminal: bool,
 ) -> None:
     monkeypatch.setattr(doctor, "run_isolated", lambda *_, **__: (PLUGIN, None))
-    monkeypatch.setattr(doctor, "probe", lambda isolated: STACK)
+    monkeypatch.setattr(doctor, "probe", lambda **_: STACK)
     file = io.StringIO()
     console = Console(file=file, force_terminal=is_terminal, color_system=None)
     doctor.examine(console, {})
@@ -361,3 +361,28 @@ def test_what_takes_time_is_shown(
     assert "vLLM with the plugin" in file.getvalue()
     assert ("half a" in file.getvalue()) is not is_terminal
     assert capsys.readouterr().out == ""
+
+
+def test_an_interrupt_of_its_own_process_ends_its_children_too(tmp_path: Path) -> None:
+    """As a supervisor sends it; a terminal's reaches the children by itself."""
+    hanging = tmp_path / "python"
+    hanging.write_text(
+        "#!/bin/sh\n"
+        f"echo $$ >> '{tmp_path}/children'\n"
+        'case "$*" in *report_plugin) kill -INT $PPID ;; esac\n'
+        "exec sleep 60\n"
+    )
+    hanging.chmod(0o755)
+    code = (
+        "import signal, sys; from vllm_flashinfer_vit.commands.cli import main; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"sys.executable = {str(hanging)!r}; main(['doctor'])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=40
+    )
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert "Traceback" not in ended.stderr
+    for pid in (tmp_path / "children").read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)

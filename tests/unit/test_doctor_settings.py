@@ -80,12 +80,12 @@ def test_a_bad_setting_does_not_hide_the_state_of_the_plugin(
 ) -> None:
     seen = {}
 
-    def run(report: str, *, module: str, env: Mapping[str, str]) -> tuple[Any, None]:
+    def run(report: str, *, env: Mapping[str, str], **_: Any) -> tuple[Any, None]:
         seen.update(env)
         return PLUGIN, None
 
     monkeypatch.setattr(doctor, "run_isolated", run)
-    monkeypatch.setattr(doctor, "probe", lambda isolated: STACK)
+    monkeypatch.setattr(doctor, "probe", lambda **_: STACK)
     env = {
         ENV_KERNEL: "fa9",
         ENV_FP8_SCALES: "static",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from threading import Event
 from typing import Any
 
 from rich.console import Console
@@ -122,9 +123,9 @@ def examine(console: Console, env: Mapping[str, str] = os.environ) -> Report:
             on a busy machine.
         env: The environment to judge.
     """
-    work: dict[str, Callable[[], Any]] = {
-        "cuDNN and FlashInfer": lambda: probe(isolated=True),
-        "vLLM with the plugin": lambda: _run_plugin(env),
+    work: dict[str, Callable[[Event], Any]] = {
+        "cuDNN and FlashInfer": lambda stop: probe(isolated=True, stop=stop),
+        "vLLM with the plugin": lambda stop: _run_plugin(env, stop),
     }
     found = _together(work, console)
     plugin, error = found["vLLM with the plugin"]
@@ -132,9 +133,12 @@ def examine(console: Console, env: Mapping[str, str] = os.environ) -> Report:
 
 
 def _together(
-    work: Mapping[str, Callable[[], Any]], console: Console
+    work: Mapping[str, Callable[[Event], Any]], console: Console
 ) -> dict[str, Any]:
-    """Do several things at once, and show those that are not done."""
+    """Do several things at once, and show those that are not done.
+
+    Each is handed what is set when its result is not waited for any more.
+    """
     if not console.is_terminal:
         console.print(f"Importing {', and '.join(work)}; this can take half a minute.")
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -145,15 +149,20 @@ def _together(
         redirect_stdout=False,
         disable=not console.is_terminal,
     )
+    stop = Event()
     with progress, ThreadPoolExecutor(len(work)) as pool:
         pending: dict[str, Future[Any]] = {}
-        for name, function in work.items():
-            task = progress.add_task(f"Importing {name}", total=1)
-            pending[name] = pool.submit(function)
-            pending[name].add_done_callback(
-                lambda _, task=task: progress.advance(task)  # type: ignore[misc]
-            )
-        return {name: future.result() for name, future in pending.items()}
+        try:
+            for name, function in work.items():
+                task = progress.add_task(f"Importing {name}", total=1)
+                pending[name] = pool.submit(function, stop)
+                pending[name].add_done_callback(
+                    lambda _, task=task: progress.advance(task)  # type: ignore[misc]
+                )
+            return {name: future.result() for name, future in pending.items()}
+        finally:
+            # Interrupted, the pool would wait for children that got no signal.
+            stop.set()
 
 
 def diagnose(
@@ -253,7 +262,9 @@ def _unfit_optimisations() -> dict[str, str]:
     return {} if reason is None else {"gemma4_blocks": reason}
 
 
-def _run_plugin(env: Mapping[str, str]) -> tuple[dict[str, Any], str | None]:
+def _run_plugin(
+    env: Mapping[str, str], stop: Event
+) -> tuple[dict[str, Any], str | None]:
     # A bad value is reported elsewhere; strict raises what is only logged otherwise.
     child = {
         name: value
@@ -261,7 +272,7 @@ def _run_plugin(env: Mapping[str, str]) -> tuple[dict[str, Any], str | None]:
         if not name.startswith(PREFIX) or name == ENV_DISABLE_PATCHES
     }
     child |= {ENV_STRICT: "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    return run_isolated("report_plugin", module=__name__, env=child)
+    return run_isolated("report_plugin", module=__name__, env=child, stop=stop)
 
 
 def _entry_point() -> str | None:

@@ -5,11 +5,15 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
+from threading import Event
 from typing import Any
 
 _TIMEOUT_S = 180
+# How soon a child ends that is not wanted any more.
+_POLL_S = 0.2
 _MARK = "vllm-flashinfer-vit-fact:"
 
 
@@ -19,6 +23,7 @@ def run_isolated(
     module: str,
     env: Mapping[str, str] | None = None,
     timeout_s: float = _TIMEOUT_S,
+    stop: Event | None = None,
 ) -> tuple[dict[str, Any], str | None]:
     """Run `module.report(emit)` in a child process that may crash or hang.
 
@@ -27,24 +32,25 @@ def run_isolated(
         module: Name of the module that has it.
         env: Environment of the child; this process's by default.
         timeout_s: Seconds until it is killed.
+        stop: Another thread sets it to have the child killed at once.
 
     Returns:
         All the facts that were emitted, even before a crash, merged; and what went
         wrong, or None.
     """
     code = "import sys, vllm_flashinfer_vit.machine.child as c; c._child(*sys.argv[1:])"
-    try:
-        child = subprocess.run(
-            [sys.executable, "-P", "-c", code, module, report],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=env,
-            timeout=timeout_s,
-        )
-        out, err, status = child.stdout, child.stderr, child.returncode
-    except subprocess.TimeoutExpired as error:
-        out, err, status = _text(error.stdout), _text(error.stderr), None
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code, module, report],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=env,
+    ) as child:
+        try:
+            out, err, stopped = _written(child, timeout_s, stop)
+        finally:
+            child.kill()
     facts: dict[str, Any] = {}
     for line in out.splitlines():
         _, mark, data = line.partition(_MARK)
@@ -52,14 +58,30 @@ def run_isolated(
             # A child that is killed may leave half a line.
             with suppress(ValueError):
                 facts.update(json.loads(data))
-    if status == 0:
+    if stopped is not None:
+        return facts, stopped
+    if child.returncode == 0:
         return facts, None
-    if status is None:
-        return facts, f"did not finish in {timeout_s:.0f} s"
-    if status < 0:
-        return facts, f"crashed with signal {-status}"
+    if child.returncode < 0:
+        return facts, f"crashed with signal {-child.returncode}"
     lines = err.strip().splitlines() or ["no message"]
     return facts, f"failed: {lines[-1].strip()}"
+
+
+def _written(
+    child: "subprocess.Popen[str]", timeout_s: float, stop: Event | None
+) -> tuple[str, str, str | None]:
+    """Return what a child wrote, and why it is to be killed, or None if it ended."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return *child.communicate(timeout=_POLL_S), None
+        except subprocess.TimeoutExpired as error:
+            written = _text(error.stdout), _text(error.stderr)
+        if stop is not None and stop.is_set():
+            return *written, "was stopped"
+        if time.monotonic() >= end_s:
+            return *written, f"did not finish in {timeout_s:.0f} s"
 
 
 def _child(module: str, report: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -30,7 +31,9 @@ from vllm_flashinfer_vit.machine.stack import CUDNN_WHEELS, Gpu, Problem, Stack
 _PINNED_BY_VLLM = ("flashinfer-python", "nvidia-cudnn-frontend")
 
 
-def probe(*, isolated: bool = False, libraries: bool = True) -> Stack:
+def probe(
+    *, isolated: bool = False, libraries: bool = True, stop: Event | None = None
+) -> Stack:
     """Find out what this machine has; never raises and creates no CUDA context.
 
     Args:
@@ -39,6 +42,7 @@ def probe(*, isolated: bool = False, libraries: bool = True) -> Stack:
             installed. Otherwise libraries are imported here, as the cuDNN kernel will
             do anyway, and only if there is a GPU for it.
         libraries: Whether to import them at all, which takes seconds.
+        stop: As `run_isolated` takes it.
     """
     problems: list[Problem] = []
     wheels = {name: v for name in CUDNN_WHEELS if (v := _version(name))}
@@ -47,7 +51,7 @@ def probe(*, isolated: bool = False, libraries: bool = True) -> Stack:
     facts: dict[str, Any] = {}
     errors: dict[str, str] = {}
     if isolated:
-        facts, error = run_isolated("report_libraries", module=__name__)
+        facts, error = run_isolated("report_libraries", module=__name__, stop=stop)
         errors = facts.pop("import_errors", {})
         if error is not None:
             problems.append(Problem(f"reading the versions of torch and cuDNN {error}"))
