@@ -62,13 +62,25 @@ def of_last_commit(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
     ]
 
 
+def of_last_run(
+    rows: Iterable[Row], compared: Sequence[str], measured: Sequence[str]
+) -> list[Row]:
+    """Of rows that are compared keep the newest of each, of the last one's commit.
+
+    Args:
+        rows: Oldest first.
+        compared: Columns that rows have alike that are compared.
+        measured: Those in which rows differ that measured different things.
+    """
+    return newest(
+        of_last_commit(rows, compared),
+        lambda row: tuple(row[name] for name in (*compared, *measured)),
+    )
+
+
 def of_servers(rows: Iterable[Row]) -> list[Row]:
     """Return servers' newest rows: of a workload those of its last commit alone."""
-    names = (*SERVER_KEYS, "provider", "mode")
-    return newest(
-        of_last_commit(rows, SERVER_KEYS),
-        lambda row: tuple(row[name] for name in names),
-    )
+    return of_last_run(rows, SERVER_KEYS, ("provider", "mode"))
 
 
 def setups_of(rows: Iterable[Row]) -> list[tuple[str, str]]:

@@ -9,6 +9,8 @@
         --providers stock-flash_attn plugin plugin-hopper_fp8
     python benchmarks/plot.py host benchmarks/results/h200/host.csv \\
         docs/figures/host.svg --providers stock-flash_attn plugin plugin-fp8
+
+Bars beside each other are of one run: of the commit that measured one of them last.
 """
 
 import argparse
@@ -17,13 +19,14 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from chosen_rows import of_one_vllm
+from chosen_rows import Row, of_last_run, of_one_vllm
 from csv_log import COLUMNS
 from figures import GREY, STYLE, colour_of, say_where, write_svg
 from waterfall import CLASS_COLOURS, text_colour
@@ -49,11 +52,9 @@ BENCH_NAMES = {
     "qkv_attention": "from the QKV projection, with rotary embedding",
 }
 
-Row = dict[str, str]
-
 
 def read_rows(path: Path, vllm: str | None = None) -> list[Row]:
-    """Read a results file; of repeated measurements the last one counts.
+    """Read a results file.
 
     Args:
         path: The file.
@@ -68,9 +69,7 @@ def read_rows(path: Path, vllm: str | None = None) -> list[Row]:
         rows = list(reader)
     if tuple(reader.fieldnames or ()) != COLUMNS:
         raise ValueError(f"{path} is not a results file: its columns differ")
-    rows = of_one_vllm(rows, vllm, path)
-    keys = ("bench", "case", "provider", "model", "head_dim", "dtype", "mode")
-    return list({tuple(row[key] for key in keys): row for row in rows}.values())
+    return of_one_vllm(rows, vllm, path)
 
 
 def _groups(
@@ -129,12 +128,22 @@ def _case_order(label: str) -> tuple[int, ...]:
     return kinds.index(kind), *map(int, reversed(re.findall(r"\d+", case)))
 
 
-def _relative_times(rows: Sequence[Row]) -> list[Span]:
-    """Return times as multiples of a case's first one; cases differ 1000-fold."""
+def _relative_times(rows: Sequence[Row], first: str) -> list[Span]:
+    """Return times as multiples of a contender's; cases differ 1000-fold.
+
+    Raises:
+        ValueError: A case's last run has no row of that contender.
+    """
     spans = []
     for case in _unique(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == case]
-        unit = float(mine[0]["p50_ms"])
+        units = [float(row["p50_ms"]) for row in mine if row["provider"] == first]
+        if not units:
+            raise ValueError(
+                f"{mine[0]['model']}, {case}: its last run, of commit "
+                f"{mine[0]['commit']}, has no row of {first}, which is 1 in the figure"
+            )
+        unit = units[0]
         label = f"{case}\n{unit:.3g} ms"
         for row in mine:
             low, middle, high = (float(row[f"p{p}_ms"]) / unit for p in (20, 50, 80))
@@ -181,12 +190,18 @@ def _draw(
 
 
 def draw_encoder(rows: Sequence[Row]) -> Any:
-    """Draw times of towers: a panel per model and mode, a group of bars per case."""
+    """Draw times of towers: a panel per model and mode, a group of bars per case.
+
+    Raises:
+        ValueError: As `_relative_times`.
+    """
+    first = rows[0]["provider"]
+    rows = of_last_run(rows, ("model", "mode", "dtype", "case"), ("provider",))
     panels = [
         (
             (
                 f"{model}, {MODE_NAMES.get(mode, mode)}, {dtype}; under each case: "
-                f"the time of {part[0]['provider']}"
+                f"the time of {first}"
             ),
             part,
         )
@@ -194,12 +209,14 @@ def draw_encoder(rows: Sequence[Row]) -> Any:
             _groups(rows, "model", "mode", "dtype"), key=lambda group: group[0]
         )
     ]
-    first = rows[0]["provider"]
-    return _draw(rows, panels, _relative_times, f"time, {first} = 1\n(lower is better)")
+    spans_of = partial(_relative_times, first=first)
+    return _draw(rows, panels, spans_of, f"time, {first} = 1\n(lower is better)")
 
 
 def draw_attention(rows: Sequence[Row]) -> Any:
     """Draw TFLOP/s of the op: a panel per bench, head dim, dtype and mode."""
+    compared = ("bench", "model", "head_dim", "dtype", "mode", "case")
+    rows = of_last_run(rows, compared, ("provider",))
     panels = [
         (
             (
@@ -224,7 +241,9 @@ def draw_host(rows: Sequence[Row]) -> Any:
     """
     is_tower = {"bench": "tower_host", "case": HOST_CASE}.items()
     towers = [row for row in rows if is_tower <= row.items()]
+    towers = of_last_run(towers, ("model", "dtype"), ("provider", "mode"))
     steps = [row for row in rows if row["bench"] == "step_host"]
+    steps = of_last_run(steps, ("model", "dtype"), ("provider", "mode", "case"))
     if not towers or not steps:
         raise ValueError(
             f"the figure needs rows of tower_host at {HOST_CASE} and of step_host; "

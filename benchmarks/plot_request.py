@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from bench_request import BENCHES, WHOLE
-from chosen_rows import Row, newest
+from chosen_rows import Row, of_last_run
 from figures import draw_by_options, say_where
 from waterfall import CLASS_COLOURS, text_colour
 
@@ -89,9 +89,8 @@ def _setup(row: Row) -> str:
 
 
 def last_of_stages(rows: Sequence[Row]) -> list[Row]:
-    """Return the last row of each part of each engine's requests."""
-    names = ("provider", "mode", "model", "workload", "stage")
-    return newest(rows, lambda row: tuple(row[name] for name in names))
+    """Return the last run of each workload: a row a part of each engine's requests."""
+    return of_last_run(rows, ("model", "workload"), ("provider", "mode", "stage"))
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from chosen_rows import of_one_vllm
+from chosen_rows import of_last_run, of_one_vllm
 from contenders import Contender
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment, device
@@ -148,9 +148,7 @@ def draw(source: Path, target: Path, vllm: str | None = None) -> None:
 
     with source.open(newline="", encoding="utf-8") as file:
         read = of_one_vllm(csv.DictReader(file), vllm, source)
-    keys = ("model", "case", "provider", "blocks", "class")
-    # Of repeated measurements the last one counts.
-    rows = list({tuple(row[key] for key in keys): row for row in read}.values())
+    rows = of_last_run(read, ("model", "case"), ("provider", "blocks", "class"))
     panels: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         panels.setdefault((row["model"], row["case"]), []).append(row)

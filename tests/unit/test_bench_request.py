@@ -238,6 +238,19 @@ def test_rows_and_their_figure(tmp_path: Path) -> None:
         assert len(axes.patches) == 2 * len(stages)
 
 
+def test_engines_beside_each_other_are_of_one_run() -> None:
+    row = {"model": MODEL, "mode": "graph", "stage": WHOLE, "p50_ms": "1"}
+    old, new = (
+        [
+            {**row, "provider": provider, "workload": "page", "commit": commit}
+            for provider in providers
+        ]
+        for commit, providers in (("old", ("stock", "plugin")), ("new", ("plugin",)))
+    )
+    other = {**old[0], "workload": "thumbnails"}
+    assert plot_request.last_of_stages([*old, other, *new]) == [*new, other]
+
+
 def test_an_engines_own_processes_end_with_it() -> None:
     ended: list[str] = []
     core = SimpleNamespace(shutdown=lambda: ended.append("core"))

@@ -100,6 +100,7 @@ def test_waterfall_from_a_csv(plot, tmp_path):
     log = CsvLog(source, columns)
     with pytest.raises(chosen_rows.NoRowsError, match="measure"):
         waterfall.draw(source, target)
+    rows = []
     for provider, name, time_ms in [
         ("stock-flash_attn", "GEMM", 20.0),
         ("stock-flash_attn", "norm", 10.0),
@@ -107,7 +108,11 @@ def test_waterfall_from_a_csv(plot, tmp_path):
     ]:
         values = ("a model", "8x4096", provider, "eager", "bf16", name, time_ms, 1)
         row = dict(zip(waterfall.COLUMNS, values, strict=True))
-        log.add({**row, **dataclasses.asdict(ENVIRONMENT)})
+        old = {**dataclasses.asdict(ENVIRONMENT), "commit": "old"}
+        log.add({**row, "class": "rotary", **old})
+        rows.append({**row, **dataclasses.asdict(ENVIRONMENT)})
+    for row in rows:
+        log.add(row)
     waterfall.draw(source, target)
     svg = target.read_text()
     for text in ("stock-flash_attn", "plugin", "GEMM", "norm", "a model, 8x4096", "30"):
@@ -154,13 +159,55 @@ def test_host_figure_needs_towers_and_steps_of_one_case(plot, tmp_path):
     assert not target.exists()
 
 
+def drawn(plot, kind, tmp_path, rows):
+    """Return the text of a figure of rows, each with its commit."""
+    source, target = tmp_path / "rows.csv", tmp_path / "a.svg"
+    source.unlink(missing_ok=True)
+    write_rows(source, [{**row, "commit": commit} for commit, row in rows])
+    plot.draw(kind, source, target)
+    return target.read_text()
+
+
 def test_the_last_of_repeated_rows_is_drawn(plot, tmp_path):
-    path = tmp_path / "rows.csv"
-    log = CsvLog(path)
-    log.add(make_row(samples_ms=[1.0]))
-    log.add(make_row(samples_ms=[3.0]))
-    (row,) = plot.read_rows(path)
-    assert row["p50_ms"] == "3.0000"
+    rows = [("one", make_row(samples_ms=[ms])) for ms in (1.0, 3.0)]
+    svg = drawn(plot, "encoder", tmp_path, rows)
+    assert "3 ms" in svg and "1 ms" not in svg
+
+
+@pytest.mark.parametrize("kind", ["encoder", "attention"])
+def test_bars_beside_each_other_are_of_one_run(plot, figures, tmp_path, kind):
+    stock, fp8 = "stock-flash_attn", "plugin-fp8"
+    rows = [
+        *(("old", make_row(provider=p)) for p in (stock, "plugin", fp8)),
+        *(("new", make_row(provider=p)) for p in (stock, "plugin")),
+    ]
+    svg = drawn(plot, kind, tmp_path, rows)
+    assert figures.COLOURS[fp8].lower() not in svg.lower()
+    assert "commit new" in svg and "commit old" not in svg
+    # Of another case nobody measured anything since.
+    rows.append(("old", make_row(provider=fp8, case="mixed")))
+    rows.append(("old", make_row(provider=stock, case="mixed")))
+    svg = drawn(plot, kind, tmp_path, rows)
+    assert figures.COLOURS[fp8].lower() in svg.lower() and "commit old" in svg
+
+
+def test_times_are_over_one_contender_in_all_cases(plot, tmp_path):
+    rows = [
+        ("old", make_row(provider="stock-flash_attn")),
+        ("old", make_row(provider="plugin")),
+        ("old", make_row(provider="stock-flash_attn", case="mixed")),
+        ("new", make_row(provider="plugin", case="mixed")),
+    ]
+    with pytest.raises(ValueError, match=r"mixed: .* commit new, has no row of stock-"):
+        drawn(plot, "encoder", tmp_path, rows)
+
+
+def test_a_bar_of_the_host_is_of_one_run(plot, tmp_path):
+    old = [("old", {**row, "p50_ms": "0.4000"}) for row in host_rows()]
+    new = [("new", row) for row in host_rows(steps=("qkv",))]
+    svg = drawn(plot, "host", tmp_path, [*old, *new])
+    # Steps that the new run does not have are no part of its sum.
+    assert ">10<" in svg and "attention" not in svg and "commit old" not in svg
 
 
 def test_other_files_are_not_drawn(plot, tmp_path):
