@@ -34,6 +34,7 @@ def case_table(rows: list[Row], group: str) -> str:
     heads = [group, "case", *providers, *(f"{p}: speed-up" for p in challengers)]
     lines = table_head(heads)
     ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    compared: dict[str, set[str]] = defaultdict(set)
     for (name, case), by_provider in found.items():
         cells = [time_cell(by_provider.get(provider)) for provider in providers]
         for provider in challengers:
@@ -41,9 +42,11 @@ def case_table(rows: list[Row], group: str) -> str:
             cells.append("" if ratio is None else f"{ratio:.2f}")
             if ratio is not None:
                 ratios[name][provider].append(ratio)
+                compared[name].add(case)
         lines.append(table_line([name, case, *cells]))
     for name, by_challenger in ratios.items():
-        means = [mean(by_challenger[provider]) for provider in challengers]
+        count = len(compared[name])
+        means = [mean(by_challenger[provider], count) for provider in challengers]
         lines.append(
             table_line([name, "geometric mean", *[""] * len(providers), *means])
         )
@@ -80,7 +83,8 @@ def modes_table(rows: Iterable[Row]) -> str:
     lines = table_head(["model", "contender", "mode", "cases", f"time over {BASELINE}"])
     for key in sorted(ratios, key=fastest_first):
         model, _, provider, mode = key
-        cells = [model, provider, mode, str(len(ratios[key])), mean(ratios[key])]
+        count = len(ratios[key])
+        cells = [model, provider, mode, str(count), mean(ratios[key], count)]
         lines.append(table_line(cells))
     return written(lines)
 

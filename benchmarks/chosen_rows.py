@@ -177,12 +177,13 @@ class Best:
         return self._fastest(model, case, lambda name: name == provider)
 
     def mean(self, provider: str, model: str) -> str:
-        """Return the geometric mean of a provider's speed-ups."""
+        """Return the geometric mean of a provider's speed-ups; see `mean`."""
+        cases = self.cases(model)
         ratios = (
             speed_up(self.stock(model, case), self.of(provider, model, case))
-            for case in self.cases(model)
+            for case in cases
         )
-        return mean([ratio for ratio in ratios if ratio is not None])
+        return mean([ratio for ratio in ratios if ratio is not None], len(cases))
 
     def _fastest(
         self, model: str, case: str, is_wanted: Callable[[str], bool]
@@ -204,6 +205,13 @@ def what_is_timed(mode: str) -> str:
     return next((end for end in ends if mode.endswith(end)), "eager")
 
 
-def mean(values: Sequence[float]) -> str:
-    """The geometric mean with two digits, empty without values."""
-    return f"{statistics.geometric_mean(values):.2f}" if values else ""
+def mean(values: Sequence[float], cases: int) -> str:
+    """The geometric mean with two digits, empty without values.
+
+    Of fewer values than there are cases it says so: means stand beside each other.
+    """
+    if not values:
+        return ""
+    text = f"{statistics.geometric_mean(values):.2f}"
+    count = len(values)
+    return text if count == cases else f"{text} ({count} of {cases} cases)"

@@ -66,7 +66,8 @@ def summary_table(encoder: list[Row], eager: list[Row], graphs: list[Row]) -> st
                     ratio
                     for case in best.cases(model)
                     if (ratio := _same_mode(same, provider, model, case)) is not None
-                ]
+                ],
+                len(best.cases(model)),
             )
             for provider in (PLUGIN, PLUGIN_FP8)
         )

@@ -38,6 +38,31 @@ def test_best_of_all_modes():
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_a_mean_of_fewer_cases_than_the_one_beside_it_says_so():
+    stock, plugin, fp8 = "stock-flash_attn", "plugin", "plugin-fp8"
+    times = {stock: 4.0, plugin: 2.0, fp8: 1.0}
+    rows = [
+        make_row(case=case, provider=provider, mode=mode, samples_ms=[times[provider]])
+        for mode in ("graph", "eager")
+        for case, providers in (
+            ("1x4096", (stock, plugin, fp8)),
+            ("mixed", (stock, plugin)),
+            # Nobody's speed-up is known.
+            ("1x256", (stock,)),
+        )
+        for provider in providers
+    ]
+    few = "4.00 (1 of 2 cases)"
+    line = bench_tables.best_table(rows).splitlines()[-1]
+    assert line.endswith(f"| geometric mean |  |  |  | 2.00 |  | {few} |")
+    graph = [row for row in rows if row["mode"] == "graph"]
+    line = bench_tables.case_table(graph, "model").splitlines()[-1]
+    assert line.endswith(f"| geometric mean |  |  |  | 2.00 | {few} |")
+    engines = [graph_row(provider=provider) for provider in (stock, plugin)]
+    line = engine_tables.summary_table(rows, rows, engines).splitlines()[-1]
+    assert line.count(f"2.00, {few}") == 3
+
+
 def test_quantised_towers_are_compared_with_each_other():
     rows = [
         make_row(provider="stock-flash_attn", samples_ms=[2.0]),
