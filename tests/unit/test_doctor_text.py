@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from _doctor import NO_GPU, PATCH, judge, text_of
-from _stacks import AMPERE, BLACKWELL, STACK, TURING
+from _stacks import AMPERE, BLACKWELL, BLACKWELL_RTX, STACK, TURING
 
 from vllm_flashinfer_vit.commands.doctor_text import OWN_STEPS
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
@@ -33,6 +33,12 @@ def test_the_text_names_versions_reasons_and_remedies() -> None:
         "try: unset LD_LIBRARY_PATH",
     ):
         assert expected in text
+
+
+def test_a_gpus_memory_may_not_be_known() -> None:
+    gpu = BLACKWELL_RTX._replace(memory_bytes=None)
+    text = text_of(judge(replace(STACK, gpus=(gpu,))))
+    assert f"{gpu.name}, compute capability 12.0\n" in text
 
 
 def test_the_text_of_an_empty_machine() -> None:

@@ -18,17 +18,25 @@ from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Gpu
 
 
+class NVMLError(Exception):
+    """The base class of NVML's errors."""
+
+
 def _fake_nvml(gpus: list[Gpu]) -> types.SimpleNamespace:
+    def memory_info(gpu: Gpu) -> types.SimpleNamespace:
+        if gpu.memory_bytes is None:
+            raise NVMLError("Not Supported")
+        return types.SimpleNamespace(total=gpu.memory_bytes)
+
     return types.SimpleNamespace(
+        NVMLError=NVMLError,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlSystemGetDriverVersion=lambda: b"580.65.06",
         nvmlDeviceGetCount=lambda: len(gpus),
         nvmlDeviceGetHandleByIndex=lambda i: gpus[i],
         nvmlDeviceGetHandleByUUID=lambda uuid: gpus[int(uuid.removeprefix("GPU-"))],
-        nvmlDeviceGetMemoryInfo=lambda gpu: types.SimpleNamespace(
-            total=gpu.memory_bytes
-        ),
+        nvmlDeviceGetMemoryInfo=memory_info,
         nvmlDeviceGetCudaComputeCapability=lambda gpu: gpu.capability,
         nvmlDeviceGetName=lambda gpu: gpu.name,
     )
@@ -60,6 +68,19 @@ def test_gpus_follow_cuda_visible_devices(
     assert stack.gpus == expected
     assert stack.driver == "580.65.06"
     assert stack.capability == (expected[0].capability if expected else None)
+
+
+def test_a_gpu_without_memory_of_its_own_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver of a DGX Spark has no answer, and vLLM runs there all the same."""
+    shared = Gpu("NVIDIA GB10", (12, 1), None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(probing, "_load_nvml", lambda: _fake_nvml([shared]))
+    stack = probe(libraries=False)
+    assert stack.gpus == (shared,)
+    assert stack.driver == "580.65.06"
+    assert not [p for p in stack.problems if "driver" in p.what]
 
 
 @pytest.mark.parametrize(

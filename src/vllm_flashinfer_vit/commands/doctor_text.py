@@ -115,8 +115,10 @@ def _stack_table(stack: Stack) -> Table:
 
 def _gpu_text(gpu: Gpu) -> str:
     major, minor = gpu.capability
-    gib = gpu.memory_bytes / 2**30
-    return f"{gpu.name}, compute capability {major}.{minor}, {gib:.0f} GiB"
+    text = f"{gpu.name}, compute capability {major}.{minor}"
+    if gpu.memory_bytes is None:
+        return text
+    return f"{text}, {gpu.memory_bytes / 2**30:.0f} GiB"
 
 
 def _told(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

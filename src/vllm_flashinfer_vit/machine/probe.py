@@ -240,10 +240,10 @@ def _read_gpus(problems: list[Problem]) -> tuple[tuple[Gpu, ...], str | None]:
             driver = _decoded(nvml.nvmlSystemGetDriverVersion())
             problems += _order_problems(nvml)
             for handle in _visible(nvml):
-                memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
                 capability = nvml.nvmlDeviceGetCudaComputeCapability(handle)
                 name = _decoded(nvml.nvmlDeviceGetName(handle))
-                gpus.append(Gpu(name, tuple(capability), int(memory)))
+                memory = _memory_bytes(nvml, handle)
+                gpus.append(Gpu(name, tuple(capability), memory))
     except Exception as error:
         # NVML tells its errors apart by classes that it makes at run time.
         if type(error).__name__ != "NVMLError_LibraryNotFound":
@@ -254,6 +254,14 @@ def _read_gpus(problems: list[Problem]) -> tuple[tuple[Gpu, ...], str | None]:
                 )
             )
     return tuple(gpus), driver
+
+
+def _memory_bytes(nvml: ModuleType, handle: Any) -> int | None:
+    """Return a GPU's memory; None for one of the host's, as GB10's, or not shown."""
+    try:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except nvml.NVMLError:
+        return None
 
 
 def _visible(nvml: ModuleType) -> list[Any]:

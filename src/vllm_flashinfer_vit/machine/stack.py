@@ -44,12 +44,13 @@ class Gpu(NamedTuple):
     Attributes:
         name: Product name.
         capability: CUDA compute capability.
-        memory_bytes: Total memory.
+        memory_bytes: Total memory; None if the driver does not say, as of a GPU that
+            shares the host's.
     """
 
     name: str
     capability: tuple[int, int]
-    memory_bytes: int
+    memory_bytes: int | None
 
 
 @dataclass(frozen=True)
