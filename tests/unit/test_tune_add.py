@@ -108,6 +108,34 @@ def test_what_choices_were_measured_without_stays_with_them() -> None:
     )
 
 
+def test_a_second_run_meanwhile_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a host with several GPUs, where either would write without the other's."""
+    measure, second = tuning.build_table, []
+
+    def build_table(*args: Any) -> tuned.Table:
+        monkeypatch.setattr(tuning, "build_table", measure)
+        second.append(tune(path, "--add", "--head-dims", "96"))
+        return measure(*args)
+
+    monkeypatch.setattr(tuning, "build_table", build_table)
+    assert tune(path, "--add", "--head-dims", "128").exit_code == 0
+    (refused,) = second
+    assert refused.exit_code == 2
+    assert "is being made by another process" in refused.stderr
+    assert tune(path, "--add", "--head-dims", "96").exit_code == 0
+    table = tuned.read_file(path, "NVIDIA H200")
+    assert table is not None
+    assert [name.partition("/")[2] for name in table.classes] == [
+        "80",
+        "64",
+        "128",
+        "96",
+    ]
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+
 def test_without_it_the_file_is_replaced(path: Path) -> None:
     assert tune(path, "--head-dims", "96").exit_code == 0
     table = tuned.read_file(path, "NVIDIA H200")

@@ -82,6 +82,9 @@ class Report:
 def run(options: Options, console: Console) -> Report:
     """Measure on the first GPU and write the table; nothing is written on failure.
 
+    The file is locked meanwhile: a second run with it, on another GPU, say, would lose
+    what this one adds, and ends at once.
+
     Args:
         options: What to measure.
         console: For the progress bar.
@@ -91,7 +94,8 @@ def run(options: Options, console: Console) -> Report:
             of another stack than what is to be added or would lose a part that is not
             measured, or nothing was measured.
         TableError: The file that is to be added to cannot be used.
-        FileError: The file cannot be written; that is said before anything is measured.
+        FileError: The file cannot be written, or another run is making it; that is said
+            before anything is measured.
     """
     options.check()
     stack = probe()
@@ -105,16 +109,17 @@ def run(options: Options, console: Console) -> Report:
     if path is None:
         path = Settings.from_env().tuned_dir / tuned.file_name(gpu_name)
     _check_writable(path)
-    older = tuned.read_file(path, gpu_name) if options.add else None
-    if older is not None:
-        _check_alike(older, path, stack, options)
-    if not options.add:
-        _check_replaced(path, gpu_name, options)
-    device = torch.device("cuda:0")
-    table = build_table(options, stack, GraphClock(device), device, console)
-    if older is not None:
-        table = tuned.added(older, table)
-    tuned.write(table, path)
+    with files.locked(path):
+        older = tuned.read_file(path, gpu_name) if options.add else None
+        if older is not None:
+            _check_alike(older, path, stack, options)
+        if not options.add:
+            _check_replaced(path, gpu_name, options)
+        device = torch.device("cuda:0")
+        table = build_table(options, stack, GraphClock(device), device, console)
+        if older is not None:
+            table = tuned.added(older, table)
+        tuned.write(table, path)
     return Report(path, table)
 
 
