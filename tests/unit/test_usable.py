@@ -240,6 +240,20 @@ class TestMeasuredWithout:
             "flash_attn_4"
         )
 
+    def test_a_kernel_of_another_version_is_none(self, tmp_path: Path) -> None:
+        write = tuned.write
+
+        def write_as_newer(table: Table, path: Path) -> None:
+            rows = (
+                row._replace(us={**row.us, "new": 1.0}) for row in table.measurements
+            )
+            write(replace(table, measurements=tuple(rows)), path)
+
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr(tuned, "write", write_as_newer)
+            text, _ = self.plan(tmp_path, self.HALF, "flash_attn_4")
+        assert text == "1024:triton,*:flash_attn"
+
     def test_fp8_begins_where_the_other_kernel_pays(self, tmp_path: Path) -> None:
         assert self.plan(tmp_path, self.FP8)[0] == "*:hopper_fp8"
         text, _ = self.plan(tmp_path, self.FP8, "hopper_fp8")

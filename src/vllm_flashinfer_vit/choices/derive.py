@@ -149,10 +149,10 @@ def derive_without(
     Returns:
         The classes; None if the table has no measurements that give any.
     """
+    # A table that another version of the package wrote may have kernels of its own.
+    kernels = {name for name in KERNELS if name not in refused}
     left = [
-        row._replace(
-            us={name: us for name, us in row.us.items() if name not in refused}
-        )
+        row._replace(us={name: us for name, us in row.us.items() if name in kernels})
         for row in table.measurements
         if (row.dtype, row.head_dim) == (dtype, head_dim)
     ]
