@@ -196,6 +196,22 @@ def test_scales_are_of_the_block_alone():
         assert torch.equal(scale[:, [0, 1, 3]], expected / largest)
 
 
+def test_torchs_default_dtype_changes_no_reference():
+    """vLLM loads models, and warms layers up, with theirs as the default."""
+    inputs = make_inputs(RAGGED, 2, 72)
+    found = []
+    for default in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(default)
+        try:
+            blocks = quantize_blocks_ref(*inputs)
+            rows = dequantize_ref(blocks, inputs[3], RAGGED.rows, 72)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append((*blocks, *rows))
+    for expected, out in zip(*found, strict=True):
+        assert out.dtype == expected.dtype and torch.equal(bits(out), bits(expected))
+
+
 def test_scales_know_no_row_of_the_next_block():
     # The half of D=88 is 11 runs: a tile of 128 rows is padded beyond them.
     case = Case("two", (256,))

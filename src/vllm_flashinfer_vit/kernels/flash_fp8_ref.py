@@ -53,7 +53,7 @@ def dequantize_ref(
     outs = []
     for x8, x_scale in zip(packed, scales, strict=True):
         shape = (num_tokens, x8.shape[0], head_dim)
-        out = torch.zeros(shape, device=x8.device)
+        out = torch.zeros(shape, dtype=torch.float32, device=x8.device)
         for n, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
             for i, first in enumerate(range(start, end, BLOCK)):
                 block = start // BLOCK + n + i

@@ -58,7 +58,7 @@ def quantize_blocks_ref(
             dtype=torch.float8_e4m3fn,
             device=x.device,
         )
-        x_scale = torch.zeros(x8.shape[:2], device=x.device)
+        x_scale = torch.zeros(x8.shape[:2], dtype=torch.float32, device=x.device)
         for n, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
             block = start // BLOCK + n
             for first in range(start, end, BLOCK):
