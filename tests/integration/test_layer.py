@@ -231,11 +231,16 @@ def qkv(tokens: int) -> tuple[torch.Tensor, ...]:
 BAD_CALLS = {
     "int64-offsets": (
         lambda q, k, v: (q, k, v, torch.tensor([0, 4, 10])),
-        r"'a.layer': cu_seqlens is torch.int64 .*must be int32",
+        r"'a.layer': cu_seqlens is torch.int64 .*must be contiguous int32",
     ),
     "offsets-in-a-matrix": (
         lambda q, k, v: (q, k, v, offsets([4, 6])[None]),
         r"'a.layer': cu_seqlens is torch.int32 of shape \(1, 3\)",
+    ),
+    # A kernel would read what lies between them, in a graph without an error.
+    "offsets-apart": (
+        lambda q, k, v: (q, k, v, torch.stack([offsets([4, 6])] * 2, dim=1)[:, 0]),
+        r"'a.layer': cu_seqlens .* and stride \(2,\); it must be contiguous",
     ),
     "no-sequence": (
         lambda q, k, v: (q, k, v, offsets([])),

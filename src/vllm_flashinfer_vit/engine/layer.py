@@ -330,10 +330,11 @@ class FlashInferViTAttention(MMEncoderAttention):
             )
         if cu_seqlens is None:
             return
-        if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        if cu_seqlens.dtype != torch.int32 or cu_seqlens.stride() != (1,):
             raise ValueError(
                 f"{self._where()}: cu_seqlens is {cu_seqlens.dtype} of shape "
-                f"{tuple(cu_seqlens.shape)}; it must be int32 of shape [N + 1]"
+                f"{tuple(cu_seqlens.shape)} and stride {cu_seqlens.stride()}; it must "
+                "be contiguous int32 of shape [N + 1]"
             )
         if cu_seqlens.shape[0] < 2:
             raise ValueError(
