@@ -254,6 +254,14 @@ BAD_CALLS = {
         lambda q, k, v: (q, k.to("meta"), v),
         r"'a.layer': .* are on (cpu|cuda:0), meta, (cpu|cuda:0)",
     ),
+    "another-batch": (
+        lambda q, k, v: (q, k.expand(2, -1, -1, -1), v),
+        r"'a.layer': .* \(1, 10, 4, 16\), \(2, 10, 4, 16\), .* do not fit each other",
+    ),
+    "another-head-dim": (
+        lambda q, k, v: (x[..., 1:] for x in (q, k, v)),
+        r"'a.layer': .* of \(1, 10, 4, 15\), .* its heads: shape '\[10, 4, 16\]'",
+    ),
     "mixed-dtypes": (
         lambda q, k, v: (q, k, v.half()),
         r"'a.layer': .* torch.float32, torch.float32, torch.float16",

@@ -211,19 +211,19 @@ class FlashInferViTAttention(MMEncoderAttention):
                     f"{key.shape[1]} key tokens; call without it for a dense batch"
                 )
             return self._fall_back("query and key lengths differ", query, key, value)
-        q = query.reshape(batch * q_len, self.num_heads, self.head_size)
-        k = key.reshape(batch * q_len, self.num_kv_heads, self.head_size)
-        v = value.reshape(batch * q_len, self.num_kv_heads, self.head_size)
-        batch_of_tokens = Batch(
-            q,
-            k,
-            v,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            seq_len=q_len if cu_seqlens is None else 0,
-        )
-        out = self.attend(batch_of_tokens)
-        return out.view(query.shape)
+        try:
+            q = query.reshape(batch * q_len, self.num_heads, self.head_size)
+            k = key.reshape(batch * q_len, self.num_kv_heads, self.head_size)
+            v = value.reshape(batch * q_len, self.num_kv_heads, self.head_size)
+        except RuntimeError as error:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+            raise ValueError(
+                f"{self._where()}: query, key and value of {shapes} do not fit each "
+                f"other and its heads: {error}"
+            ) from None
+        seq_len = q_len if cu_seqlens is None else 0
+        tokens = Batch(q, k, v, None, None, cu_seqlens, max_seqlen, seq_len)
+        return self.attend(tokens).view(query.shape)
 
     forward_cpu = forward_cuda
 
