@@ -13,7 +13,8 @@ from torch import nn
 
 from cases import relative_error
 from vllm_flashinfer_vit.models import gemma4, transformers_towers
-from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
+from vllm_flashinfer_vit.patches import encoder_graphs
+from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES, ENV_FIX_GRAPH_PADDING
 from vllm_flashinfer_vit.towers.tower import Tower
 
 TOLERANCE = 1e-5
@@ -252,6 +253,20 @@ def test_other_backends_stay_as_they_are() -> None:
     with OpCount() as count:
         encode(built, stock)
     assert count.calls == 0
+
+
+@cpu_only
+def test_graphs_are_padded_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine builds no layer of vLLM's, which would ask for it."""
+    (patch,) = encoder_graphs.PATCHES
+    patch.revert()
+    stock = engine("TORCH_SDPA")
+    model(stock)
+    assert not patch.applied
+    monkeypatch.setenv(ENV_FIX_GRAPH_PADDING, "1")
+    model(stock)
+    assert patch.applied
+    patch.revert()
 
 
 @cpu_only

@@ -248,12 +248,18 @@ def _serve_what_is_marked(original: Callable[..., Any]) -> Callable[..., Any]:
     def _mark_tower_model(
         self: Any, vllm_config: Any, modalities: Any, *, targets: Any = None
     ) -> Iterator[None]:
+        from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
         from vllm_flashinfer_vit.engine.selection import flashinfer_requested
 
         with original(self, vllm_config, modalities, targets=targets):
             yield
-        off = Settings.from_env().disabled_patches
-        if flashinfer_requested() and _PATCH not in off:
+        settings = Settings.from_env()
+        off = settings.disabled_patches
+        if not flashinfer_requested():
+            if settings.fix_graph_padding:
+                # Gemma 4's tower has no layer of vLLM's that would ask for it.
+                FlashInferViTAttention.hooks.graph_patches()
+        elif _PATCH not in off:
             serve(self, off, targets)
 
     return _mark_tower_model
