@@ -58,7 +58,10 @@ class Layer:
         """Return the call on a case, until another is asked for; `[T, 1, H * D]`."""
         if not self._is_stock:
             tables = problem.cos, problem.sin, problem.cu_seqlens, problem.max_seqlen
-            return self._module.attn.prepare(Batch(*problem.parts(), *tables))
+            attention = self._module.attn
+            call = attention.prepare(Batch(*problem.parts(), *tables))
+            scales = attention.own_scales
+            return call if scales is None else functools.partial(call, scales)
         projection = problem.qkv.unsqueeze(1)
         self._module.qkv = lambda hidden: (projection, None)
         return functools.partial(

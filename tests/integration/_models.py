@@ -175,9 +175,9 @@ class OpCount:
             self.prepared += 1
             call = prepare(*args)
 
-            def attend() -> torch.Tensor:
+            def attend(*scales: Any) -> torch.Tensor:
                 self.calls += 1
-                return call()
+                return call(*scales)
 
             return attend
 

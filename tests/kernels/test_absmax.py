@@ -13,7 +13,7 @@ from cases import (
     make_qkv,
     params,
 )
-from vllm_flashinfer_vit.kernels.absmax import absmax, update
+from vllm_flashinfer_vit.kernels.absmax import absmax, prepare, update
 from vllm_flashinfer_vit.kernels.absmax_ref import absmax_ref, update_ref
 from vllm_flashinfer_vit.kernels.formats import HISTORY, DeviceScales
 
@@ -117,6 +117,27 @@ def test_absmax_raises_what_it_finds():
     absmax(*inputs[:4], amax)
     assert amax[1] == 1e6
     assert torch.equal(amax[::2], _absmax(inputs)[::2])
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 72])
+def test_a_prepared_call_raises_what_it_is_given(rotary_dim):
+    """Layers share it, each with maxima of its own."""
+    *tensors, angles = _inputs(Case("9", (9,)), 2, 72, rotary_dim, kv_heads=1)
+    like = torch.zeros(3, device=DEVICE)
+    call = prepare(*tensors, like, *angles)
+    found = torch.zeros(2, 3, device=DEVICE)
+    for amax in found:
+        tensors[0].mul_(2)
+        call(amax)
+        assert torch.equal(amax, _absmax((*tensors, angles)))
+    assert found[0, 0] < found[1, 0] and not like.any()
+
+
+def test_a_prepared_call_without_a_row():
+    *tensors, angles = _inputs(Case("none", ()), 2, 72)
+    amax = torch.ones(3, device=DEVICE)
+    prepare(*tensors, amax, *angles)(amax)
+    assert (amax == 1).all()
 
 
 def test_scales_of_many_passes():

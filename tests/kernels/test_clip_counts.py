@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many blocks the quantisers count, and how many of them as cut off."""
 
+import functools
+
 import pytest
 import torch
 from _quantized import DEVICE, RAGGED, bits, make_inputs, make_scales
@@ -162,7 +164,8 @@ def test_calls_add_up(kind):
     # What 32 bits cannot hold.
     counts[0, 1] = 2**40
     if kind == "blocks":
-        call, _ = quantize.prepare(q, k, v, cu_seqlens, scales=scales, counts=counts)
+        launch, _ = quantize.prepare(q, k, v, cu_seqlens, scales=scales, counts=counts)
+        call = functools.partial(launch, scales, counts)
     else:
 
         def call():
@@ -171,6 +174,23 @@ def test_calls_add_up(kind):
     for _ in range(3):
         call()
     assert counts.tolist() == [[18, 2**40 + 18, 18], [6, 0, 0]]
+
+
+def test_a_prepared_call_counts_where_it_is_told():
+    """Layers share it, each with scales and counts of its own."""
+    inputs = make_inputs(RAGGED, 2, 72, 72, kv_heads=1)
+    q, k, v, cu_seqlens, cos, sin = inputs
+    layers = [make_scales(*SCALES), make_scales(*(0.9 * x for x in SCALES))]
+    counts = torch.zeros(2, 2, 3, dtype=torch.int64, device=DEVICE)
+    args = make_scales(1, 1, 1), False, torch.zeros_like(counts[0])
+    launch, quantized = quantize.prepare(q, k, v, cu_seqlens, cos, sin, *args)
+    for calls in (1, 2):
+        for scales, found in zip(layers, counts, strict=True):
+            launch(scales, found)
+            expected, out = count("blocks", inputs, scales)
+            assert torch.equal(found, calls * expected)
+            assert torch.equal(bits(quantized.q), bits(out.q))
+    assert not torch.equal(*counts) and not args[2].any()
 
 
 def test_counts_are_refused():

@@ -84,6 +84,8 @@ cos = torch.zeros(200, 40)
 cu_seqlens = torch.tensor([0, 100, 200], dtype=torch.int32)
 _, blocks = quantize.prepare(q, k, v, cu_seqlens)
 fp8 = blocks, cu_seqlens, 200, 100, 0.1, 80, torch.bfloat16
+given = q, k, v, cu_seqlens, cos, cos
+scales, counts = torch.ones(3), torch.zeros(2, 3, dtype=torch.int64)
 def sum_norm():
     settled = add_norm.prepare(x, (x, x), weight, None, 1e-6, x)
     settled(x, x, x, weight, weight, x)
@@ -93,6 +95,8 @@ runs = {
     "seqlens": lambda: seqlens.derive_seqlens(cu_seqlens, 200, 8, (960, 960, 960, 320)),
     "window": lambda: window.attention(q, k, v, cu_seqlens, 100, 0.1, cos, cos),
     "quantize": lambda: quantize.quantize_blocks(q, k, v, cu_seqlens, cos, cos),
+    "quantize by scales": lambda: quantize.quantize_blocks(*given, scales),
+    "quantize counted": lambda: quantize.quantize_blocks(*given, scales, False, counts),
     "flash_fp8": lambda: flash_fp8.attention(*fp8),
     "hopper_fp8": lambda: hopper_fp8.attention(*fp8),
     "sum_norm": sum_norm,
@@ -125,7 +129,7 @@ def test_a_settled_launch_hands_the_driver_what_tritons_does(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 8
+    assert len(found) == 10
     for name, launches in found.items():
         assert len(launches) == 3, name
         through_triton, *settled = launches

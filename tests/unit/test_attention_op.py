@@ -128,7 +128,7 @@ def test_interleaved_pairs_are_turned(plan, fp8, turned) -> None:
 
 def test_interleaved_pairs_are_observed() -> None:
     batch, state = make_batch(16)._replace(interleaved=True), make_state()
-    prepare(batch, SCALE, REFERENCE, Fp8("static", True, state))()
+    prepare(batch, SCALE, REFERENCE, Fp8("static", True, state))(state)
     turned = rope_ref(batch.q, batch.k, batch.cos, batch.sin, True)
     largest = [x.abs().max() for x in (*turned, batch.v)]
     assert torch.equal(state.history[0], torch.stack(largest))
@@ -165,7 +165,7 @@ def test_passes_are_observed_by_every_call(method, save, plan) -> None:
     assert state.position.item() == 0
     for _ in range(3):
         change(batch)
-        call()
+        call(state)
     is_dynamic = method == "dynamic" and plan is REFERENCE_FP8
     assert state.position.item() == (3 if save or is_dynamic else 0)
 
@@ -175,11 +175,11 @@ def test_a_dynamic_scale_is_renewed_before_it_is_used() -> None:
     call = prepare(batch, SCALE, REFERENCE_FP8, Fp8("dynamic", False, state))
     for factor in (1.0, 50.0):
         batch.v.mul_(factor)
-        found = call()
+        found = call(state)
         assert state.amax.tolist() == [0, 0, 0]
         # With the scales of before, values 50 times as large would saturate.
         fresh = Fp8("static", False, state)
-        assert torch.equal(found, prepare(batch, SCALE, REFERENCE_FP8, fresh)())
+        assert torch.equal(found, prepare(batch, SCALE, REFERENCE_FP8, fresh)(state))
         largest = batch.v.abs().max()
         assert state.scales[2].item() >= largest.item() / 448
     torch.testing.assert_close(found, expected(batch), rtol=0.1, atol=0.1 * largest)
@@ -189,11 +189,54 @@ def test_static_scales_are_read_by_every_call() -> None:
     batch, state = make_batch(), make_state()
     call = prepare(batch, SCALE, REFERENCE_FP8, Fp8("static", False, state))
     state.scales.fill_(0.01)
-    fine = call().clone()
+    fine = call(state).clone()
     # Beyond 448 units all values saturate.
     state.scales.fill_(1e-4)
-    assert not torch.equal(call(), fine)
-    assert call().abs().max() <= 0.05
+    assert not torch.equal(call(state), fine)
+    assert call(state).abs().max() <= 0.05
+
+
+LAYOUTS = {
+    "views": lambda batch: batch,
+    "copied": lambda batch: batch._replace(q=batch.q.transpose(1, 2).contiguous().mT),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("plan", [REFERENCE_FP8, REFERENCE], ids=lambda p: p.text)
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("method", ["static", "dynamic", "block"])
+def test_one_call_serves_layers_of_other_scales(method, save, plan, layout) -> None:
+    """Each reads, observes and counts its own; the one it was prepared with stays."""
+    batch, like = LAYOUTS[layout](make_batch(turned=16)), make_state()
+    call = prepare(batch, SCALE, plan, Fp8(method, save, like))
+    shared, alone = ([make_state() for _ in range(2)] for _ in range(2))
+    for states in (shared, alone):
+        for state, scale in zip(states, (0.01, 1e-4), strict=True):
+            state.scales.fill_(scale)
+            state.history.fill_(448 * scale)
+    outs = []
+    for _ in range(2):
+        for state, own in zip(shared, alone, strict=True):
+            change(batch)
+            outs.append(call(state).clone())
+            fp8 = Fp8(method, save, own)
+            assert torch.equal(outs[-1], ops.fp8_attention(batch, SCALE, plan, fp8))
+            assert all(map(torch.equal, state, own))
+    assert all(map(torch.equal, like, make_state()))
+    assert not torch.equal(*outs[:2])
+    if method == "static" and plan is REFERENCE_FP8 and not save:
+        assert shared[0].clip_counts[1].sum() < shared[1].clip_counts[1].sum()
+
+
+@pytest.mark.parametrize("method", ["static", "dynamic"])
+def test_without_a_token_a_state_stays_as_it_is(method, monkeypatch) -> None:
+    monkeypatch.setattr(ops, "_prepare_kernel", pytest.fail)
+    q, state = torch.zeros(0, 2, 16), make_state()
+    batch = Batch(q, q, q, cu_seqlens=torch.zeros(1, dtype=torch.int32))
+    fp8 = Fp8(method, True, state)
+    assert ops.fp8_attention(batch, SCALE, REFERENCE_FP8, fp8).shape == (0, 2, 16)
+    assert all(map(torch.equal, state, make_state()))
 
 
 @pytest.mark.parametrize("method", ["static", "dynamic", "block"])
@@ -218,7 +261,7 @@ def test_only_static_scales_count_what_they_cut_off(
     call = prepare(batch, SCALE, plan, Fp8(method, False, state))
     assert not state.clip_counts.any()
     for _ in range(2):
-        call()
+        call(state)
     # A block for each sequence, or one for all rows.
     blocks = 2 if quantized == "blocks" else 1
     counts = [[4 * blocks, 2 * blocks, 2 * blocks], [0, 2, 0]]

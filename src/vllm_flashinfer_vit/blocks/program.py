@@ -28,6 +28,7 @@ from vllm_flashinfer_vit.blocks.norms import Norm
 from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled, TowerProgram, Widths
+from vllm_flashinfer_vit.kernels.formats import DeviceScales
 from vllm_flashinfer_vit.ops.batch import Batch, Layout, Turning
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -62,16 +63,13 @@ class Attention(Protocol):
     turning: Turning | None
     layouts: tuple[Layout, ...]
     is_watched: bool
-
-    @property
-    def counts(self) -> Counts: ...
-
-    @property
-    def prepares_for(self) -> tuple[object, ...] | None: ...
+    prepares_for: tuple[object, ...]
+    own_scales: DeviceScales | None
+    counts: Counts
 
     def prepare(
         self, batch: Batch, sequence_lengths: torch.Tensor | None = None
-    ) -> Callable[[], torch.Tensor]: ...
+    ) -> Callable[..., torch.Tensor]: ...
 
 
 class BlockProgram:
@@ -147,8 +145,7 @@ class BlockProgram:
 
     def build(self) -> None:
         """Resolve the steps. The weights are loaded; later loads need no other call."""
-        spec = self.spec
-        attention = self._attention
+        spec, attention = self.spec, self._attention
         self._norm1, self._norm2 = (
             Norm(self._part(path)) for path in (spec.norm1, spec.norm2)
         )
@@ -161,9 +158,10 @@ class BlockProgram:
         attention.layouts = ("views",) if self._split is None else ("packed",)
         qk_norms = self._qk_norms()
         self._turn = Turn(qk_norms) if qk_norms else None
+        self._has_scales = attention.own_scales is not None
         self._group = None
         # What ranks gather are tensors of its own for each block.
-        if self._split is None and attention.prepares_for is not None:
+        if self._split is None:
             groups = self._tower.groups
             shared = attention.prepares_for, self._is_interleaved
             self._group = groups.setdefault(shared, len(groups))
@@ -363,7 +361,10 @@ class BlockProgram:
                 now.attention[key] = found
         if found.turn is not None and self._turn is not None:
             found.turn(*self._turn.weights)
-        return found.attend(), found.settled if is_shared else now.settled
+        settled = found.settled if is_shared else now.settled
+        if self._has_scales:
+            return found.attend(attention.own_scales), settled
+        return found.attend(), settled
 
     def _settle(
         self,

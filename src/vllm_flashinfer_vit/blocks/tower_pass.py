@@ -116,13 +116,13 @@ class Settled(NamedTuple):
     Attributes:
         read: `cu_seqlens`, cosines, sines and the longest length that it reads.
         turn: Normalises and turns q and k first, given the norms' weights; or None.
-        attend: Returns the context.
+        attend: Returns the context, given a layer's `own_scales` if it has any.
         settled: Launches of what reads the context.
     """
 
     read: tuple[Any, ...]
     turn: Callable[..., object] | None
-    attend: Callable[[], torch.Tensor]
+    attend: Callable[..., torch.Tensor]
     settled: dict[object, Any]
 
 

@@ -29,6 +29,7 @@ from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.fp8 import policy as fp8
 from vllm_flashinfer_vit.fp8.state import EngineScales, ScaleState
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
+from vllm_flashinfer_vit.kernels.formats import DeviceScales
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.ops.batch import LAYOUTS, Batch, Layout, Turning
 from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
@@ -270,7 +271,7 @@ class FlashInferViTAttention(MMEncoderAttention):
         if cu_seqlens is not batch.cu_seqlens:
             batch = batch._replace(cu_seqlens=cu_seqlens)
         if self.is_watched:
-            return functools.partial(self.attend, batch)
+            return lambda *own_scales: self.attend(batch)
         self._check(batch)
         return ops.prepare(batch, self.scale, self._plan, self._fp8())
 
@@ -293,19 +294,21 @@ class FlashInferViTAttention(MMEncoderAttention):
             self._watch = None
 
     @property
-    def prepares_for(self) -> tuple[object, ...] | None:
-        """What layers have alike that can use each other's prepared calls.
+    def prepares_for(self) -> tuple[object, ...]:
+        """What a tower's layers have alike that can use each other's prepared calls."""
+        return (*self.signature, self.scale)
 
-        None for a layer with scales of its own, whose calls serve no other.
-        """
-        return None if self._fp8_state else (*self.signature, self.scale)
+    @property
+    def own_scales(self) -> DeviceScales | None:
+        """What prepared calls take of this layer; None if they take nothing."""
+        state = self._fp8_state
+        return None if state is None else state.scales_on_device
 
     def _fp8(self) -> ops.Fp8 | None:
         policy = self._fp8_policy
         if policy is None:
             return None
-        state = None if self._fp8_state is None else self._fp8_state.scales_on_device
-        return ops.Fp8(policy.method, policy.save, state)
+        return ops.Fp8(policy.method, policy.save, self.own_scales)
 
     def _where(self) -> str:
         # Only called to raise: torch.compile would guard on the name of every layer.

@@ -241,7 +241,7 @@ def say_unknown(library: str) -> None:
     )
 
 
-def nothing() -> None:
+def nothing(*tensors: torch.Tensor) -> None:
     """Stand for the launch of a batch without rows."""
 
 

@@ -8,11 +8,14 @@ part in it, nor has NaN or Inf, which would stay for 16 passes. The order of its
 does not change a maximum: the bits, those of `kernels/absmax_ref.py`, never vary.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout
+from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, nothing
 from vllm_flashinfer_vit.kernels._quantize import (
     absmax_pairs,
     absmax_tiles,
@@ -187,18 +190,51 @@ def absmax(
     Raises:
         ValueError: A tensor breaks a demand above.
     """
+    prepare(q, k, v, cu_seqlens, amax, cos, sin, interleaved)(amax)
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    amax: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = False,
+) -> Callable[[torch.Tensor], None]:
+    """Prepare `absmax` for what q, k, v and cu_seqlens will hold.
+
+    Args:
+        q: As for `absmax`, like the other arguments.
+        k: See `q`.
+        v: See `q`.
+        cu_seqlens: See `q`.
+        amax: What that of each call is like.
+        cos: See `q`; a copy that it needs is made now.
+        sin: Like cos.
+        interleaved: See `q`.
+
+    Returns:
+        The call, which takes the `amax` that it raises.
+
+    Raises:
+        ValueError: As `absmax`.
+    """
     cos, sin = contiguous_columns(cos), contiguous_columns(sin)
     launch = _plan(q, k, v, cu_seqlens, amax, cos, sin, interleaved)
-    if q.shape[0]:
-        launch(
-            q,
-            k,
-            v,
-            q if cos is None else cos,
-            q if sin is None else sin,
-            cu_seqlens,
-            amax,
-        )
+    if not q.shape[0]:
+        return nothing
+    # Not settled: of layers that share nothing, that would take more than it saves.
+    return functools.partial(
+        launch,
+        q,
+        k,
+        v,
+        q if cos is None else cos,
+        q if sin is None else sin,
+        cu_seqlens,
+    )
 
 
 def update(state: DeviceScales) -> None:

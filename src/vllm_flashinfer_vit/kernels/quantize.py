@@ -25,7 +25,7 @@ from vllm_flashinfer_vit.kernels._clip_counts import (
     count_blocks,
     count_cut_off,
 )
-from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, nothing
+from vllm_flashinfer_vit.kernels._launch import Launch, Slot, cached_by_layout, nothing
 from vllm_flashinfer_vit.kernels._pairs import finite, to_e4m3
 from vllm_flashinfer_vit.kernels._quantize import (
     absmax_pairs,
@@ -320,7 +320,7 @@ def quantize_blocks(
     launch, quantized = prepare(
         q, k, v, cu_seqlens, cos, sin, scales, interleaved, counts
     )
-    launch()
+    launch(*(x for x in (scales, counts) if x is not None))
     return quantized
 
 
@@ -334,8 +334,8 @@ def prepare(
     scales: torch.Tensor | None = None,
     interleaved: bool = False,
     counts: torch.Tensor | None = None,
-) -> tuple[Callable[[], object], QuantizedQKV]:
-    """Settle `quantize_blocks` for what q, k, v, cu_seqlens and scales will hold.
+) -> tuple[Callable[..., object], QuantizedQKV]:
+    """Settle `quantize_blocks` for what q, k, v and cu_seqlens will hold.
 
     Args:
         q: As for `quantize_blocks`, like the other arguments.
@@ -344,12 +344,13 @@ def prepare(
         cu_seqlens: See `q`.
         cos: See `q`; a copy that it needs is made now.
         sin: Like cos.
-        scales: See `q`.
+        scales: What those of each call are like, or None for block scales.
         interleaved: See `q`.
-        counts: See `q`; every call adds to them.
+        counts: What those of each call are like, or None to count nothing.
 
     Returns:
-        The call, for the current stream; and the tensors that every call writes.
+        The call, for the current stream, which takes scales and then counts, those of
+        them that are not None here; and the tensors that every call writes.
 
     Raises:
         ValueError: As `quantize_blocks`.
@@ -371,8 +372,8 @@ def prepare(
         v,
         q if cos is None else cos,
         q if sin is None else sin,
-        out.q_scale if scales is None else scales,
-        out.q_scale if counts is None else counts,
+        out.q_scale if scales is None else Slot(scales),
+        out.q_scale if counts is None else Slot(counts),
         cu_seqlens,
         *out,
     )

@@ -19,7 +19,8 @@ from vllm_flashinfer_vit.kernels.formats import DeviceScales
 from vllm_flashinfer_vit.ops.batch import Batch, Ready, ready
 from vllm_flashinfer_vit.ops.plan import Plan
 
-Call = Callable[[], torch.Tensor]
+# Takes the FP8 state of the layer that it runs for, where layers have one.
+Call = Callable[..., torch.Tensor]
 
 _LIBRARY = Library("vllm_flashinfer_vit", "DEF")
 
@@ -39,12 +40,18 @@ class Fp8(NamedTuple):
     save: bool = False
     state: DeviceScales | None = None
 
-    @property
-    def counts(self) -> torch.Tensor | None:
-        """Where to count what scales cut off; dynamic ones know this pass's values."""
-        if self.method != "static" or self.state is None:
-            return None
-        return self.state.clip_counts
+
+def _no_scales(state: DeviceScales) -> tuple[()]:
+    return ()
+
+
+# What a quantiser is given of a layer's state: scales, and where to count what they cut
+# off, which dynamic ones do not, since they know this pass's values.
+_GIVEN: dict[str, Callable[[DeviceScales], tuple[torch.Tensor, ...]]] = {
+    "static": lambda state: (state.scales, state.clip_counts),
+    "dynamic": lambda state: (state.scales,),
+    "block": _no_scales,
+}
 
 
 @functools.cache
@@ -112,7 +119,12 @@ def fp8_attention(batch: Batch, scale: float, plan: Plan, fp8: Fp8) -> torch.Ten
             fp8.save,
             *state,
         )
-    return prepare(batch, scale, plan, fp8)()
+    return _run_fp8(batch, scale, plan, fp8)
+
+
+def _run_fp8(batch: Batch, scale: float, plan: Plan, fp8: Fp8) -> torch.Tensor:
+    call = prepare(batch, scale, plan, fp8)
+    return call() if fp8.state is None else call(fp8.state)
 
 
 def _as_the_schema_has_it(batch: Batch) -> Batch:
@@ -126,31 +138,34 @@ def prepare(batch: Batch, scale: float, plan: Plan, fp8: Fp8 | None = None) -> C
     """Settle all of an attention but what its tensors hold.
 
     The layers of a tower have batches of one shape. Where their tensors are the same,
-    too, one call serves them all, and takes the host little more than its launches.
+    too, one call serves them all, and takes the host little more than its launches:
+    what layers have of their own, their FP8 state, is handed to each call.
 
     Args:
         batch: The sequences. q, k and v are read by each call; the others must hold
             what they hold now.
         scale: Softmax scale.
         plan: Which kernel serves which batch.
-        fp8: Where scales come from; None for attention in q's dtype.
+        fp8: Where scales come from, and what the states of calls are like; None for
+            attention in q's dtype.
 
     Returns:
         The call, for the current stream, and for a graph's capture if there is one now.
-        It returns `[T, H, D]`, contiguous, q's dtype; the next call may overwrite it.
+        It takes a layer's state if there is one in `fp8`, else nothing. It returns
+        `[T, H, D]`, contiguous, q's dtype; the next call may overwrite it.
     """
     q, k, v = batch.q, batch.k, batch.v
     if q.shape[0] == 0:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        return lambda: out
+        return lambda *state: out
     if not q.stride(2) == k.stride(2) == v.stride(2) == 1:
         # Copies: made anew by every call.
-        return lambda: prepare(
+        return lambda *state: prepare(
             batch._replace(q=q.contiguous(), k=k.contiguous(), v=v.contiguous()),
             scale,
             plan,
             fp8,
-        )()
+        )(*state)
     inputs = ready(batch)
     name = plan.kernel_for(inputs.longest, inputs.mean_len)
     if fp8 is None:
@@ -184,67 +199,108 @@ def _after(first: Callable[[], object], then: Call) -> Call:
 
 
 def _prepare_fp8(name: str, inputs: Ready, scale: float, fp8: Fp8) -> Call:
-    record = KERNELS[name]
+    record, given = KERNELS[name], _GIVEN[fp8.method]
     if not record.is_fp8:
-        call = _prepare(name, inputs, scale)
+        attend, given = _prepare(name, inputs, scale), _no_scales
     elif record.quantized == "rows":
-        call = functools.partial(_attend_rows, name, inputs, scale, fp8)
+        attend = functools.partial(_attend_rows, name, inputs, scale)
     else:
-        call = _prepare_blocks(name, inputs, scale, fp8)
+        attend = _prepare_blocks(name, inputs, scale, fp8)
+    if fp8.state is None:
+        assert fp8.method == "block"
+        return attend
+    observe: Callable[[DeviceScales], None] | None = None
     if fp8.save or (record.is_fp8 and fp8.method == "dynamic"):
-        assert fp8.state is not None
-        return _after(functools.partial(_observe, inputs, fp8.state), call)
+        observe = _prepare_observing(inputs, fp8.state)
+
+    # Of the state that it was prepared with it holds nothing.
+    def call(state: DeviceScales) -> torch.Tensor:
+        if observe is not None:
+            observe(state)
+        return attend(*given(state))
+
     return call
 
 
-def _attend_rows(name: str, inputs: Ready, scale: float, fp8: Fp8) -> torch.Tensor:
+def _attend_rows(
+    name: str,
+    inputs: Ready,
+    scale: float,
+    scales: torch.Tensor,
+    counts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with nothing settled: cuDNN is handed all tensors in every call."""
     from vllm_flashinfer_vit.kernels.quantize_rows import quantize_rows
 
-    assert fp8.state is not None
     q, k, v, cos, sin, interleaved, cu_seqlens, longest = inputs
-    scales, head_dim = fp8.state.scales, q.shape[2]
+    head_dim = q.shape[2]
     width = KERNELS[name].padded_head_dim(head_dim, q.device)
     turns = cos, sin, interleaved
-    rows = quantize_rows(q, k, v, cu_seqlens, scales, width, *turns, fp8.counts)
+    rows = quantize_rows(q, k, v, cu_seqlens, scales, width, *turns, counts)
     return _prepare_kernel(name)(
         *rows, scales, cu_seqlens, longest, scale, head_dim, q.dtype
     )()
 
 
 def _prepare_blocks(name: str, inputs: Ready, scale: float, fp8: Fp8) -> Call:
+    """Prepare a call that takes what its quantiser is given; see `_GIVEN`."""
     q, k, v, cos, sin, interleaved, cu_seqlens, longest = inputs
     num_tokens, _, head_dim = q.shape
-    scales = None
-    if fp8.method != "block":
-        assert fp8.state is not None
-        scales = fp8.state.scales
     kernel = _prepare_kernel(name)
     rest = cu_seqlens, num_tokens, longest, scale, head_dim, q.dtype
-    read = q, k, v, cu_seqlens, cos, sin, scales, interleaved, fp8.counts
+    read = q, k, v, cu_seqlens, cos, sin
     if not q.is_cuda:
         from vllm_flashinfer_vit.kernels.quantize_ref import quantize_blocks_ref
 
-        return lambda: kernel(quantize_blocks_ref(*read), *rest)()
+        def plain(
+            scales: torch.Tensor | None = None, counts: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            quantized = quantize_blocks_ref(*read, scales, interleaved, counts)
+            return kernel(quantized, *rest)()
+
+        return plain
     from vllm_flashinfer_vit.kernels.quantize import prepare as prepare_quantizer
 
-    quantize, quantized = prepare_quantizer(*read)
-    return _after(quantize, kernel(quantized, *rest))
+    like = () if fp8.state is None else _GIVEN[fp8.method](fp8.state)
+    scales, counts = (*like, None, None)[:2]
+    quantize, quantized = prepare_quantizer(*read, scales, interleaved, counts)
+    attend = kernel(quantized, *rest)
+    if not like:
+        return _after(quantize, attend)
+
+    # Apart from `_after`, where handing nothing on would take time, too.
+    def call(*given: torch.Tensor) -> torch.Tensor:
+        quantize(*given)
+        return attend()
+
+    return call
 
 
-def _observe(inputs: Ready, state: DeviceScales) -> None:
-    """Enter the abs-max of real rows into a layer's history, and renew its scales."""
+def _prepare_observing(
+    inputs: Ready, like: DeviceScales
+) -> Callable[[DeviceScales], None]:
+    """Prepare to enter the abs-max of real rows into histories, and to renew scales."""
     q, k, v, cos, sin, interleaved, cu_seqlens, _ = inputs
-    read = q, k, v, cu_seqlens, state.amax, cos, sin, interleaved
     if q.is_cuda:
-        from vllm_flashinfer_vit.kernels.absmax import absmax, update
+        from vllm_flashinfer_vit.kernels import absmax
 
-        absmax(*read)
+        turns = cos, sin, interleaved
+        observe = absmax.prepare(q, k, v, cu_seqlens, like.amax, *turns)
+        update = absmax.update
+    else:
+        from vllm_flashinfer_vit.kernels import absmax_ref
+
+        update = absmax_ref.update_ref
+
+        def observe(amax: torch.Tensor) -> None:
+            turns = cos, sin, interleaved
+            absmax_ref.absmax_ref(q, k, v, cu_seqlens, amax, *turns)
+
+    def call(state: DeviceScales) -> None:
+        observe(state.amax)
         update(state)
-        return
-    from vllm_flashinfer_vit.kernels.absmax_ref import absmax_ref, update_ref
 
-    absmax_ref(*read)
-    update_ref(state)
+    return call
 
 
 def _attention(
@@ -291,7 +347,7 @@ def _fp8_attention(
         assert position is not None and clip_counts is not None
         state = DeviceScales(amax, history, position, scales, clip_counts)
     fp8 = Fp8(method, save, state)  # type: ignore[arg-type]
-    return prepare(batch, scale, Plan.decode(plan), fp8)()
+    return _run_fp8(batch, scale, Plan.decode(plan), fp8)
 
 
 def _fake(q: torch.Tensor, *args: Any) -> torch.Tensor:
