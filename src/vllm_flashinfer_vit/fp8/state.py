@@ -71,9 +71,8 @@ class ScaleState(nn.Module):
     @property
     def scales_on_device(self) -> DeviceScales:
         """The same tensors as the op takes them."""
-        return DeviceScales(
-            self.amax, self.history, self.position, self.scales, self.clip_counts
-        )
+        # Not as attributes, which a module looks up in Python: eager blocks ask often.
+        return DeviceScales(**self._buffers)  # type: ignore[arg-type]
 
     def materialize(self) -> None:
         """Make the tensors of a model that was built without memory.
