@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_flashinfer_vit.fp8 import scale_files as scales
+from vllm_flashinfer_vit.fp8.margin import check_margin
 from vllm_flashinfer_vit.fp8.scale_files import (
     QKV,
     SCHEMA,
     ScaleError,
     ScaleFile,
-    check_margin,
     from_amax,
 )
 from vllm_flashinfer_vit.machine import files
