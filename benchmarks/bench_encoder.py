@@ -27,7 +27,7 @@ from environment import Environment, device
 from failures import Failures
 from host_load import load_text
 from tower_bench import Bench
-from tower_cases import CASES, DENSE_CASES, MODELS, SMOKE_CASES
+from tower_cases import CASES, DENSE_CASES, MODELS, SMOKE_CASES, any_model
 
 _KNOWN_CASES = {**DENSE_CASES, **CASES, **SMOKE_CASES}
 
@@ -37,7 +37,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", help="names or checkpoint folders")
+    parser.add_argument(
+        "--models", nargs="+", type=any_model, help="names or checkpoint folders"
+    )
     parser.add_argument("--cases", nargs="+", choices=_KNOWN_CASES)
     parser.add_argument("--modes", nargs="+", choices=MODES)
     parser.add_argument(

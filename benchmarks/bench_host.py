@@ -36,7 +36,7 @@ from host_load import load_text, watched_load
 from op_problems import make_problem
 from timing import host_ms
 from tower_bench import TURNS, Bench
-from tower_cases import Grids
+from tower_cases import Grids, any_model, named_model
 from tower_worker import RemoteTower
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import resolve_spec
@@ -337,7 +337,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     cases = {**CASES, **SMOKE_CASES, **TOWERS, **METADATA}
     parser.add_argument("--cases", nargs="+", choices=cases, help="not for steps")
-    parser.add_argument("--models", nargs="+", help="default: each bench has its own")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        type=any_model,
+        help="names or checkpoint folders; default: each bench has its own",
+    )
     parser.add_argument("--providers", nargs="+", help="not for steps")
     parser.add_argument(
         "--stock-modes",
@@ -357,6 +362,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="tiny cases, any machine")
     parser.add_argument("--output", help="CSV file to append to")
     args = parser.parse_args(argv)
+    if {"attention", "steps"} & {*args.benches}:
+        try:
+            for model in args.models or ():
+                named_model(model)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument --models: attention and steps: {error}")
     if args.smoke and args.depth is None:
         args.depth = 2
     return args
@@ -375,7 +386,11 @@ def main() -> None:
     }
     wanted = {bench: names for bench, names in cases.items() if bench in args.benches}
     if strange := {*(args.cases or ())} - {*sum(wanted.values(), [])}:
-        raise SystemExit(f"no bench of these has the cases {', '.join(strange)}")
+        raise SystemExit(
+            f"{', '.join(strange)}: no case of {', '.join(args.benches)}; attention "
+            f"has {', '.join(CASES)}, tower {', '.join(TOWERS)}, metadata "
+            f"{', '.join(METADATA)}"
+        )
     print(load_text())
     environment = Environment.probe()
     output = results_path("host", environment.gpu, args.output)

@@ -28,7 +28,7 @@ from csv_log import DTYPES, CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS, Environment, device
 from failures import Failures
 from timing import is_replay
-from tower_cases import CASES, MODELS, SMOKE_CASES, Grids
+from tower_cases import CASES, MODELS, SMOKE_CASES, Grids, named_model
 
 # The only imports of the package: an older commit may have them elsewhere.
 from vllm_flashinfer_vit.choices.clock import capture
@@ -187,7 +187,13 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=MODELS, help="models by name")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        type=named_model,
+        default=MODELS,
+        help="names or checkpoint folders",
+    )
     parser.add_argument("--cases", nargs="+", choices=[*CASES, *SMOKE_CASES])
     parser.add_argument(
         "--attn-dtypes", nargs="+", choices=ATTN_DTYPES, default=ATTN_DTYPES

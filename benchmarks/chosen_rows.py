@@ -110,6 +110,30 @@ def of_one_vllm(rows: Iterable[Row], vllm: str | None, path: Path) -> list[Row]:
     return rows
 
 
+def check_names(
+    rows: Iterable[Row], wanted: Mapping[str, Sequence[str] | None], path: Path
+) -> None:
+    """Check that a file has rows with each of some values.
+
+    Args:
+        rows: Rows of `path`.
+        wanted: Values by column; None for any.
+        path: For the message.
+
+    Raises:
+        NoRowsError: It has none with one of them.
+    """
+    for column, values in wanted.items():
+        if values is None:
+            continue
+        known = dict.fromkeys(row[column] for row in rows)
+        if strange := [value for value in values if value not in known]:
+            raise NoRowsError(
+                f"{path} has no rows with {column} {', '.join(strange)}, but with "
+                + ", ".join(known)
+            )
+
+
 def speed_up(base: Row | None, row: Row | None, column: str = "p50_ms") -> float | None:
     """Return how many times as fast `row` is; None if they are not of one run."""
     if base is None or row is None or base["commit"] != row["commit"]:

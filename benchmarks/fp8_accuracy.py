@@ -34,7 +34,7 @@ from fp8_inputs import FULL, INPUTS, QKV, SMOKE, Images, Size, draw
 from fp8_layers import layer_rows
 from fp8_page import COLUMNS, markdown, read_rows
 from op_providers import layer_plan
-from tower_cases import MODELS
+from tower_cases import MODELS, named_model
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX
 
 # What vLLM looks back on, for upstream's method and the dynamic one alike.
@@ -301,7 +301,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS))
     parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--models", nargs="+", type=named_model, default=MODELS)
     parser.add_argument("--smoke", action="store_true", help="small, any machine")
     parser.add_argument("--output", help="CSV file to append to, or to read")
     parser.add_argument(

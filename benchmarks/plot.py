@@ -26,7 +26,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from chosen_rows import Row, of_last_run, of_one_vllm
+from chosen_rows import Row, check_names, of_last_run, of_one_vllm
 from csv_log import COLUMNS
 from figures import GREY, STYLE, colour_of, say_where, write_svg
 from waterfall import CLASS_COLOURS, text_colour
@@ -331,13 +331,15 @@ def draw(
         vllm: As for `read_rows`.
 
     Raises:
-        SystemExit: As `read_rows`.
+        SystemExit: As `read_rows` and `check_names`.
         ValueError: The results file is not one, or has no rows of these.
     """
     wanted = {column: values for column, values in shown.items() if values}
+    rows = read_rows(source, vllm)
+    check_names(rows, wanted, source)
     rows = [
         row
-        for row in read_rows(source, vllm)
+        for row in rows
         if all(row[column] in values for column, values in wanted.items())
     ]
     if not rows:

@@ -26,7 +26,7 @@ from bench_tables import (
     modes_table,
     quantize_table,
 )
-from chosen_rows import Row, of_one_vllm, read
+from chosen_rows import Row, check_names, of_one_vllm, read
 from engine_tables import graph_table, memory_table, serve_table, summary_table
 
 KINDS: Mapping[str, Callable[[list[Row]], str]] = {
@@ -79,13 +79,14 @@ def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[
     """Return the rows of a file that the options ask for.
 
     Raises:
-        SystemExit: As `of_one_vllm`, or the file has no such column.
+        SystemExit: As `of_one_vllm` and `check_names`, or the file has no such column.
     """
     rows = read(path)
     lists = {"model": args.models, "case": args.cases, "provider": args.providers}
     for name, values in lists.items():
         if values is not None and rows and name not in rows[0]:
             raise SystemExit(f"{path} has no column {name!r}: leave out --{name}s")
+    check_names(rows, {"model": args.models, "case": args.cases}, path)
     wanted = {
         "mode": mode,
         "dtype": args.dtype,

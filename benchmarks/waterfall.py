@@ -23,7 +23,7 @@ from contenders import Contender
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment, device
 from failures import Failures
-from tower_cases import CASES, MODELS, SMOKE_CASES
+from tower_cases import CASES, MODELS, SMOKE_CASES, any_model
 from tower_worker import RemoteTower
 
 # The first that is found in a kernel's name decides.
@@ -232,7 +232,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", help="names or checkpoint folders")
+    parser.add_argument(
+        "--models", nargs="+", type=any_model, help="names or checkpoint folders"
+    )
     parser.add_argument("--case", choices=[*CASES, *SMOKE_CASES])
     parser.add_argument("--depth", type=int, help="blocks to build; default all")
     parser.add_argument("--fp8", action="store_true", help="profile plugin-fp8 as well")

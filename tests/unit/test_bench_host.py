@@ -111,8 +111,17 @@ def test_each_host_bench_takes_the_cases_that_it_has():
 def test_host_cases_that_no_bench_has_are_refused(monkeypatch):
     argv = ["bench_host.py", "--smoke", "--bench", "tower", "--cases", "20x400"]
     monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit, match="20x400"):
+    with pytest.raises(SystemExit, match="20x400: no case of tower; .* tower 1x64, 1x"):
         bench_host.main()
+
+
+def test_layers_and_steps_are_of_families_that_the_package_describes(capsys):
+    for bench in ("attention", "steps"):
+        with pytest.raises(SystemExit):
+            bench_host.parse_args(["--bench", bench, "--models", "dots.ocr"])
+        assert "steps: 'dots.ocr' is no folder, and none of " in capsys.readouterr().err
+    args = bench_host.parse_args(["--bench", "tower", "--models", "dots.ocr"])
+    assert args.models == ["dots.ocr"]
 
 
 @pytest.mark.parametrize(("busy_s", "warns"), [(1.0, False), (5.0, True)])

@@ -2,7 +2,9 @@
 """The benchmarks' arithmetic, files and cases; nothing here is timed."""
 
 import csv
+import importlib
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +43,38 @@ def test_columns_are_the_published_ones():
         "rel_err,gpu,vllm,torch,triton,flashinfer,quack,cudnn,commit,command"
     )
     assert tuple(make_row()) == COLUMNS
+
+
+# Each script whose option names what it runs; those that read rows have their own test.
+NAMING = [
+    (path.stem, option)
+    for path in sorted(BENCHMARKS.glob("*.py"))
+    for option in re.findall(r'"(--models|--cases|--case)"', path.read_text())
+    if path.stem not in ("plot", "table")
+]
+
+
+@pytest.mark.parametrize(("script", "option"), NAMING)
+def test_an_unknown_name_is_refused_with_those_that_are_known(
+    script, option, monkeypatch, capsys
+):
+    monkeypatch.setattr("sys.argv", [script, option, "nope"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(script).parse_args()
+    assert ended.value.code == 2
+    known = "Qwen/Qwen3-VL-8B-Instruct" if option == "--models" else "1x256"
+    error = capsys.readouterr().err
+    assert f"argument {option}: " in error
+    assert "'nope'" in error.splitlines()[-1] and known in error.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("bench_encoder", "dots.ocr"), ("waterfall", "zai-org/GLM-OCR"), ("bits", ".")],
+)
+def test_what_can_be_built_is_taken(script, name, monkeypatch):
+    monkeypatch.setattr("sys.argv", [script, "--models", name])
+    assert importlib.import_module(script).parse_args().models == [name]
 
 
 def test_fp8_has_a_gate_of_its_own():

@@ -82,8 +82,13 @@ def test_figure_from_a_csv(plot, tmp_path, kind):
     first = target.read_bytes()
     plot.draw(kind, source, target, {"mode": ["graph"], "model": None})
     assert target.read_bytes() == first
-    with pytest.raises(ValueError, match="eager"):
-        plot.draw(kind, source, target, {"mode": ["eager"]})
+    with pytest.raises(chosen_rows.NoRowsError, match="mode eager, but with graph$"):
+        plot.draw(kind, source, target, {"mode": ["graph", "eager"]})
+    some = {"provider": ["plugin"], "bench": ["encoder"]}
+    log.add(make_row(bench="other", provider="stock-flashinfer"))
+    some["provider"] = ["stock-flashinfer"]
+    with pytest.raises(ValueError, match="no rows of stock-flashinfer, encoder"):
+        plot.draw(kind, source, target, some)
 
 
 def test_equal_times_are_equal_speeds(plot):

@@ -297,6 +297,13 @@ def test_options_that_a_file_has_no_column_for_are_refused(tmp_path):
         table.render(["serve", str(path), "--cases", "page"])
 
 
+def test_names_that_a_file_has_no_rows_of_are_said_with_those_that_it_has(tmp_path):
+    path = str(write_rows(tmp_path / "encoder.csv", [make_row(), make_row(case="a")]))
+    for option, names in (("--cases", "1x4096, a"), ("--models", make_row()["model"])):
+        with pytest.raises(chosen_rows.NoRowsError, match=rf"nope, but with {names}$"):
+            table.render(["encoder", path, option, names.split(", ")[0], "nope"])
+
+
 def test_quantisers_that_were_left_out_have_no_share():
     row = {"head_dim": "72", "case": "1x4096", "tb_per_s": "2.50"}
     copy, blocks = ({**row, "provider": name} for name in ("copy", "plugin-blocks"))
