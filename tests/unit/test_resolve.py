@@ -14,6 +14,14 @@ from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.machine.stack import Gpu
 
 
+@pytest.fixture(autouse=True)
+def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """vLLM's, CUDA; other tests of this process may have run it on the CPU."""
+    platform = SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False)
+    monkeypatch.setattr(resolve, "current_platform", platform)
+    return platform
+
+
 @pytest.mark.parametrize(("fp8", "kernel"), [(False, "triton"), (True, "triton_fp8")])
 def test_measurements_with_other_versions_are_said(
     fp8: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
@@ -38,8 +46,6 @@ def test_measurements_with_other_versions_are_said(
 def test_cuda_without_a_gpu_in_nvml_is_not_served_by_plain_pytorch(
     fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_cuda = SimpleNamespace(is_cuda=lambda: True)
-    monkeypatch.setattr(resolve, "current_platform", on_cuda)
     monkeypatch.setattr(resolve, "probe", lambda libraries: replace(STACK, gpus=()))
     with pytest.raises(
         NotServedError, match="NVML shows this process no GPU; .*doctor"
@@ -48,6 +54,19 @@ def test_cuda_without_a_gpu_in_nvml_is_not_served_by_plain_pytorch(
     reference = "reference_fp8" if fp8 else "reference"
     (choice,) = choices_here(80, torch.bfloat16, reference, None, fp8=fp8)
     assert choice.kernel == reference
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_vllm_on_the_cpu_leaves_a_gpu_alone(
+    fp8: bool, platform: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.is_cuda, platform.is_cpu = (lambda: False), (lambda: True)
+    monkeypatch.setattr(resolve, "probe", lambda libraries: STACK)
+    *_, last = choices_here(80, torch.bfloat16, None, None, fp8=fp8)
+    assert last.kernel == ("reference_fp8" if fp8 else "reference")
+    forced = "triton_fp8" if fp8 else "triton"
+    with pytest.raises(NotServedError, match=f"{forced}: it needs an NVIDIA GPU"):
+        choices_here(80, torch.bfloat16, forced, None, fp8=fp8)
 
 
 @pytest.mark.parametrize(

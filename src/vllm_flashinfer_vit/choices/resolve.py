@@ -2,6 +2,7 @@
 """The choices of this process's layers: what its machine can run, and what it logs."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -49,6 +50,9 @@ def choices_here(
         TableError: A file of measured choices cannot be used.
     """
     stack = probe(libraries=False)
+    if current_platform.is_cpu():
+        # It may run there although there is a GPU, as in `encode --device cpu`.
+        stack = replace(stack, gpus=())
     if forced is None and not stack.gpus and current_platform.is_cuda():
         # Plain PyTorch, which serves machines without a GPU, is no choice there.
         raise NotServedError(
