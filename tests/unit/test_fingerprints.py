@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a patch stands for: known by its fingerprint, and wrapped by nobody else."""
 
+import ast
 import functools
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -60,6 +62,15 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def layer(toy: Path) -> Any:
     return importlib.import_module("toy_vllm.layers").Layer
+
+
+def defined(target: str) -> bool:
+    """Whether there is such a method or function."""
+    try:
+        fingerprint(target)
+    except LookupError:
+        return False
+    return True
 
 
 def by_a_stranger(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,3 +159,27 @@ def test_every_patch_fits_this_vllm() -> None:
         # One that is in place was checked before it was put there.
         if patch.name not in left_out() and not patch.applied:
             patch.check()
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_programs_stand_for_what_splits_and_turns_q_and_k() -> None:
+    """The functions that attention calls by name, not its methods alone."""
+    helpers = re.compile(r"split_qkv|apply_rope|apply_rotary_(pos_)?emb\w*")
+    missing, found = set(), 0
+    # In no release from 0.29 on, where a patch would not fit for want of it.
+    gone = {"vllm.model_executor.models.kimi_k25_vit:apply_rope"}
+    for patch in all_patches():
+        if not patch.name.endswith("-blocks") or patch.name in left_out():
+            continue
+        for method in patch.stands_for:
+            module, _, path = method.partition(":")
+            owner = path.rpartition(".")[0]
+            for call in ast.walk(source._method(method, None)):
+                name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+                wanted = f"{module}:{name.replace('self.', f'{owner}.')}"
+                # Not vLLM's layers and what a module has from elsewhere.
+                if helpers.fullmatch(name.removeprefix("self.")) and defined(wanted):
+                    found += 1
+                    missing |= {wanted} - {*patch.stands_for} - gone
+    assert not missing
+    assert found

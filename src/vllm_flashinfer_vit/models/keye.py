@@ -17,6 +17,7 @@ PATCHES = (
         (
             *methods("keye", "KeyeSiglipAttention"),
             *methods("siglip", "SiglipMLP"),
+            "keye:apply_rotary_pos_emb_flashatt",
             # Where the tables come from, whose halves are alike.
             "keye:KeyeSiglipEncoder.forward",
         ),

@@ -29,6 +29,7 @@ PATCHES = (
         (
             *methods("moonvit", "MLP2"),
             "moonvit:MoonVitEncoderLayer.attention_qkvpacked",
+            "moonvit:apply_rope",
         ),
         _PARAMETERS,
     ),

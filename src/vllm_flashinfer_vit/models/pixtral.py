@@ -33,7 +33,10 @@ PATCHES = (
         "pixtral",
         "TransformerBlock",
         SPEC,
-        methods("pixtral", "Attention", "FeedForward"),
+        (
+            *methods("pixtral", "Attention", "FeedForward"),
+            "pixtral:apply_rotary_emb_vit",
+        ),
         ("self", "x", "freqs_cis", *_LENGTHS),
     ),
     block_program(

@@ -76,6 +76,7 @@ PATCHES = (
         (
             "exaone4_5:EXAONE4_5_VisionAttention.__init__",
             "exaone4_5:EXAONE4_5_VisionAttention.forward",
+            "exaone4_5:EXAONE4_5_VisionAttention.split_qkv",
             "exaone4:Exaone4GatedMLP.__init__",
             "exaone4:Exaone4GatedMLP.forward",
         ),

@@ -20,6 +20,7 @@ PATCHES = (
         OVIS,
         (
             *methods("siglip2navit", "Siglip2Attention", "Siglip2MLP"),
+            "siglip2navit:apply_rotary_pos_emb",
             # Where the tables come from, whose halves are alike.
             "siglip2navit:Siglip2Encoder.forward",
         ),
