@@ -61,7 +61,7 @@ class Layout:
         """
         if self.is_packed:
             return 1
-        if self.by_width and axis_keys:
+        if axis_keys:
             (width,) = axis_keys
             assert isinstance(width, int)
             return width
