@@ -233,6 +233,10 @@ class TestReplay:
         for layer in tower.attention_layers().values():
             layer._plan = Plan.decode("100:reference,*:reference")  # type: ignore[assignment]
         with simulated_graphs():
+            # Three frames of 100 patches are more than the smaller budget holds.
+            sizes = {"budgets": (64, 160), "max_items": 1, "frames_per_video": 3}
+            video = build_manager(tower, max_tokens=160, **sizes)
+            assert video._short_budgets == [64, 160]
             manager = build_manager(tower, max_tokens=160, **LIMITS)
             capture(manager, tower)
             assert manager.get_num_graphs_to_capture() == 5
@@ -322,6 +326,37 @@ class TestBudgets:
     def test_the_users_stay(self) -> None:
         assert self.build(budgets=(100, 250)).token_budgets == [100, 250]
         assert self.build(budgets=(100, 250), max_items=4).token_budgets == [100, 250]
+
+
+@pytest.mark.parametrize(
+    "change", [{"modalities": []}, {"capture_axes": ((64, 128),)}], ids=str
+)
+def test_a_model_that_vllm_captures_otherwise_is_only_padded(
+    change: dict[str, Any],
+) -> None:
+    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+    manager = build_manager(small_tower("qwen3_vl"), max_tokens=160)
+    manager.__class__ = EncoderCudaGraphManager
+    for name, value in change.items():
+        setattr(manager.config, name, value)
+    adopting.adopt(manager, flashinfer=True, strict=False)
+    assert type(manager) is PaddedManager
+
+
+def test_a_models_own_padding_is_kept() -> None:
+    # As MiniMax M3's, whose rotary tables have their rows in the second dimension.
+    def by_columns(buffer: torch.Tensor, values: torch.Tensor) -> None:
+        buffer.zero_()
+        buffer[:, : values.shape[1]].copy_(values)
+
+    manager = build_manager(small_tower("qwen3_vl"), max_tokens=160)
+    logics = manager.config.padding_logics
+    logics["pixel_values"] = by_columns
+    PaddedManager.adopt(manager, strict=False)
+    buffer = torch.ones(2, 4)
+    logics["pixel_values"](buffer, torch.full((2, 3), 7.0))
+    assert buffer.tolist() == [[7, 7, 7, 0]] * 2
 
 
 class TestStockBackend:

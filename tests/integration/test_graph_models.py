@@ -165,8 +165,10 @@ class TestExact:
             got = as_two_ranks(manager, tower, case.inputs(items))
         assert (manager.graph_misses > 0) == is_small
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-        # Profiling passes the manager by, with the same batch on each rank.
-        assert all(getattr(module, FLAG) for module in sharding)
+        # Profiling passes the manager by, with the same batch on each rank. A module
+        # that shards nothing is left as it was.
+        modules = list(tower.visual.modules())
+        assert [m for m in modules if getattr(m, FLAG, False)] == sharding
 
     def test_grids_are_read_before_the_replay(self, name: str) -> None:
         tower, case = built(name), CASES[name]
@@ -301,7 +303,10 @@ class TestPacked:
             # Two short ones are never more than the second holds.
             few = build_manager(tower, **sizes, max_items=2)
             assert few._short_budgets == [64]
-            manager = build_manager(tower, **sizes, max_items=8)
+            with mock.patch.object(exact.logger, "info") as said:
+                manager = build_manager(tower, **sizes, max_items=8)
+            assert "another one for [64, 160]" in said.call_args.args[-1]
+            assert "more than 100 patches" in said.call_args.args[-1]
             capture(manager, tower)
             assert manager._short_budgets == [64, 160]
             assert manager.get_num_graphs_to_capture() == len(metas(manager)) == 4
@@ -367,6 +372,7 @@ def test_budgets_below_a_row_hold_nothing(name: str) -> None:
         with mock.patch.object(exact.logger, "warning") as warned:
             manager = build_manager(tower, **limits(name), budgets=(2, 3))
         assert warned.call_args.args[-1] == [2, 3]
+        assert manager.get_num_graphs_to_capture() == 0
         capture(manager, tower)
         batch = CASES[name].batches[0]
         got = run(manager, tower, name, batch)

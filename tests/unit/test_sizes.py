@@ -160,4 +160,5 @@ def test_is_cu_seqlens() -> None:
     assert is_cu_seqlens("cu_seqlens")
     assert is_cu_seqlens("cu_window_seqlens")
     assert not is_cu_seqlens("max_seqlen")
+    assert not is_cu_seqlens("max_seqlens")
     assert not is_cu_seqlens("sequence_lengths")
