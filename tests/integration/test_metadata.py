@@ -214,11 +214,17 @@ class TestKeptMetadata:
         assert held(tower).held_bytes == before
         assert_same(prepare(tower, GRIDS), stock(tower, GRIDS))
 
-    @pytest.mark.parametrize("name", ["max_batch_size", "max_frames_per_batch"])
-    def test_replays_of_exact_graphs_share(self, family: str, name: str) -> None:
+    @pytest.mark.parametrize(
+        "given",
+        [{"max_batch_size": 0}, {"max_frames_per_batch": 0}, {"device": None}],
+        ids=str,
+    )
+    def test_replays_of_exact_graphs_share(
+        self, family: str, given: dict[str, Any]
+    ) -> None:
         tower = tower_of(family)
-        found = prepare(tower, GRIDS, **{name: 0})
-        assert_same(found, stock(tower, GRIDS, **{name: 0}))
+        found = prepare(tower, GRIDS, **given)
+        assert_same(found, stock(tower, GRIDS, **given))
         assert shared(found, prepare(tower, GRIDS)) >= {"rotary_pos_emb_cos"}
 
     def test_the_tower_does_not_write(self, family: str) -> None:

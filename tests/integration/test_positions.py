@@ -77,6 +77,13 @@ def test_one_sum_serves_a_batch(tower: Tower) -> None:
     summed.assert_called_once()
 
 
+def test_known_frames_are_not_computed(tower: Tower) -> None:
+    with mock.patch.object(module, "_frame", wraps=module._frame) as computed:
+        interpolated(tower, GRIDS[1], patched=True)
+    # The third frame is the first one again.
+    assert [call.args[1:3] for call in computed.call_args_list] == [(4, 6), (6, 4)]
+
+
 def test_new_weights_count(tower: Tower) -> None:
     weight = tower.visual.get_parameter("embeddings.position_embedding.weight")
     before = interpolated(tower, GRIDS[1], patched=True)
