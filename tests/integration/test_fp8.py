@@ -434,6 +434,7 @@ def test_signed_maxima_are_said_after_a_merge_too(
     merged = scale_files.merge(upstream, own)
     for name, file in (("own", own), ("vllm", upstream), ("merged", merged)):
         _warn_of_origin(tmp_path / name, file, "another")
+    _warn_of_origin(tmp_path / "same", own, "m")
     said = [
         (line.split(f"{tmp_path}/")[1][:3], "come from" in line) for line in messages
     ]

@@ -4,6 +4,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -65,9 +66,15 @@ def put_scales(folder: Path, *names: str) -> Path:
 
 
 class TestPolicy:
-    def test_nothing_was_asked_for(self, engine: SimpleNamespace) -> None:
+    def test_nothing_was_asked_for(
+        self, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert fp8.requested()
         engine.mm_encoder_attn_dtype = None
-        assert policy() is None
+        assert not fp8.requested() and policy() is None
+        # A model that takes no images.
+        monkeypatch.setattr(fp8, "get_multimodal_config", lambda: None)
+        assert not fp8.requested() and policy() is None
 
     def test_where_it_never_paid_layers_stay_as_they_are(
         self, engine: SimpleNamespace
@@ -167,7 +174,9 @@ class TestSkippedLayers:
     def test_are_named_by_block_or_name(
         self, entry: str, engine: SimpleNamespace
     ) -> None:
-        assert policy(fp8_skip_layers=frozenset({"0", entry})) is None
+        with mock.patch.object(fp8.logger, "info_once") as said:
+            assert policy(fp8_skip_layers=frozenset({"0", entry})) is None
+        assert said.call_args.args[1:] == (NAME, torch.bfloat16, ENV_FP8_SKIP_LAYERS)
 
     @pytest.mark.parametrize("entry", ["4", "33", "visual.blocks.31", "blocks.3"])
     def test_are_not_others(self, entry: str, engine: SimpleNamespace) -> None:
@@ -177,6 +186,9 @@ class TestSkippedLayers:
     def test_a_longer_number_is_another_block(self, entry: str) -> None:
         assert fp8.names(entry, "visual.blocks.3.attn.attn")
         assert not fp8.names(entry, "visual.blocks.31.attn.attn")
+
+    def test_a_layer_outside_the_blocks_has_no_number(self) -> None:
+        assert not fp8.names("3", "visual.pooler.attn")
 
     def test_unknown_ones_are_an_error(self, engine: SimpleNamespace) -> None:
         layers = EngineScales(engine_config())
@@ -189,6 +201,7 @@ class TestSkippedLayers:
 
     def test_compiled_blocks_cannot_differ(self, engine: SimpleNamespace) -> None:
         engine.compile_mm_encoder = True
+        assert policy() is not None
         with pytest.raises(NotServedError, match="compile_mm_encoder"):
             policy(fp8_skip_layers=frozenset({"3"}))
 
@@ -204,8 +217,11 @@ class TestState:
         state = layers.enroll(NAME, 72, found)
         assert state is not None
         torch.testing.assert_close(state.scales, torch.tensor([1.0, 0.1, 0.01]))
-        state.scales.zero_()
+        for tensor in state.buffers():
+            tensor.fill_(7)
         state.reset()
+        for name, tensor in state.named_buffers():
+            assert tensor.any() == (name == "scales")
         torch.testing.assert_close(state.scales, torch.tensor([1.0, 0.1, 0.01]))
         assert not state.state_dict()
         with pytest.raises(ScaleError, match="'other'.*is none of this model"):
@@ -227,6 +243,9 @@ class TestState:
         engine.mm_encoder_fp8_scale_path = str(put_scales(tmp_path, NAME))
         with pytest.raises(ScaleError, match="head dim 80, but 72"):
             EngineScales(engine_config()).enroll(NAME, 80, required())
+
+    def test_block_scales_need_none(self, engine: SimpleNamespace) -> None:
+        assert EngineScales(engine_config()).enroll(NAME, 72, required()) is None
 
     def test_is_what_the_kernels_take(self) -> None:
         state = ScaleState(NAME, 72, None)

@@ -149,6 +149,8 @@ def _made_by(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_layer(k=1e-60), f"layers['{SECOND}'].k is 1e-60"),
         (_layer(v=math.nan), f"layers['{SECOND}'].v is nan"),
         (_layer(v=math.inf), f"layers['{SECOND}'].v is inf"),
+        # Finite in fp64 alone.
+        (_layer(v=4e38), "it must be positive and finite, in fp32 too"),
         (_layer(v=10**400), f"layers['{SECOND}'].v is 10"),
         (_layer(v="1"), f"layers['{SECOND}'].v is '1', not a number"),
         (_layer(v=True), f"layers['{SECOND}'].v is True, not a number"),
@@ -234,6 +236,13 @@ class TestLookUp:
         with pytest.raises(ScaleError, match=rf"'{SECOND}'.*the-file.json"):
             scales.check_no_others(made(), self.path, [FIRST])
         scales.check_no_others(made(), self.path, [FIRST, SECOND, "third"])
+
+    @pytest.mark.parametrize(
+        ("layers", "named"), [("abc", "a, b, c"), ("abcd", "a, b, c and 1 more")]
+    )
+    def test_no_more_than_three_layers_are_named(self, layers: str, named: str) -> None:
+        with pytest.raises(ScaleError, match=f"model's layers: {named}$"):
+            scales.check_no_others(made(), self.path, list(layers))
 
 
 class TestMerging:
