@@ -222,7 +222,8 @@ class TestReader:
         reader = ClipReader()
         self.states = [ScaleState(name, 16, QKV(1.0, 1.0, 1.0)) for name in NAMES]
         # Without a file there is nothing to read.
-        for state in (*self.states, None, ScaleState("dynamic", 16, None)):
+        self.dynamic = ScaleState("dynamic", 16, None)
+        for state in (*self.states, None, self.dynamic):
             reader.enroll(state)
         # Of a tower that another stage of a pipeline runs.
         elsewhere = ScaleState("elsewhere", 16, QKV(1.0, 1.0, 1.0)).to("meta")
@@ -230,7 +231,7 @@ class TestReader:
         return reader
 
     def count(self, blocks: int, clipped: int = 0) -> None:
-        for state in self.states:
+        for state in (*self.states, self.dynamic):
             state.clip_counts += torch.tensor([[blocks] * 3, [clipped, 0, 0]])
 
     def test_what_is_not_there_yet_comes_later(
@@ -295,6 +296,7 @@ class TestReader:
         )
         reader = Counting(config)._clips
         self.states = [ScaleState("layer", 16, QKV(1.0, 1.0, 1.0))]
+        self.dynamic = ScaleState("dynamic", 16, None)
         reader.enroll(self.states[0])
         reader.begin()
         self.count(5)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of an engine count passes, and for which kernel."""
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from prometheus_client import CollectorRegistry  # noqa: E402
+
+from vllm_flashinfer_vit.engine import counting  # noqa: E402
+from vllm_flashinfer_vit.engine.counting import Counting  # noqa: E402
+from vllm_flashinfer_vit.engine.metrics import Metrics  # noqa: E402
+from vllm_flashinfer_vit.ops.plan import LEAST_MEAN_LEN, Plan  # noqa: E402
+
+
+@pytest.fixture
+def metrics(monkeypatch: pytest.MonkeyPatch) -> Metrics:
+    made = Metrics(CollectorRegistry())
+    monkeypatch.setattr(counting, "of_process", lambda: made)
+    return made
+
+
+@pytest.fixture
+def engine(metrics: Metrics) -> Counting:
+    config = SimpleNamespace(compilation_config=SimpleNamespace(), model_config=None)
+    return Counting(config)
+
+
+def test_the_first_and_the_last_one_of_each_tower(engine: Counting) -> None:
+    plan = Plan.decode("*:reference")
+    layers = [
+        engine.enroll(f"{tower}.blocks.{n}.attn", plan, None)
+        for tower in ("visual", "audio")
+        for n in range(3)
+    ]
+    ends = [(True, False), (False, False), (False, True)]
+    assert [(one.is_first, one.is_last) for one in layers] == 2 * ends
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kernel"),
+    [
+        ((LEAST_MEAN_LEN,), "triton"),
+        ((LEAST_MEAN_LEN, LEAST_MEAN_LEN), "triton"),
+        ((LEAST_MEAN_LEN, LEAST_MEAN_LEN - 1), "reference"),
+        ((), "reference"),
+    ],
+)
+def test_the_mean_length_says_whether_sequences_are_many(
+    lengths: tuple[int, ...], kernel: str, engine: Counting, metrics: Metrics
+) -> None:
+    layer = engine.enroll("blocks.0.attn", Plan.decode("*:triton/reference"), None)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    # Without a sequence all rows are padding.
+    rows = sum(lengths) or LEAST_MEAN_LEN - 1
+    with engine.step():
+        layer.passed("blocks", rows, cu_seqlens, LEAST_MEAN_LEN, rows)
+    assert metrics.totals["encoder_patches", kernel, "any", "blocks"] == rows

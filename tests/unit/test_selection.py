@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether FLASHINFER is served: by this vLLM, with a forced kernel, by which layer."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from vllm.model_executor.custom_op import op_registry_oot  # noqa: E402
+from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
+
+from vllm_flashinfer_vit.choices.usable import NotServedError  # noqa: E402
+from vllm_flashinfer_vit.engine import selection  # noqa: E402
+from vllm_flashinfer_vit.settings import Settings  # noqa: E402
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kernel", "attn_dtype", "forced"),
+    [
+        (None, "fp8", None),
+        ("triton", "fp8", "triton"),
+        ("triton_fp8", None, "triton_fp8"),
+        # For what runs in FP8; other layers have their own.
+        ("triton_fp8", "fp8", None),
+    ],
+)
+def test_a_kernel_that_is_forced_for_fp8_is_not_forced_for_other_layers(
+    kernel: str | None,
+    attn_dtype: str | None,
+    forced: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = SimpleNamespace(mm_encoder_attn_dtype=attn_dtype)
+    monkeypatch.setattr(selection, "get_multimodal_config", lambda: config)
+    monkeypatch.setattr(selection, "resolve", lambda *asked: asked)
+    settings = Settings(kernel=kernel)
+    asked = selection.served(72, BF16, settings)
+    assert asked == (72, BF16, forced, settings.tuned_dir)
+
+
+def test_an_old_vllm_is_refused_where_nothing_is_strict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(selection, "vllm_version", lambda: "0.19.1")
+    monkeypatch.setattr(selection, "resolve", selection.resolve.__wrapped__)
+    with pytest.raises(NotServedError, match=r"vLLM 0\.19\.1 is installed"):
+        selection.served(72, BF16, Settings())
+
+
+@pytest.mark.parametrize("registered", [None, torch.nn.Module])
+def test_without_its_layer_nothing_is_promised(
+    registered: type | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if registered is None:
+        monkeypatch.delitem(op_registry_oot, "MMEncoderAttention", raising=False)
+    else:
+        monkeypatch.setitem(op_registry_oot, "MMEncoderAttention", registered)
+    monkeypatch.setattr(selection, "served", lambda *_: ())
+    platform = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: True)
+    monkeypatch.setattr(selection, "current_platform", platform)
+
+    def stock(*_: Any) -> None:
+        raise AssertionError("vLLM was asked")
+
+    answer = selection.answer_flash_attn(stock)
+    with pytest.raises(NotServedError, match="could not register"):
+        answer(object, 72, BF16, AttentionBackendEnum.FLASHINFER)
