@@ -358,6 +358,8 @@ def test_without_gives_no_kernel_what_it_does_not_take() -> None:
 def test_without_leaves_no_kernel_for_many_what_it_does_not_take() -> None:
     choices = (Choice("triton", 128, "", "triton_window"), Choice("cudnn", None, ""))
     assert text_of(without(choices, "cudnn")) == "*:triton"
+    some = (Choice("flash_attn_4", 512, "", "flash_attn"), Choice("cudnn", None, ""))
+    assert text_of(without(some, "cudnn")) == "*:flash_attn_4/flash_attn"
     # A class that is as it was keeps its own.
     choices = (*choices[:1], Choice("flash_attn", 512, ""), *choices[1:])
     left = text_of(without(choices, "cudnn"))

@@ -2,13 +2,19 @@
 """How measurements become classes."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
 
-from vllm_flashinfer_vit.choices.derive import TuneError, derive_classes
+from vllm_flashinfer_vit.choices.derive import (
+    TuneError,
+    derive_classes,
+    derive_without,
+)
 from vllm_flashinfer_vit.choices.table import Measurement
 from vllm_flashinfer_vit.ops.plan import Class
 
@@ -132,6 +138,23 @@ def test_many_sequences_have_the_fastest_kernel_that_suits_them() -> None:
     )
     alone = {64: {"flash_attn_4": 9, "triton_window": 10}}
     assert derive_classes(rows(alone)) == (Class(None, "flash_attn_4"),)
+
+
+def test_without_a_kernel_only_the_entrys_measurements_count() -> None:
+    own = {"triton": 1.0, "flash_attn": 2.0, "reference": 3.0}
+    other = {"flash_attn": 9.0, "reference": 1.0}
+    measured = [
+        Measurement(dtype, head_dim, 64, 1, us)
+        for dtype, head_dim, us in (
+            ("bfloat16", 80, own),
+            ("bfloat16", 128, other),
+            ("float16", 80, other),
+        )
+    ]
+    table: Any = SimpleNamespace(measurements=measured)
+    found = derive_without(table, "bfloat16", 80, {"triton"})
+    assert found == (Class(None, "flash_attn"),)
+    assert derive_without(table, "bfloat16", 80, own) is None
 
 
 def test_the_last_class_has_a_kernel_for_any_length() -> None:

@@ -124,6 +124,8 @@ class TestDerive:
     def test_what_did_not_run_has_none(self) -> None:
         alone = [GemmMeasurement(LAYER.key, 64, {CUTLASS: 9.0})]
         assert derive_gemm_classes(alone) == gemms.STOCK
+        (found,) = derive_gemm_classes([alone[0]._replace(us={TORCH: 9.0})])
+        assert found.gemm == TORCH
         with pytest.raises(TuneError, match="no GEMM"):
             derive_gemm_classes([])
 

@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from vllm_flashinfer_vit.choices import resolve
 from vllm_flashinfer_vit.choices.resolve import choices_here
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.machine.stack import Gpu
+from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 
 
 @pytest.fixture(autouse=True)
@@ -30,16 +32,36 @@ def test_measurements_with_other_versions_are_said(
     logger = SimpleNamespace(info_once=lambda text, *args: said.append(text % args))
     stack = replace(STACK, vllm="0.30.0", triton="3.8.0")
     monkeypatch.setattr(resolve, "logger", logger)
-    monkeypatch.setattr(resolve, "attempt", lambda kernel, **_: None)
+    monkeypatch.setattr(resolve, "attempt", lambda kernel, head_dim, dtype: None)
     monkeypatch.setattr(resolve, "probe", lambda libraries: stack)
+    compared = mock.Mock(wraps=resolve.other_versions)
+    monkeypatch.setattr(resolve, "other_versions", compared)
     assert len(choices_here(80, torch.bfloat16, None, None, fp8=fp8)) > 1
+    measured = FP8_DTYPE if fp8 else torch.bfloat16
+    compared.assert_called_once_with(stack, measured, 80, None)
     (line,) = said
     assert (
         "other versions: vllm 0.25.1 (here 0.30.0), triton 3.6.0 (here 3.8.0)" in line
     )
     # A kernel that is forced follows from no measurement.
     choices_here(80, torch.bfloat16, kernel, None, fp8=fp8)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    choices_here(80, torch.bfloat16, None, None, fp8=fp8)
     assert said == [line]
+
+
+def test_a_kernel_that_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(kernel: str, head_dim: int, dtype: torch.dtype) -> str | None:
+        return "it computes nonsense" if kernel == "flash_attn_4" else None
+
+    said: list[str] = []
+    logger = SimpleNamespace(warning_once=lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(resolve, "logger", logger)
+    monkeypatch.setattr(resolve, "attempt", attempt)
+    monkeypatch.setattr(resolve, "probe", lambda libraries: STACK)
+    assert choices_here(80, torch.bfloat16, None, None)
+    (line,) = said
+    assert "does not use the kernel flash_attn_4: it computes nonsense" in line
 
 
 @pytest.mark.parametrize("fp8", [False, True])

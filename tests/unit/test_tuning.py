@@ -109,12 +109,16 @@ def test_nan_is_a_wrong_result(kernels: dict[str, Callable[..., Any]]) -> None:
     assert "relative error nan" in left_out[0]
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [("no plan\nand a long story", "no plan"), ("", "no message")],
+)
 def test_a_kernel_that_stops_running_keeps_its_shorter_times(
-    kernels: dict[str, Callable[..., Any]],
+    message: str, said: str, kernels: dict[str, Callable[..., Any]]
 ) -> None:
     def short_only(q: torch.Tensor, *rest: Any) -> torch.Tensor:
         if q.shape[0] > 8:
-            raise RuntimeError("no plan\nand a long story")
+            raise RuntimeError(message)
         return attention_ref(q, *rest)
 
     kernels["cudnn"] = short_only
@@ -127,7 +131,7 @@ def test_a_kernel_that_stops_running_keeps_its_shorter_times(
         CPU,
     )
     assert [len(m.us) for m in found] == [2, 1, 1]
-    assert left_out == ["cudnn from 1 x 16 tokens on: RuntimeError: no plan"]
+    assert left_out == [f"cudnn from 1 x 16 tokens on: RuntimeError: {said}"]
 
 
 def test_a_batch_that_memory_does_not_hold_is_skipped(
