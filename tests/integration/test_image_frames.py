@@ -4,6 +4,7 @@
 import sys
 from inspect import signature
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -151,26 +152,34 @@ def test_nothing_is_sent_that_would_not_be_received(checkpoint):
     assert not is_once(prepared(processor, {"image": drawn(SIZES[:1])}))
 
 
-def test_a_processor_that_does_more_with_its_patches(checkpoint, monkeypatch):
+@pytest.mark.parametrize(
+    "change",
+    [lambda patches: patches.repeat(1, 2), lambda patches: patches.float() / 2],
+    ids=["twice", "floats"],
+)
+def test_a_processor_that_does_more_with_its_patches(checkpoint, change, monkeypatch):
     """It gets them whole."""
     processor = build(checkpoint)
     data = {"image": drawn(SIZES)}
     cls = type(processor.info.get_hf_processor().image_processor)
     original = cls._preprocess
 
-    def doubled(self, *args, **kwargs):
+    def changed(self, *args, **kwargs):
         found = original(self, *args, **kwargs)
-        found["pixel_values"] = found["pixel_values"].repeat(1, 2)
+        found["pixel_values"] = change(found["pixel_values"])
         return found
 
-    monkeypatch.setattr(cls, "_preprocess", doubled)
-    found = prepared(processor, data)
+    monkeypatch.setattr(cls, "_preprocess", changed)
+    with mock.patch.object(image_frames.logger, "warning_once") as warned:
+        found = prepared(processor, data)
     assert not is_once(found)
+    name = type(processor.info.get_hf_processor()).__name__
+    assert warned.call_args.args[1:] == (name, ENV_DISABLE_PATCHES, "image-frames")
     monkeypatch.setattr(cls, "_preprocess", original)
     revert_group(PATCHES)
     for (_, item), (_, expected) in zip(found, prepared(processor, data), strict=True):
         whole = expected["pixel_values"].data
-        assert torch.equal(item["pixel_values"].data, whole.repeat(1, 2))
+        assert torch.equal(item["pixel_values"].data, change(whole))
 
 
 def test_a_processor_that_fails_leaves_nothing_behind(checkpoint, monkeypatch):

@@ -81,6 +81,19 @@ def test_method_is_wrapped_once_and_comes_back_by_identity(target):
     assert patch.state() == "not applied"
 
 
+def test_what_others_have_wrapped_since_stays(target):
+    patch = make_patch()
+    patch.apply()
+    ours = target.__dict__["method"]
+    target.method = theirs = plus_one(ours)
+    with pytest.raises(PatchError, match="Target.method was wrapped once more"):
+        patch.revert()
+    assert patch.applied and target.__dict__["method"] is theirs
+    target.method = ours
+    patch.revert()
+    assert target().method(1) == 1
+
+
 def test_classmethod_stays_a_classmethod(target):
     original = target.__dict__["make"]
     patch = make_patch("make", ("cls", "x"), doubled)
@@ -99,8 +112,11 @@ def test_an_inherited_method_is_replaced_in_one_class(target, monkeypatch):
         def method(self, x):
             return -x
 
+    class Grandchild(Other):
+        pass
+
     module = sys.modules["patch_target"]
-    module.Child, module.Other = Child, Other
+    module.Child, module.Other, module.Grandchild = Child, Other, Grandchild
     patch = make_patch()
     patch.target = "patch_target:Child.method"
     assert "no patch_target:Child.method" in patch.state()
@@ -110,9 +126,11 @@ def test_an_inherited_method_is_replaced_in_one_class(target, monkeypatch):
     assert (Child().method(1), target().method(1)) == (2, 1)
     patch.revert()
     assert "method" not in vars(Child) and Child().method(1) == 1
-    # Of a vLLM whose class has its own, or another base.
-    patch.target = "patch_target:Other.method"
-    assert "no patch_target:Other.method from patch_target:Target" in patch.state()
+    # Of a vLLM whose class has its own or inherits another, or has another base.
+    for name in ("Other", "Grandchild"):
+        patch.target = f"patch_target:{name}.method"
+        text = f"no patch_target:{name}.method from patch_target:Target"
+        assert text in patch.state()
     patch.target, patch.inherited_from = "patch_target:Child.method", "patch_target:Not"
     assert patch.state().startswith("unavailable")
 
