@@ -158,6 +158,17 @@ class TestBuffers:
         self.run_all(served, 20)
         assert len(passes) == 2
 
+    def test_not_kept_for_blocks_with_other_steps(
+        self, qwen3: tuple[Tower, Tower], passes: Any
+    ) -> None:
+        served, _ = qwen3
+        self.run_all(served, 44)
+        # As when an engine that runs loads weights anew.
+        programs(served)[0].build()
+        assert passes[0]() is None
+        self.run_all(served, 44)
+        assert len(passes) == 2
+
     def run_all(self, of: Tower, rows: int) -> None:
         x, with_ = stream(of, rows), tables(of, rows)
         for place in range(3):

@@ -6,6 +6,7 @@ here; how weights are padded is vLLM's here, too.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,11 +47,29 @@ pytestmark = [cpu_only, pytest.mark.usefixtures("fp8")]
 # Rows of e4m3 are off by 2 to 3 percent, of a scale for all by more.
 TOLERANCE = {"tensor": 0.05, "channel": 0.05, "static": 0.08}
 
+can_launch = fp8_linear.can_launch
+
 
 @pytest.fixture
 def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
     """Have FP8 layers run as on a GPU, by the references."""
     monkeypatch.setattr(fp8_linear, "can_launch", lambda layer, kernel: True)
+
+
+@pytest.mark.parametrize(
+    ("is_cutlass", "op", "is_cuda"),
+    [(True, len, True), (False, len, True), (True, None, True), (True, len, False)],
+)
+def test_vllms_cutlass_on_a_gpu_is_launched_here_and_nothing_else(
+    is_cutlass: bool, op: Any, is_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.kernels.linear import scaled_mm
+
+    cls: Any = scaled_mm.CutlassFP8ScaledMMLinearKernel
+    kernel = object.__new__(cls if is_cutlass else type("Other", (cls,), {}))
+    monkeypatch.setattr(fp8_linear, "cutlass_op", lambda: op)
+    layer = SimpleNamespace(weight=SimpleNamespace(is_cuda=is_cuda))
+    assert can_launch(layer, kernel) == (is_cutlass and is_cuda and op is not None)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
