@@ -81,6 +81,11 @@ def test_commits_are_compared_on_one_vllm(
     monkeypatch.setattr("sys.argv", [*command, "--compare", "old", "new"])
     bits.main()
     assert "same bits in all 1 cases" in capsys.readouterr().out
+    write_rows(path, "other", {"1x256": "cc"}, torch="2.14.0")
+    monkeypatch.setattr("sys.argv", [*command, "--compare", "old", "other"])
+    with pytest.raises(SystemExit, match="old and other differ in 1 cases"):
+        bits.main()
+    assert "other bits (torch: 2.11.0 and 2.14.0)\n" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", command)
     with pytest.raises(SystemExit):
         bits.main()

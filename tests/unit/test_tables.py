@@ -265,6 +265,52 @@ def test_a_case_that_no_later_run_measured_stays():
     assert best.mean(chosen_rows.PLUGIN, model) == f"{6**0.5:.2f}"
 
 
+def test_each_case_has_its_speed_up_over_stock():
+    times = {
+        "1x4096": {"stock-flash_attn": 4.0, "plugin": 2.0, "plugin-fp8": 1.0},
+        "mixed": {"stock-flash_attn": 3.0, "plugin": 0.375, "stock-flashinfer": 5.0},
+    }
+    rows = [
+        make_row(case=case, provider=provider, samples_ms=[ms])
+        for case, by_provider in times.items()
+        for provider, ms in by_provider.items()
+    ]
+    model = rows[0]["model"]
+    heads, _, *lines = bench_tables.case_table(rows, "model").splitlines()
+    assert heads == (
+        "| model | case | stock-flash_attn | plugin | plugin-fp8 | stock-flashinfer "
+        "| plugin: speed-up | plugin-fp8: speed-up |"
+    )
+    assert lines == [
+        f"| {model} | 1x4096 | 4 | 2 | 1 | - | 2.00 | 4.00 |",
+        f"| {model} | mixed | 3 | 0.375 | - | 5 | 8.00 |  |",
+        f"| {model} | geometric mean |  |  |  |  | 4.00 | 4.00 |",
+    ]
+
+
+def test_options_pick_the_rows(tmp_path):
+    rows = [
+        make_row(model=model, case=case, provider=provider)
+        for model in ("A/one", "B/two", "C/three")
+        for case in ("1x256", "1x4096", "mixed")
+        for provider in ("stock-flash_attn", "plugin", "plugin-fp8")
+    ]
+    path = write_rows(tmp_path / "encoder.csv", rows)
+    options = {
+        "--models": ("A/one", "C/three"),
+        "--cases": ("mixed", "1x256"),
+        "--providers": ("stock-flash_attn", "plugin-fp8"),
+    }
+    listed = [word for name, values in options.items() for word in (name, *values)]
+    lines = table.render(["encoder", str(path), *listed]).splitlines()
+    assert lines[0].split(" | ")[2:4] == ["stock-flash_attn", "plugin-fp8"]
+    assert [line.split(" | ")[:2] for line in lines[2:-2]] == [
+        [f"| {model}", case]
+        for model in options["--models"]
+        for case in ("1x256", "mixed")
+    ]
+
+
 def test_tables_are_of_one_vllm(tmp_path):
     path = tmp_path / "encoder.csv"
     log = CsvLog(path)
