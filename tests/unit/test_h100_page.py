@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the page of an H100 says of new sizes and of one layer is what the rows say."""
+
+import statistics
+from collections import defaultdict
+
+from _pages import H100_RESULTS, rows, text_of
+
+import chosen_rows
+
+
+def test_the_page_of_an_h100_says_what_new_sizes_gain() -> None:
+    page = text_of("results_h100.md").partition(" eager mode, new sizes ")[2]
+    best = chosen_rows.Best(rows("encoder", "0.33.0", H100_RESULTS), own_mode="new")
+    pairs = [
+        (stock, ours)
+        for model in best.models
+        for case in best.cases(model)
+        if (stock := best.stock(model, case))
+        and (ours := best.of(chosen_rows.PLUGIN, model, case))
+    ]
+    gains = [float(stock["p50_ms"]) / float(ours["p50_ms"]) for stock, ours in pairs]
+    assert len(pairs) > 25 and min(gains) > 1
+    small = [pair for pair in pairs if pair[0]["case"] in ("1x256", "1x1024")]
+    assert len(small) == 6 and {row["commit"] for p in small for row in p} == {
+        "ca6a00a"
+    }
+    span = [
+        (min(values), max(values))
+        for values in (
+            [float(s["p50_ms"]) / float(o["p50_ms"]) for s, o in small],
+            *([float(pair[i]["p50_ms"]) for pair in small] for i in (1, 0)),
+        )
+    ]
+    assert (
+        f"{span[0][0]:.2f} to {span[0][1]:.2f} times as fast: {span[1][0]:.0f} to "
+        f"{span[1][1]:.0f} ms in place of {span[2][0]:.0f} to {span[2][1]:.0f}"
+    ) in page
+
+
+def test_the_page_of_an_h100_says_what_a_layer_gains() -> None:
+    page = text_of("results_h100.md").partition(" One attention layer ")[2]
+    stocks = chosen_rows.BASELINE, f"{chosen_rows.BASELINE}4"
+    found: dict[str, dict[str, dict[str, chosen_rows.Row]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    for row in rows("attention", "0.33.0", H100_RESULTS):
+        if (row["bench"], row["mode"]) == ("qkv_attention", "graph"):
+            found[row["head_dim"]][row["case"]][row["provider"]] = row
+    gains = {
+        head_dim: [
+            min(float(by[name]["p50_ms"]) for name in stocks)
+            / float(by[chosen_rows.PLUGIN]["p50_ms"])
+            for by in cases.values()
+        ]
+        for head_dim, cases in found.items()
+    }
+    means = {head_dim: statistics.geometric_mean(x) for head_dim, x in gains.items()}
+    assert f"{means['72']:.2f} (head dim 72) and {means['80']:.2f} (80)" in page
+    assert f"the least is {min(map(min, gains.values())):.3f}" in page
+    errors = [
+        float(by[chosen_rows.PLUGIN]["rel_err"]) / float(by[stocks[0]]["rel_err"])
+        for cases in found.values()
+        for by in cases.values()
+    ]
+    assert f"at most {max(errors):.2f} times stock's" in page
