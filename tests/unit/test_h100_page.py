@@ -64,3 +64,27 @@ def test_the_page_of_an_h100_says_what_a_layer_gains() -> None:
         for by in cases.values()
     ]
     assert f"at most {max(errors):.2f} times stock's" in page
+
+
+def test_the_page_of_an_h100_says_what_requests_take_that_first_come() -> None:
+    page = text_of("results_h100.md")
+    totals: dict[str, list[float]] = defaultdict(list)
+    for name in ("graphs_first_time", "graphs"):
+        for row in rows(name, "0.33.0", H100_RESULTS):
+            if (
+                row["model"].endswith("Qwen3-VL-8B-Instruct")
+                and row["provider"] == chosen_rows.PLUGIN
+                and row["case"] == "first 300 random mixtures"
+            ):
+                totals[row["config"]].append(float(row["total_ms"]))
+    (first, twice), (fp8_first, fp8_twice) = totals["automatic"], totals["fp8"]
+    assert f"300 take {first:.0f} ms, and {fp8_first:.0f} with FP8 attention" in page
+    more = [100 * a / b - 100 for a, b in ((first, twice), (fp8_first, fp8_twice))]
+    assert "attention, {:.0f} and {:.0f} % more than".format(*more) in page
+    compared = [
+        row
+        for row in rows("graphs_first_time", "0.33.0", H100_RESULTS)
+        if row["same_kernel_bitwise"]
+    ]
+    assert all(float(row["same_kernel_bitwise"]) == 1 for row in compared)
+    assert {row["requests"] for row in compared if "random" in row["case"]} == {"300"}
