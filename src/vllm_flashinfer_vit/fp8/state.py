@@ -124,8 +124,6 @@ class EngineScales(PerEngine):
         self._layer_names: set[str] = set()
         # The file of static scales, read by the first layer that asks for it.
         self._file: tuple[Path, ScaleFile] | None = None
-        # Head dims of layers that the file lacks.
-        self._lacking: dict[str, int] = {}
         self._states: list[ScaleState] = []
         self._saving: _Saving | None = None
 
@@ -157,8 +155,6 @@ class EngineScales(PerEngine):
             if layer_name in file.layers:
                 found = scales.scales_for(file, policy.scale_path, layer_name, head_dim)
                 given = found.scale
-            else:
-                self._lacking[layer_name] = head_dim
         state = ScaleState(layer_name, head_dim, given)
         self._states.append(state)
         if policy.save_path is not None:
@@ -210,9 +206,12 @@ class EngineScales(PerEngine):
         Raises:
             ScaleError: The file lacks it.
         """
-        if self._file is not None and layer_name in self._lacking:
-            path, file = self._file
-            scales.scales_for(file, path, layer_name, self._lacking[layer_name])
+        if self._file is None:
+            return
+        path, file = self._file
+        for state in self._states:
+            if state.layer_name == layer_name:
+                scales.scales_for(file, path, layer_name, state.head_dim)
 
     def forget_dummies(self) -> None:
         """Forget what all layers saw; call it when the engine has warmed up."""
