@@ -281,10 +281,10 @@ def _prepare_observing(
 ) -> Callable[[DeviceScales], None]:
     """Prepare to enter the abs-max of real rows into histories, and to renew scales."""
     q, k, v, cos, sin, interleaved, cu_seqlens, _ = inputs
+    turns = cos, sin, interleaved
     if q.is_cuda:
         from vllm_flashinfer_vit.kernels import absmax
 
-        turns = cos, sin, interleaved
         observe = absmax.prepare(q, k, v, cu_seqlens, like.amax, *turns)
         update = absmax.update
     else:
@@ -293,7 +293,6 @@ def _prepare_observing(
         update = absmax_ref.update_ref
 
         def observe(amax: torch.Tensor) -> None:
-            turns = cos, sin, interleaved
             absmax_ref.absmax_ref(q, k, v, cu_seqlens, amax, *turns)
 
     def call(state: DeviceScales) -> None:
