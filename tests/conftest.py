@@ -69,6 +69,19 @@ def plain_kernel() -> Iterator[None]:
 
 
 @pytest.fixture
+def metrics(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The process's counters, all at 0."""
+    from prometheus_client import CollectorRegistry
+
+    from vllm_flashinfer_vit.engine import counting
+    from vllm_flashinfer_vit.engine.metrics import Metrics
+
+    made = Metrics(CollectorRegistry())
+    monkeypatch.setattr(counting, "of_process", lambda: made)
+    return made
+
+
+@pytest.fixture
 def nan_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill what `torch.empty` and its relatives return, so that a gap in a kernel's
     output is seen: NaN in floating tensors, the smallest value in integer ones.

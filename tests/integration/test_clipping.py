@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from _towers import DEVICE, cpu_only, pixels, small_spec
-from prometheus_client import CollectorRegistry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from simulated_graphs import build_manager, capture, simulated_graphs  # noqa: E402
-from vllm_flashinfer_vit.engine import clipping, counting  # noqa: E402
+from vllm_flashinfer_vit.engine import clipping  # noqa: E402
 from vllm_flashinfer_vit.engine.clipping import READ_INTERVAL_S, ClipReader  # noqa: E402
 from vllm_flashinfer_vit.engine.counting import Counting  # noqa: E402
 from vllm_flashinfer_vit.engine.metrics import Metrics  # noqa: E402
@@ -32,14 +31,6 @@ GRIDS = [[1, 16, 12], [1, 4, 4]]
 BLOCKS = 3 * HEADS * LAYERS
 NAMES = [f"visual.blocks.{i}.attn.attn" for i in range(LAYERS)]
 ALL = {("q",): BLOCKS, ("k",): BLOCKS, ("v",): BLOCKS}
-
-
-@pytest.fixture
-def metrics(monkeypatch: pytest.MonkeyPatch) -> Metrics:
-    """The process's counters, all at 0."""
-    made = Metrics(CollectorRegistry())
-    monkeypatch.setattr(counting, "of_process", lambda: made)
-    return made
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from _encoders import PACKED
 from _models import encode as run
 from _models import engine
 from _towers import FAMILIES, cpu_only, pixels, small_spec, small_tower
-from prometheus_client import CollectorRegistry
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -39,14 +38,6 @@ pytestmark = cpu_only
 GRIDS = [[1, 8, 8], [1, 4, 4]]
 PATCHES = 80
 LIMITS = {"budgets": (16, 64, 128), "max_items": 8, "frames_per_video": 4}
-
-
-@pytest.fixture
-def metrics(monkeypatch: pytest.MonkeyPatch) -> Metrics:
-    """The process's counters, all at 0."""
-    made = Metrics(CollectorRegistry())
-    monkeypatch.setattr(counting, "of_process", lambda: made)
-    return made
 
 
 def of_series(metrics: Metrics, name: str) -> dict[tuple[str, ...], int]:

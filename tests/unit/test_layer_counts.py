@@ -8,19 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from prometheus_client import CollectorRegistry  # noqa: E402
-
-from vllm_flashinfer_vit.engine import counting  # noqa: E402
 from vllm_flashinfer_vit.engine.counting import Counting  # noqa: E402
 from vllm_flashinfer_vit.engine.metrics import Metrics  # noqa: E402
 from vllm_flashinfer_vit.ops.plan import LEAST_MEAN_LEN, Plan  # noqa: E402
-
-
-@pytest.fixture
-def metrics(monkeypatch: pytest.MonkeyPatch) -> Metrics:
-    made = Metrics(CollectorRegistry())
-    monkeypatch.setattr(counting, "of_process", lambda: made)
-    return made
 
 
 @pytest.fixture
