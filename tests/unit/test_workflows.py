@@ -69,6 +69,25 @@ def test_ci_checks_workflows_with_a_pinned_version() -> None:
     assert re.fullmatch(wanted, command), command
 
 
+def test_links_that_leave_the_repository_are_checked() -> None:
+    """All but those of tests, which are made up."""
+    job = loaded(GITHUB / "workflows" / "audit.yml")["jobs"]["links"]
+    args = job["steps"][-1]["with"]["args"]
+    inputs = [ROOT / name for name in args.partition(" HFPR_VERSION ")[2].split()]
+    # lychee reads the Markdown of folders, and no hidden folder that is not named.
+    assert {path for path in inputs if path.is_dir()} == {ROOT, GITHUB}
+    files = [*ROOT.iterdir(), *GITHUB.rglob("*")]
+    for folder in ("benchmarks", "docs", "examples", "src", "tools"):
+        files += (ROOT / folder).rglob("*")
+    others = {
+        path
+        for path in files
+        if path.suffix in (".py", ".sh", ".toml", ".yml")
+        and re.search(r"https?://[a-z][\w-]*\.[\w.-]*[a-z]", path.read_text())
+    }
+    assert others == set(inputs) - {ROOT, GITHUB}
+
+
 def test_a_step_that_does_not_exist_is_named() -> None:
     done = subprocess.run([ROOT / ".ci" / "run", "odd"], capture_output=True, text=True)
     assert done.returncode == 2
