@@ -137,7 +137,8 @@ class BlockStack(nn.Module):
         if encoder_metadata is None:
             assert grids is not None
             encoder_metadata = self.prepare_encoder_metadata(grids)
-        x = pixels.view(self._shape(len(pixels), grids))
+        # As from a patch embedding: vLLM's fused norm writes over what a block gets.
+        x = pixels.clone().view(self._shape(len(pixels), grids))
         whole, windowed = _by_reach(encoder_metadata)
         full = self.fullatt_block_indexes
         for index, block in enumerate(self.blocks):

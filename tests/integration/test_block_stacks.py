@@ -83,6 +83,24 @@ def test_blocks_run_as_programs_and_equal_stocks(name: str, ran: list[int]) -> N
     assert ran == [0, 1] * len(batches)
 
 
+class Doubles(torch.nn.Module):
+    """A block that writes over what it gets, as vLLM's fused norm does."""
+
+    def forward(self, x: torch.Tensor, **given: object) -> torch.Tensor:
+        return x.mul_(2)
+
+
+@cpu_only
+def test_blocks_may_write_over_what_they_get() -> None:
+    tower = build("Kimi-K2.5", "TORCH_SDPA", depth=1)
+    metadata = tower.visual.prepare_encoder_metadata(GRIDS)
+    tower.visual.blocks = torch.nn.ModuleList([Doubles()])
+    x = noise(72, tower.spec.patch_dim)
+    for _ in range(2):
+        out = tower.visual(x, GRIDS, encoder_metadata=metadata)
+        torch.testing.assert_close(out, 2 * noise(72, tower.spec.patch_dim))
+
+
 @cpu_only
 @pytest.mark.parametrize("name", values(["Gemma-4-768"], ["Gemma-4-1152"]))
 def test_gemma_4_runs_by_this_package_and_equals_transformers(name: str) -> None:
