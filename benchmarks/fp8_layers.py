@@ -8,8 +8,8 @@ out: by the same weights, with the same attention, but scales as vLLM takes them
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -73,6 +73,7 @@ def layer_rows(
         failures: Gets what did not run.
         distances: Of an output from fp32's and bf16's.
     """
+    from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
     from vllm_flashinfer_vit.towers.spec import resolve_spec
     from vllm_flashinfer_vit.towers.tower import build_tower
 
@@ -91,7 +92,11 @@ def layer_rows(
         bf16, tower = encoded(name)
         found = {"bf16": (bf16, tower)}
         for label, method in METHODS.items():
-            with failures.noted(f"{model} {name} {label}"), _steps(method.is_stock):
+            off = {ENV_DISABLE_PATCHES: "fp8_linear"} if method.is_stock else {}
+            with (
+                failures.noted(f"{model} {name} {label}"),
+                mock.patch.dict(os.environ, off),
+            ):
                 found[label] = encoded(
                     name,
                     quantization=method.quantization,
@@ -111,18 +116,3 @@ def layer_rows(
                 "tokens": math.prod(grids[0]),
                 **distances(out, fp32, bf16),
             }
-
-
-@contextmanager
-def _steps(is_stock: bool) -> Iterator[None]:
-    from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
-
-    before = os.environ.get(ENV_DISABLE_PATCHES)
-    if is_stock:
-        os.environ[ENV_DISABLE_PATCHES] = "fp8_linear"
-    try:
-        yield
-    finally:
-        os.environ.pop(ENV_DISABLE_PATCHES, None)
-        if before is not None:
-            os.environ[ENV_DISABLE_PATCHES] = before

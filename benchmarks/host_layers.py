@@ -3,8 +3,8 @@
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from unittest import mock
 
 from correctness import check_error, relative_error
 from csv_log import DTYPES
@@ -33,7 +33,8 @@ class Layer:
         """Build a tower of one block."""
         origin, _, name = provider.partition("-")
         is_stock = origin == "stock"
-        with _environment(ENV_KERNEL, "auto" if is_stock or not name else name):
+        kernel = "auto" if is_stock or not name else name
+        with mock.patch.dict(os.environ, {ENV_KERNEL: kernel}):
             tower = build_tower(
                 resolve_spec(model, random_weights=True, depth=1),
                 backend=name.upper() if is_stock else "FLASHINFER",
@@ -74,19 +75,6 @@ class Layer:
             problem.max_seqlen,
             None,
         )
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def provider_names() -> list[str]:

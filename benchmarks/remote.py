@@ -5,10 +5,11 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
+from unittest import mock
 
 # An engine's process first ends others.
 _END_WITHIN_S = 30.0
@@ -88,7 +89,7 @@ class Remote:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(make, arguments, theirs))
-        with _environment(environment):
+        with mock.patch.dict(os.environ, environment):
             self._process.start()
         theirs.close()
 
@@ -131,17 +132,3 @@ class Remote:
     def _gone(self) -> RemoteError:
         self._process.join(10)
         return RemoteError(f"its process ended with {self._process.exitcode}")
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

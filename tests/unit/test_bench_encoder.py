@@ -6,6 +6,7 @@ import math
 import os
 import statistics
 from dataclasses import replace
+from multiprocessing.context import SpawnProcess
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from _benchmarks import ENVIRONMENT
 
 import contenders
 import op_problems
-import remote as remote_process
+import remote
 import timing
 import tower_bench
 import tower_cases
@@ -362,7 +363,11 @@ def test_environment_of_a_process_does_not_stay(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "mine")
     monkeypatch.delenv("VLLM_FLASHINFER_VIT_KERNEL", raising=False)
     wanted = {"VLLM_PLUGINS": "", "VLLM_FLASHINFER_VIT_KERNEL": "cudnn"}
-    with remote_process._environment(wanted):
-        assert {name: os.environ[name] for name in wanted} == wanted
+    started = {}
+    monkeypatch.setattr(
+        SpawnProcess, "start", lambda process: started.update(os.environ)
+    )
+    remote.Remote(SimpleNamespace, (), wanted, 1.0)
+    assert {name: started[name] for name in wanted} == wanted
     assert os.environ["VLLM_PLUGINS"] == "mine"
     assert "VLLM_FLASHINFER_VIT_KERNEL" not in os.environ
