@@ -12,7 +12,6 @@ two that differ are an error.
 """
 
 import argparse
-import csv
 import gc
 import hashlib
 import math
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from chosen_rows import of_one_vllm
+from chosen_rows import of_one_vllm, read
 from csv_log import DTYPES, CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS, Environment, device
 from failures import Failures
@@ -140,8 +139,7 @@ def hashes(
     Raises:
         SystemExit: The file has no row of this commit, or as `of_one_vllm`.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = read(path)
     mine = [row for row in rows if row["commit"] == commit]
     if not mine:
         commits = ", ".join(dict.fromkeys(row["commit"] for row in rows)) or "none"

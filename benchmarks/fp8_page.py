@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of fp8_accuracy.py, and the page `docs/fp8_accuracy.md` that they become."""
 
-import csv
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from chosen_rows import Row
+from chosen_rows import Row, newest, read
 from environment import ENVIRONMENT_COLUMNS
 from fp8_inputs import INPUTS
 from fp8_layers import OUTLIER_CHANNELS, OUTLIER_FACTOR
@@ -33,18 +32,9 @@ BAR = 0.8
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read a results file; of repeated measurements the last one counts.
-
-    Raises:
-        ValueError: The file has other columns.
-    """
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        rows = list(reader)
-    if tuple(reader.fieldnames or ()) != COLUMNS:
-        raise ValueError(f"{path} is not a file of FP8 accuracy: its columns differ")
+    """Read a results file; of repeated measurements the last one counts."""
     keys = COLUMNS[: COLUMNS.index("tokens") + 1]
-    return list({tuple(row[key] for key in keys): row for row in rows}.values())
+    return newest(read(path), lambda row: tuple(row[key] for key in keys))
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -24,7 +24,6 @@ A run goes on where an earlier one of the same commit ended.
 """
 
 import argparse
-import csv
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -36,6 +35,7 @@ from typing import Any
 
 import torch
 
+from chosen_rows import read
 from csv_log import CsvLog, results_path
 from engines import Job, start
 from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS, Environment, gpus_to_use
@@ -96,15 +96,14 @@ def finished(path: Path, environment: Environment) -> set[Job]:
         return set()
     here = {name: getattr(environment, name) for name in ("commit", *STACK_COLUMNS)}
     ended, wrong = set(), set()
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if any(row[name] != value for name, value in here.items()):
-                continue
-            job = Job(row["model"], row["config"], row["provider"])
-            if row["case"] == "random mixtures":
-                ended.add(job)
-            if judge(row):
-                wrong.add(job)
+    for row in read(path):
+        if any(row[name] != value for name, value in here.items()):
+            continue
+        job = Job(row["model"], row["config"], row["provider"])
+        if row["case"] == "random mixtures":
+            ended.add(job)
+        if judge(row):
+            wrong.add(job)
     return ended - wrong
 
 

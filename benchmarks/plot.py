@@ -14,7 +14,6 @@ Bars beside each other are of one run: of the commit that measured one of them l
 """
 
 import argparse
-import csv
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,8 +25,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from chosen_rows import Row, check_names, of_last_run, of_one_vllm
-from csv_log import COLUMNS
+from chosen_rows import Row, check_names, of_last_run, of_one_vllm, read
 from figures import GREY, STYLE, colour_of, say_where, write_svg
 from waterfall import CLASS_COLOURS, text_colour
 
@@ -51,25 +49,6 @@ BENCH_NAMES = {
     "attention": "attention alone",
     "qkv_attention": "from the QKV projection, with rotary embedding",
 }
-
-
-def read_rows(path: Path, vllm: str | None = None) -> list[Row]:
-    """Read a results file.
-
-    Args:
-        path: The file.
-        vllm: Of which version; needed if there are more.
-
-    Raises:
-        SystemExit: As `of_one_vllm`.
-        ValueError: The file has other columns than the benchmarks write.
-    """
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        rows = list(reader)
-    if tuple(reader.fieldnames or ()) != COLUMNS:
-        raise ValueError(f"{path} is not a results file: its columns differ")
-    return of_one_vllm(rows, vllm, path)
 
 
 def _groups(
@@ -328,14 +307,14 @@ def draw(
         source: Results file.
         target: SVG file to write.
         shown: By a column of the file, what is shown of it; None for all.
-        vllm: As for `read_rows`.
+        vllm: Of which version; needed if there are more.
 
     Raises:
-        SystemExit: As `read_rows` and `check_names`.
-        ValueError: The results file is not one, or has no rows of these.
+        SystemExit: As `read`, `of_one_vllm` and `check_names`.
+        ValueError: The results file has no rows of these.
     """
     wanted = {column: values for column, values in shown.items() if values}
-    rows = read_rows(source, vllm)
+    rows = of_one_vllm(read(source), vllm, source)
     check_names(rows, wanted, source)
     rows = [
         row

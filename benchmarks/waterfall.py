@@ -11,14 +11,13 @@ apart by their names. The figure is drawn from the CSV file.
 """
 
 import argparse
-import csv
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from chosen_rows import of_last_run, of_one_vllm
+from chosen_rows import Row, of_last_run, of_one_vllm, read
 from contenders import Contender
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment, device
@@ -63,8 +62,6 @@ SMOKE_CONTENDERS = (("stock-torch_sdpa", "eager"), ("plugin", "eager"))
 COLUMNS = ("model", "case", "provider", "blocks", "dtype", "class", "ms", "kernels")
 # Enough to average over; one call takes up to half a second.
 _CALLS = 5
-
-Row = Mapping[str, str]
 
 
 def class_of(kernel: str) -> str:
@@ -137,7 +134,7 @@ def draw(source: Path, target: Path, vllm: str | None = None) -> None:
         vllm: Of which version; needed if there are more.
 
     Raises:
-        SystemExit: As `of_one_vllm`.
+        SystemExit: As `read` and `of_one_vllm`.
     """
     import matplotlib
 
@@ -146,9 +143,8 @@ def draw(source: Path, target: Path, vllm: str | None = None) -> None:
 
     from plot import STYLE
 
-    with source.open(newline="", encoding="utf-8") as file:
-        read = of_one_vllm(csv.DictReader(file), vllm, source)
-    rows = of_last_run(read, ("model", "case"), ("provider", "blocks", "class"))
+    rows = of_one_vllm(read(source), vllm, source)
+    rows = of_last_run(rows, ("model", "case"), ("provider", "blocks", "class"))
     panels: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         panels.setdefault((row["model"], row["case"]), []).append(row)

@@ -215,14 +215,11 @@ def test_a_bar_of_the_host_is_of_one_run(plot, tmp_path):
     assert ">10<" in svg and "attention" not in svg and "commit old" not in svg
 
 
-def test_other_files_are_not_drawn(plot, tmp_path):
-    path = tmp_path / "other.csv"
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="columns"):
-        plot.read_rows(path)
-    CsvLog(tmp_path / "empty.csv")
+def test_a_file_without_rows_is_not_drawn(plot, tmp_path):
+    source = tmp_path / "empty.csv"
+    CsvLog(source)
     with pytest.raises(chosen_rows.NoRowsError, match="measure"):
-        plot.read_rows(tmp_path / "empty.csv")
+        plot.draw("encoder", source, tmp_path / "a.svg")
 
 
 def test_figures_are_of_one_vllm(plot, tmp_path):
