@@ -10,6 +10,7 @@ from chosen_rows import Row, newest, read
 from environment import ENVIRONMENT_COLUMNS
 from fp8_inputs import INPUTS
 from fp8_layers import OUTLIER_CHANNELS, OUTLIER_FACTOR
+from table_text import table_head, table_line
 
 METHODS = ("bf16", "block", "dynamic", "static", "upstream")
 COLUMNS = (
@@ -125,13 +126,10 @@ def _attention_table(rows: Sequence[Row]) -> str:
     methods = [
         m for m in METHODS if any(m in by_method for by_method in found.values())
     ]
-    lines = [
-        f"| input | head dim | {' | '.join(methods)} |",
-        "|" + "---|" * (len(methods) + 2),
-    ]
+    lines = table_head(["input", "head dim", *methods])
     for (name, head_dim), by_method in found.items():
-        cells = " | ".join(_cell(by_method[method]) for method in methods)
-        lines.append(f"| `{name}` | {head_dim} | {cells} |")
+        cells = (_cell(by_method[method]) for method in methods)
+        lines.append(table_line([f"`{name}`", head_dim, *cells]))
     return "\n".join(lines) + "\n"
 
 
@@ -171,29 +169,23 @@ def _bar(rows: Sequence[Row]) -> str | None:
 
 
 def _tower_table(rows: Sequence[Row]) -> str:
-    lines = [
-        "| model | scales | kernels | against fp32 | against bf16 |",
-        "|---|---|---|---|---|",
-    ]
+    heads = ["model", "scales", "kernels", "against fp32", "against bf16"]
+    lines = table_head(heads)
     for row in rows:
         pairs = (
             f"{float(row[f'err_{ref}']):.2g} ({1 - float(row[f'cos_{ref}']):.1g})"
             for ref in ("fp32", "bf16")
         )
-        lines.append(
-            f"| {row['model']} | {row['method']} | {row['kernel']} | "
-            f"{' | '.join(pairs)} |"
-        )
+        lines.append(table_line([row["model"], row["method"], row["kernel"], *pairs]))
     return "\n".join(lines) + "\n"
 
 
 def _layers_table(rows: Sequence[Row]) -> str:
     methods = _unique(row["method"] for row in rows)
-    heads = ["model", "input", *methods]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    lines = table_head(["model", "input", *methods])
     for model in _unique(row["model"] for row in rows):
         for name in _unique(row["input"] for row in rows):
             mine = [r for r in rows if (r["model"], r["input"]) == (model, name)]
             cells = [_cell([r for r in mine if r["method"] == m]) for m in methods]
-            lines.append(f"| {' | '.join([model, f'`{name}`', *cells])} |")
+            lines.append(table_line([model, f"`{name}`", *cells]))
     return "\n".join(lines) + "\n"
