@@ -42,6 +42,18 @@ COLOURS = {
     "plugin-reference": "#000000",
     "plugin-reference_fp8": "#444444",
 }
+# Tol's muted colours, none of which is a contender's: of kernels' classes and the like.
+CLASS_COLOURS = (
+    "#882255",
+    "#DDCC77",
+    "#332288",
+    "#88CCEE",
+    "#44AA99",
+    "#CC6677",
+    "#999933",
+    "#117733",
+    "#AA4499",
+)
 STYLE = {
     "font.size": 9,
     "svg.fonttype": "none",
@@ -72,6 +84,19 @@ def colour_of(provider: str) -> str:
     if provider not in COLOURS:
         raise ValueError(f"{provider!r} has no colour: give it one in COLOURS")
     return COLOURS[provider]
+
+
+def text_colour(background: str) -> str:
+    """Return black or white, whichever is easier to read on a colour `#RRGGBB`."""
+    channels = (int(background[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+    )
+    luminance = sum(
+        w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True)
+    )
+    # Where the contrast with white equals the one with black, by WCAG 2.
+    return "black" if luminance > 0.179 else "white"
 
 
 def say_where(figure: Any, names: str, rows: Sequence[Row]) -> None:

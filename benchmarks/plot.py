@@ -26,8 +26,15 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from chosen_rows import Row, check_names, of_last_run, of_one_vllm, read
-from figures import GREY, STYLE, colour_of, say_where, write_svg
-from waterfall import CLASS_COLOURS, text_colour
+from figures import (
+    CLASS_COLOURS,
+    GREY,
+    STYLE,
+    colour_of,
+    say_where,
+    text_colour,
+    write_svg,
+)
 
 # Under every figure whose cases have such names.
 CASE_NAMES = (

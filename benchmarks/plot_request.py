@@ -13,8 +13,7 @@ from matplotlib.patches import Patch
 
 from bench_request import BENCHES, WHOLE
 from chosen_rows import Row, of_last_run
-from figures import draw_by_options, say_where
-from waterfall import CLASS_COLOURS, text_colour
+from figures import CLASS_COLOURS, draw_by_options, say_where, text_colour
 
 NAMES = (
     "One request at a time, one token of answer. Medians of each part; the number at a "

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from chosen_rows import Row, of_last_run, of_one_vllm, read
 from contenders import Contender
@@ -40,18 +41,6 @@ CLASSES: Mapping[str, re.Pattern[str]] = {
     }.items()
 }
 OTHER = "other element-wise"
-# Tol's muted colours, none of which is a contender's in `plot.py`.
-CLASS_COLOURS = (
-    "#882255",
-    "#DDCC77",
-    "#332288",
-    "#88CCEE",
-    "#44AA99",
-    "#CC6677",
-    "#999933",
-    "#117733",
-    "#AA4499",
-)
 CONTENDERS = (
     ("stock-flash_attn", "eager"),
     ("stock-flash_attn", "fused"),
@@ -136,12 +125,9 @@ def draw(source: Path, target: Path, vllm: str | None = None) -> None:
     Raises:
         SystemExit: As `read` and `of_one_vllm`.
     """
-    import matplotlib
+    from matplotlib import pyplot as plt
 
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    from plot import STYLE
+    from figures import CLASS_COLOURS, STYLE, write_svg
 
     rows = of_one_vllm(read(source), vllm, source)
     rows = of_last_run(rows, ("model", "case"), ("provider", "blocks", "class"))
@@ -150,7 +136,7 @@ def draw(source: Path, target: Path, vllm: str | None = None) -> None:
         panels.setdefault((row["model"], row["case"]), []).append(row)
     colours = dict(zip((*CLASSES, OTHER), CLASS_COLOURS, strict=True))
     heights = [0.8 + 0.3 * len({_bar_name(r) for r in p}) for p in panels.values()]
-    with matplotlib.rc_context(STYLE):
+    with plt.rc_context(STYLE):
         figure, all_axes = plt.subplots(
             len(panels),
             1,
@@ -173,30 +159,16 @@ def draw(source: Path, target: Path, vllm: str | None = None) -> None:
         )
         names = "NxL: N images of L patches each."
         figure.supxlabel("\n".join([names, *where]), fontsize=7)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Without a date, so that the same rows give the same file.
-        figure.savefig(target, format="svg", metadata={"Date": None})
-        plt.close(figure)
-
-
-def text_colour(background: str) -> str:
-    """Return black or white, whichever is easier to read on a colour `#RRGGBB`."""
-    channels = (int(background[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    linear = (
-        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
-    )
-    luminance = sum(
-        w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True)
-    )
-    # Where the contrast with white equals the one with black, by WCAG 2.
-    return "black" if luminance > 0.179 else "white"
+        write_svg(figure, target)
 
 
 def _bar_name(row: Row) -> str:
     return f"{row['provider']}, {row['blocks']}"
 
 
-def _stack(axes: object, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
+def _stack(axes: Any, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
+    from figures import text_colour
+
     names = list(dict.fromkeys(_bar_name(row) for row in rows))
     ends = dict.fromkeys(names, 0.0)
     longest = max(

@@ -140,7 +140,7 @@ def test_host_figure_from_a_csv(plot, figures, tmp_path):
     assert "777" not in svg and "888" not in svg
     for provider in ("stock-flash_attn", "plugin"):
         assert figures.COLOURS[provider].lower() in svg
-    for colour in waterfall.CLASS_COLOURS[:3]:
+    for colour in figures.CLASS_COLOURS[:3]:
         assert colour.lower() in svg
     first = target.read_bytes()
     plot.draw("host", source, target)
@@ -258,7 +258,7 @@ def test_a_profile_is_of_the_vllm_that_runs(monkeypatch, capsys):
 
 def test_each_contender_has_one_colour_of_its_own(figures):
     assert len(set(figures.COLOURS.values())) == len(figures.COLOURS)
-    assert not set(figures.COLOURS.values()) & set(waterfall.CLASS_COLOURS)
+    assert not set(figures.COLOURS.values()) & set(figures.CLASS_COLOURS)
     with pytest.raises(ValueError, match="plugin-odd"):
         figures.colour_of("plugin-odd")
 
@@ -283,8 +283,8 @@ def test_a_contender_keeps_its_colour_in_any_company(plot, figures, tmp_path):
     ("background", "text"),
     [("#332288", "white"), ("#444444", "white"), ("#88CCEE", "black")],
 )
-def test_digits_are_readable_on_their_bar(background, text):
-    assert waterfall.text_colour(background) == text
+def test_digits_are_readable_on_their_bar(figures, background, text):
+    assert figures.text_colour(background) == text
 
 
 def test_the_commands_of_figures_name_the_gpu_and_the_vllm_of_each() -> None:
