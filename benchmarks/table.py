@@ -35,7 +35,6 @@ KINDS: Mapping[str, Callable[[list[Row]], str]] = {
     "best_eager": lambda rows: best_table(rows, "eager"),
     "best_new": lambda rows: best_table(rows, "new"),
     "best_quantized": lambda rows: best_table(rows, quantized=True),
-    "best_quantized_eager": lambda rows: best_table(rows, "eager", quantized=True),
     "modes": modes_table,
     "attention": lambda rows: case_table(rows, "head_dim"),
     "errors": error_table,
@@ -66,9 +65,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm", help="rows of this version; needed if there are more")
     parser.add_argument("--mode", help="default: graph, where one mode is compared")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--commit", help="default: the newest row of each")
     parser.add_argument("--bench", help="default: host, for the table of that name")
-    parser.add_argument("--head-dim")
     parser.add_argument("--models", nargs="+")
     parser.add_argument("--cases", nargs="+")
     parser.add_argument("--providers", nargs="+")
@@ -90,9 +87,7 @@ def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[
     wanted = {
         "mode": mode,
         "dtype": args.dtype,
-        "commit": args.commit,
         "bench": args.bench or _DEFAULT_BENCHES.get(args.kind),
-        "head_dim": args.head_dim,
     }
     rows = [
         row

@@ -97,7 +97,6 @@ def take_turns(
     mode: str,
     budget_s: float,
     least: int = 7,
-    most: int = 100,
 ) -> dict[str, list[float]]:
     """Time every provider once a round, in the order of `order_of_turn`.
 
@@ -109,7 +108,6 @@ def take_turns(
         mode: As in the rows; see this module's docstring.
         budget_s: Time for all providers together, in seconds.
         least: Rounds to run even over the budget.
-        most: Rounds that are enough.
 
     Returns:
         Samples in milliseconds by provider.
@@ -121,7 +119,7 @@ def take_turns(
     for name in names:
         clock.sample_ms(runs[name], mode)
     one_round_ms = (time.perf_counter() - begin) * 1e3
-    rounds = rounds_within(one_round_ms, budget_s, least, most)
+    rounds = rounds_within(one_round_ms, budget_s, least)
     for turn in range(rounds + rounds % 2):
         for name in order_of_turn(names, turn):
             samples[name].append(clock.sample_ms(runs[name], mode))

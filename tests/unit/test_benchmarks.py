@@ -247,7 +247,7 @@ class FakeClock:
 def test_providers_take_turns():
     clock = FakeClock()
     runs = {name: (lambda name=name: name) for name in "abc"}
-    samples = timing.take_turns(clock, runs, "graph", budget_s=0.0, least=5, most=9)
+    samples = timing.take_turns(clock, runs, "graph", budget_s=0.0, least=5)
     # An even number of rounds.
     assert samples == {"a": [1.0] * 6, "b": [2.0] * 6, "c": [4.0] * 6}
     order = "".join(name for name, _ in clock.asked)
