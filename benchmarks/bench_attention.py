@@ -146,13 +146,9 @@ def main() -> None:
         budget_s=args.budget_s or (0.03 if args.smoke else 0.4),
         least_rounds=3 if args.smoke else 7,
     )
-    try:
-        with torch.inference_mode():
-            run_cases(bench, args)
-    finally:
-        bench.failures.summary()
-    print(f"rows in {output}")
-    bench.failures.exit()
+    with torch.inference_mode():
+        run_cases(bench, args)
+    bench.failures.end(output)
 
 
 if __name__ == "__main__":

@@ -83,18 +83,15 @@ def main() -> None:
         dtype=args.dtype,
         budget_s=args.budget_s,
     )
-    try:
-        for model in args.models or (MODELS[1:2] if args.smoke else MODELS):
-            bench.run_model(
-                model,
-                args.providers or default_providers(on_gpu),
-                {name: _KNOWN_CASES[name] for name in names},
-                args.depth or (2 if args.smoke else None),
-            )
-    finally:
-        bench.summary()
-    print(f"rows in {output}")
-    bench.failures.exit()
+    for model in args.models or (MODELS[1:2] if args.smoke else MODELS):
+        bench.run_model(
+            model,
+            args.providers or default_providers(on_gpu),
+            {name: _KNOWN_CASES[name] for name in names},
+            args.depth or (2 if args.smoke else None),
+        )
+    bench.print_errors()
+    bench.failures.end(output)
 
 
 if __name__ == "__main__":

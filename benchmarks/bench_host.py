@@ -406,9 +406,7 @@ def main() -> None:
         time_towers(rows, failures, args, towers, metadata)
     if "steps" in args.benches:
         time_steps(rows, failures, args)
-    failures.summary()
-    print(f"rows in {output}")
-    failures.exit()
+    failures.end(output)
 
 
 if __name__ == "__main__":

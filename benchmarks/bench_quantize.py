@@ -12,6 +12,7 @@ given scales cut off, too. `copy` clones the projection: the bandwidth to measur
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -256,30 +257,15 @@ def main() -> None:
     failures = Failures()
     clock = Clock(device())
     known = {**CASES, **SMOKE_CASES}
-    try:
-        with torch.inference_mode():
-            for dtype in args.dtypes:
-                for head_dim in args.head_dims:
-                    names = args.cases or (SMOKE_CASES if args.smoke else BENCH_CASES)
-                    for case in names:
-                        print(f"{case} D={head_dim} {dtype}", flush=True)
-                        problem = make_problem(
-                            known[case], head_dim, DTYPES[dtype], device()
-                        )
-                        measure(
-                            case,
-                            problem,
-                            dtype,
-                            args,
-                            environment,
-                            log,
-                            failures,
-                            clock,
-                        )
-    finally:
-        failures.summary()
-    print(f"rows in {output}")
-    failures.exit()
+    names = args.cases or (SMOKE_CASES if args.smoke else BENCH_CASES)
+    with torch.inference_mode():
+        for dtype, head_dim, case in itertools.product(
+            args.dtypes, args.head_dims, names
+        ):
+            print(f"{case} D={head_dim} {dtype}", flush=True)
+            problem = make_problem(known[case], head_dim, DTYPES[dtype], device())
+            measure(case, problem, dtype, args, environment, log, failures, clock)
+    failures.end(output)
 
 
 if __name__ == "__main__":

@@ -396,9 +396,7 @@ def main() -> None:
             held = started(args, folder, model, environment.vllm, failures)
             with held as engines:
                 measure(engines, folder, model, args, rows, failures, environment)
-    failures.summary()
-    print(f"rows in {rows.path}")
-    failures.exit()
+    failures.end(rows.path)
 
 
 if __name__ == "__main__":

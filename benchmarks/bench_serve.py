@@ -433,9 +433,7 @@ def main() -> None:
             )
             with held as servers:
                 measure(servers, checkpoint, model, args, log, failures, environment)
-    failures.summary()
-    print(f"rows in {log.path}")
-    failures.exit()
+    failures.end(log.path)
 
 
 if __name__ == "__main__":

@@ -253,9 +253,7 @@ def main() -> None:
                     print(f"  {values} {row['sha256'][:16]}", flush=True)
             # A tower refers to itself, so its memory comes back here.
             gc.collect()
-    failures.summary()
-    print(f"rows in {log.path}")
-    failures.exit()
+    failures.end(log.path)
 
 
 if __name__ == "__main__":

@@ -304,9 +304,7 @@ def main() -> None:
         folder = Path(args.logs or scratch).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         check_all(args, folder, log, failures, environment)
-    failures.summary()
-    print(f"rows in {log.path}")
-    failures.exit()
+    failures.end(log.path)
 
 
 def check_all(

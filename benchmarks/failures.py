@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -30,14 +31,12 @@ class Failures:
                 # Raises if every further call of this process would fail.
                 torch.cuda.synchronize()
 
-    def exit(self) -> None:
-        """End the process with 1 if there is a failure."""
-        if self.lines:
-            raise SystemExit(1)
-
-    def summary(self) -> None:
-        """Print every failure once more."""
+    def end(self, rows: Path) -> None:
+        """Print every failure once more and where rows are; end with 1 if one is."""
         if self.lines:
             print("\nNot run:")
             for line in dict.fromkeys(self.lines):
                 print(f"  {line}")
+        print(f"rows in {rows}")
+        if self.lines:
+            raise SystemExit(1)

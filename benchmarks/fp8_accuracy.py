@@ -358,9 +358,7 @@ def main() -> None:
     failures = Failures()
     with torch.inference_mode():
         measure(args, CsvLog(output, COLUMNS), environment, failures)
-    failures.summary()
-    print(f"rows in {output}")
-    failures.exit()
+    failures.end(output)
 
 
 if __name__ == "__main__":

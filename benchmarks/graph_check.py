@@ -207,9 +207,7 @@ def main() -> None:
                 with failures.noted(job.stem):
                     future.result()
                     report(job, folder, log, failures, environment)
-    failures.summary()
-    print(f"rows in {log.path}")
-    failures.exit()
+    failures.end(log.path)
 
 
 def report(

@@ -369,9 +369,7 @@ def main() -> None:
     for model in args.models:
         with failures.noted(model):
             soak_model(model, args, logs, failures, environment)
-    failures.summary()
-    print(f"rows in {path}")
-    failures.exit()
+    failures.end(path)
 
 
 if __name__ == "__main__":

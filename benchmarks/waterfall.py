@@ -243,12 +243,10 @@ def main() -> None:
                 contenders,
                 args.depth or (2 if args.smoke else None),
             )
-        failures.summary()
-        print(f"rows in {source}")
     if args.figure:
         draw(source, args.figure, vllm)
         print(f"drew {args.figure}")
-    failures.exit()
+    failures.end(source)
 
 
 if __name__ == "__main__":

@@ -229,8 +229,11 @@ def test_a_failure_is_noted_and_the_rest_goes_on(capsys):
     with failures.noted("1x1024 plugin"):
         pass
     assert failures.lines == ["1x256 plugin: AssertionError: no metadata"]
-    failures.summary()
-    assert capsys.readouterr().out.count("no metadata") == 2
+    with pytest.raises(SystemExit, match="1"):
+        failures.end(Path("rows.csv"))
+    out = capsys.readouterr().out
+    assert out.count("no metadata") == 2 and out.endswith("rows in rows.csv\n")
+    Failures().end(Path("rows.csv"))
 
 
 class FakeClock:
