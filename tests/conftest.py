@@ -69,6 +69,19 @@ def plain_kernel() -> Iterator[None]:
 
 
 @pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the named models narrow: what a test looks at is not their width."""
+    from vllm_flashinfer_vit.towers import spec
+
+    sizes = {"hidden_size": 64, "num_heads": 4, "intermediate_size": 96}
+    models = {
+        name: (family, {**config, **sizes})
+        for name, (family, config) in spec.NAMED_MODELS.items()
+    }
+    monkeypatch.setattr(spec, "NAMED_MODELS", models)
+
+
+@pytest.fixture
 def metrics(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The process's counters, all at 0."""
     from prometheus_client import CollectorRegistry

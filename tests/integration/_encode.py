@@ -5,18 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
 from PIL import Image
 
 from vllm_flashinfer_vit.commands.encode import Options
 
 MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
-
-cpu_only = pytest.mark.skipif(
-    torch.cuda.is_available(),
-    reason="vLLM has one platform per process, and here it is the GPU",
-)
 
 
 def options(*given: Path, **changes: Any) -> Options:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _towers import cpu_only
 from PIL import Image
 from rich.console import Console
 
@@ -29,18 +30,6 @@ from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
 NAME = "visual.blocks.0.attn.attn"
 MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
-
-cpu_only = pytest.mark.skipif(
-    torch.cuda.is_available(),
-    reason="vLLM has one platform per process, and here it is the GPU",
-)
-
-
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    family, config = tower_spec.NAMED_MODELS[MODEL]
-    config = {**config, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96}
-    monkeypatch.setattr(tower_spec, "NAMED_MODELS", {MODEL: (family, config)})
 
 
 @pytest.fixture

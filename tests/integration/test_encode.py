@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _encode import MODEL, cpu_only, options, save_image
+from _encode import MODEL, options, save_image
+from _towers import cpu_only
 from PIL import Image
 from rich.console import Console
 from safetensors import safe_open
@@ -26,14 +27,6 @@ from vllm_flashinfer_vit.towers.spec import TowerError
 from vllm_flashinfer_vit.towers.tower import Tower
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "images"
-
-
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the named model narrow; what these tests look at is not its width."""
-    family, config = tower_spec.NAMED_MODELS[MODEL]
-    config = {**config, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96}
-    monkeypatch.setattr(tower_spec, "NAMED_MODELS", {MODEL: (family, config)})
 
 
 def scales_of_model(path: Path, model: str) -> Path:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _encode import MODEL, cpu_only, options, save_image
+from _encode import MODEL, options, save_image
+from _towers import cpu_only
 from PIL import Image
 from safetensors.torch import save_file
 

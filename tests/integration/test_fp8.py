@@ -11,6 +11,7 @@ import pytest
 import torch
 from _dense_models import idefics2_masked
 from _models import Call, Encoder, encode, engine
+from _towers import cpu_only
 
 from cases import Case, make_cos_sin, make_qkv, relative_error
 from vllm_flashinfer_vit.choices.trial import attempt
@@ -41,11 +42,6 @@ SCALE = HEAD_DIM**-0.5
 NAME = "visual.blocks.0.attn.attn"
 MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 IDEFICS2 = "model_executor.models.idefics2_vision_model"
-
-cpu_only = pytest.mark.skipif(
-    torch.cuda.is_available(),
-    reason="vLLM has one platform per process, and here it is the GPU",
-)
 
 BATCH = Case("", (300, 40, 129), zeros=2, pad_rows=20)
 PLAN = "128:reference,*:reference_fp8"

@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from _encode import cpu_only
 from _graph_models import CASES, DENSE, GRIDS, PACKED, built
 from _graphs import as_two_ranks, metas, patched  # noqa: F401
+from _towers import cpu_only
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from _blocks import SPECS, build, programs
-from _encode import MODEL, cpu_only, options, save_image
+from _encode import MODEL, options, save_image
 from _fp8_layers import layers_of, served
-from _towers import small_spec, small_tower
+from _towers import cpu_only, small_spec, small_tower
 from rich.console import Console
 
 from vllm_flashinfer_vit.blocks import fp8_linear

@@ -12,7 +12,7 @@ import pytest
 import torch
 from _encoders import CROSS, DENSE, PACKED, WHISPER, programs_of
 from _models import Encoder, OpCount, Result, encode, engine, noise, patches
-from _towers import SMALL
+from _towers import SMALL, cpu_only
 from torch import nn
 
 from cases import relative_error
@@ -21,11 +21,6 @@ from vllm_flashinfer_vit.plugin import all_patches, apply_model_patches
 from vllm_flashinfer_vit.settings import Settings
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
-
-HAS_GPU = torch.cuda.is_available()
-cpu_only = pytest.mark.skipif(
-    HAS_GPU, reason="vLLM has one platform per process, and here it is the GPU"
-)
 
 # Two fp32 sums of the same few hundred terms in another order.
 TOLERANCE = 1e-5

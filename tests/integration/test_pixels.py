@@ -228,14 +228,11 @@ def test_encode_takes_what_an_engine_takes(
         assert torch.equal(found, expected)
 
 
-@pytest.mark.usefixtures("narrow")
+@pytest.mark.usefixtures("normalises", "narrow")
 class TestOnAndOff:
     @pytest.fixture
-    def narrow(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def normalises(self) -> None:
         tower_of_bytes("qwen2_5_vl")
-        family, vision = spec.NAMED_MODELS[MODEL]
-        vision = {**vision, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96}
-        monkeypatch.setattr(spec, "NAMED_MODELS", {MODEL: (family, vision)})
 
     def test_embeddings(
         self, picture: Path, given: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from _encode import cpu_only, options, save_image
+from _encode import options, save_image
+from _towers import cpu_only
 from safetensors.torch import load_file
 
 from vllm_flashinfer_vit.commands import calibrate

@@ -102,14 +102,6 @@ def test_an_engine_takes_the_arguments_and_the_images(
     assert second == f"{images[1]}: What? (1240, 1753)"
 
 
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the named model narrow; what these tests look at is not its width."""
-    family, vision = tower_spec.NAMED_MODELS[MODEL]
-    vision = {**vision, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96}
-    monkeypatch.setattr(tower_spec, "NAMED_MODELS", {MODEL: (family, vision)})
-
-
 @cpu_only
 @pytest.mark.usefixtures("narrow")
 def test_embeddings_of_a_batch_are_those_of_single_images(tmp_path: Path) -> None:
