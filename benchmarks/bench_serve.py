@@ -51,7 +51,7 @@ from environment import ENVIRONMENT_COLUMNS, Environment, gpus_to_use
 from failures import Failures
 from gpu_use import noted_use, utilisation
 from make_checkpoint import make_checkpoint
-from serve_inputs import WORKLOADS, image_tokens, write_dataset
+from serve_inputs import NAME, WORKLOADS, image_tokens, write_dataset
 from setups import SETUPS, Setup, setup_option, with_variables
 from tower_cases import MODELS
 from vllm_flashinfer_vit.choices.clock import order_of_turn
@@ -84,7 +84,6 @@ COLUMNS = (
     "serve_args",
     *ENVIRONMENT_COLUMNS,
 )
-NAME = "model"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 20.0

@@ -26,6 +26,8 @@ Grid = tuple[int, int]
 MERGE = 2
 # Frames of a video for each frame of patches.
 TEMPORAL = 2
+# The name under which servers serve.
+NAME = "model"
 QUESTION = "What is this?"
 # Of the smooth part of a photograph, pixels for each of its values.
 _SMOOTH = 32

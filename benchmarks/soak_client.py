@@ -17,7 +17,8 @@ from typing import Any
 
 import aiohttp
 
-from soak_inputs import NAME, TOP_LOGPROBS, Request, body
+from serve_inputs import NAME
+from soak_inputs import TOP_LOGPROBS, Request, body
 
 ANSWER_S = 120.0
 # A server that is lost would otherwise be asked thousands of times.

@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from serve_inputs import MERGE, QUESTION
+from serve_inputs import MERGE, NAME, QUESTION
 
-# The name under which servers serve.
-NAME = "model"
 # Height and width in pixels.
 Size = tuple[int, int]
 MAX_IMAGES = 20

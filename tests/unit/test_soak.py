@@ -21,7 +21,6 @@ from _benchmarks import BENCHMARKS, ENVIRONMENT
 from _soak import PATCH, Fake, asks
 from _vllm_serve import serve_arguments
 
-import bench_serve
 import chosen_rows
 import csv_log
 import failures
@@ -29,11 +28,11 @@ import plot_soak
 import prune
 import soak
 import soak_client
-import soak_inputs
 import soak_memory
 import soak_scales
 import soak_servers
 import tower_cases
+from serve_inputs import NAME
 from soak_client import Target
 from soak_inputs import Request
 from soak_memory import MemoryLog, growth
@@ -184,7 +183,7 @@ def test_vllm_takes_the_commands(tmp_path: Path, monkeypatch) -> None:
     for args in (*servers, judge):
         assert args.load_format == "auto"
         assert args.kv_cache_memory_bytes == 2**30
-        assert args.served_model_name == [soak_inputs.NAME] == [bench_serve.NAME]
+        assert args.served_model_name == [NAME]
 
 
 def test_kernels_that_were_built_after_start_are_counted() -> None:
