@@ -26,7 +26,6 @@ from chosen_rows import of_one_vllm, read
 from csv_log import DTYPES, CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS, Environment, device
 from failures import Failures
-from timing import is_replay
 from tower_cases import CASES, MODELS, SMOKE_CASES, Grids, named_model
 
 # The only imports of the package: an older commit may have them elsewhere.
@@ -61,7 +60,7 @@ def prepared(tower: Tower, grids: Grids, mode: str) -> Callable[[], torch.Tensor
     pixels = draw_pixels(sum(map(math.prod, grids)), tower.spec.patch_dim)
     pixels = pixels.to(tower.device)
     shapes = [list(grid) for grid in grids]
-    if not is_replay(mode):
+    if mode == "eager":
         return lambda: tower.visual(pixels, shapes)
     # vLLM too prepares the metadata outside its encoder graphs.
     metadata = tower.visual.prepare_encoder_metadata(shapes)

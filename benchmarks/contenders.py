@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from chosen_rows import QUANTIZED
+from chosen_rows import QUANTIZED, what_is_timed
 
 # How the blocks run: vLLM's default, its fused ops on as by `enforce_eager`, compiled.
 BLOCKS = ("eager", "fused", "compiled")
@@ -133,9 +133,7 @@ def check_promises(
 
 def blocks_of(mode: str) -> str:
     """Return which of `BLOCKS` a mode runs, eager ones if it names none."""
-    for end in ("graph", "host", "new"):
-        mode = mode.removesuffix(end)
-    return mode.removesuffix("_") or "eager"
+    return mode.removesuffix(what_is_timed(mode)).removesuffix("_") or "eager"
 
 
 def default_providers(on_gpu: bool) -> tuple[str, ...]:

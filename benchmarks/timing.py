@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from chosen_rows import what_is_timed
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 
 # Five times the L2 cache of an H200.
@@ -40,28 +41,13 @@ class Clock:
         self._flush.zero_()
         # A replay is launched while the flush still runs; an eager call starts on an
         # idle device, so that the host's time to launch it counts in full.
-        if not is_replay(mode):
+        if what_is_timed(mode) != "graph":
             torch.cuda.synchronize()
         start.record()
         run()
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
-
-
-def is_replay(mode: str) -> bool:
-    """Return whether a mode replays a CUDA graph."""
-    return mode.endswith("graph")
-
-
-def is_new(mode: str) -> bool:
-    """Return whether each call of a mode has a size that the tower has not seen."""
-    return mode.endswith("new")
-
-
-def is_host(mode: str) -> bool:
-    """Return whether a mode's times are those that the host spends on a call."""
-    return mode.endswith("host")
 
 
 def host_ms(run: Callable[[], object], calls: int = 1) -> float:

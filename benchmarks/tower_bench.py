@@ -7,12 +7,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from chosen_rows import what_is_timed
 from contenders import BLOCKS, REFERENCE, Contender, blocks_of
 from csv_log import CsvLog, print_row, result_row
 from environment import Environment
 from failures import Failures
 from host_load import watched_load
-from timing import is_host, is_new, is_replay, rounds_within
+from timing import rounds_within
 from tower_cases import NEW_SIZES, Grids
 from tower_worker import RemoteTower
 from vllm_flashinfer_vit.choices.clock import order_of_turn
@@ -130,7 +131,7 @@ class Bench:
                         errors[remote] = remote.call("check", mode)
             with self.failures.noted(f"{model} {case} {mode}"):
                 # A replay does not wait for the host.
-                watched = errors and not is_replay(mode)
+                watched = errors and what_is_timed(mode) != "graph"
                 with watched_load() if watched else nullcontext():
                     samples = self._take_turns(list(errors), mode)
                 for remote, taken in samples.items():
@@ -144,7 +145,7 @@ class Bench:
                         dtype=self.dtype,
                         mode=mode,
                         samples_ms=taken,
-                        flops=0 if is_host(mode) or is_new(mode) else flops,
+                        flops=0 if what_is_timed(mode) in ("host", "new") else flops,
                         rel_err=errors[remote],
                     )
                     self.log.add(row)
@@ -166,7 +167,7 @@ class Bench:
             return samples
         slow_ms = {r: r.call("sample", mode, 1, True)[0] for r in remotes}
         rounds = rounds_within(sum(slow_ms.values()), self.budget_s, TURNS, 50)
-        if is_new(mode):
+        if what_is_timed(mode) == "new":
             # The same sizes in all such modes: the first one is `slow_ms`.
             rounds = NEW_SIZES - 1
         # All of them or none: by its own time, a slow one alone would begin cold.

@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from block_stacks import NAMES, StackTower, build_stack
+from chosen_rows import what_is_timed
 from contenders import PACKAGE, Contender, check_promises
 from correctness import check_error, relative_error
 from csv_log import DTYPES, attention_flops
 from environment import device
 from remote import Remote
-from timing import Clock, Run, host_ms, is_host, is_new, is_replay
+from timing import Clock, Run, host_ms
 from tower_cases import CASES, Grids, of_new_sizes
 from vllm_flashinfer_vit.choices.clock import capture
 
@@ -135,10 +136,11 @@ class Worker:
 
     def check(self, mode: str) -> float:
         """Make a mode ready, and return its output's relative error."""
-        run = capture(self._with_metadata()) if is_replay(mode) else self._eager
+        timed = what_is_timed(mode)
+        run = capture(self._with_metadata()) if timed == "graph" else self._eager
         rel_err = relative_error(run(), self._reference)
         check_error(rel_err, self._gate)
-        if is_new(mode):
+        if timed == "new":
             before, run = self._of_new_sizes()
             until = time.monotonic() + SEEN_S
             while time.monotonic() < until:
@@ -154,7 +156,7 @@ class Worker:
         if warm_up:
             # New sizes are for what is timed: else contenders would not get the same.
             self._before.get(mode, run)()
-        if is_host(mode):
+        if what_is_timed(mode) == "host":
             return [host_ms(run) / self.tower.spec.depth for _ in range(count)]
         return [self._clock.sample_ms(run, mode) for _ in range(count)]
 
