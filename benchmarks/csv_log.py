@@ -107,27 +107,18 @@ def attention_flops(lens: Iterable[int], num_heads: int, head_dim: int) -> int:
 def result_row(
     environment: Environment,
     *,
-    bench: str,
-    case: str,
-    provider: str,
-    model: str,
-    head_dim: int,
-    dtype: str,
-    mode: str,
     samples_ms: Sequence[float],
     flops: float,
     rel_err: float,
+    **what: object,
 ) -> dict[str, object]:
-    """Turn samples into a row of `COLUMNS`; `tflops` is `flops` over the median."""
+    """Turn samples into a row of `COLUMNS`; `tflops` is `flops` over the median.
+
+    `what` was measured are the columns before the times.
+    """
     p20, p50, p80 = percentiles(samples_ms)
     return {
-        "bench": bench,
-        "case": case,
-        "provider": provider,
-        "model": model,
-        "head_dim": head_dim,
-        "dtype": dtype,
-        "mode": mode,
+        **what,
         "p20_ms": f"{p20:.4f}",
         "p50_ms": f"{p50:.4f}",
         "p80_ms": f"{p80:.4f}",
