@@ -90,7 +90,6 @@ def main() -> None:
             {name: _KNOWN_CASES[name] for name in names},
             args.depth or (2 if args.smoke else None),
         )
-    bench.print_errors()
     bench.failures.end(output)
 
 

@@ -4,7 +4,7 @@
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from chosen_rows import what_is_timed
@@ -18,8 +18,6 @@ from tower_cases import NEW_SIZES, Grids
 from tower_worker import RemoteTower
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 
-# The bar for the plugin's error, in units of the error of stock FLASH_ATTN.
-ERROR_BAR = 2.0
 # A process whose turn comes is called once unmeasured where one of them takes less.
 WARM_UP_BELOW_MS = 20.0
 # Even, so that half of them run backwards.
@@ -38,7 +36,6 @@ class Bench:
     dtype: str
     budget_s: float
     bench: str = "encoder"
-    error_ratios: dict[str, float] = field(default_factory=dict)
 
     def run_model(
         self,
@@ -150,7 +147,6 @@ class Bench:
                     )
                     self.log.add(row)
                     print_row(row)
-                self._compare(f"{model} {case} {mode}", errors)
 
     def runs(self, contender: Contender, mode: str) -> bool:
         """Whether a contender is to be timed in a mode."""
@@ -177,23 +173,6 @@ class Bench:
             for remote in order_of_turn(remotes, turn):
                 samples[remote] += remote.call("sample", mode, count, warm_up)
         return samples
-
-    def _compare(self, what: str, errors: Mapping[RemoteTower, float]) -> None:
-        by_name = {remote.contender.provider: err for remote, err in errors.items()}
-        stock = by_name.get("stock-flash_attn", by_name.get("stock-torch_sdpa"))
-        if stock and "plugin" in by_name:
-            self.error_ratios[what] = by_name["plugin"] / stock
-
-    def print_errors(self) -> None:
-        """Print how the plugin's errors compare with stock's."""
-        if self.error_ratios:
-            worst = max(self.error_ratios, key=lambda what: self.error_ratios[what])
-            over = sum(ratio > ERROR_BAR for ratio in self.error_ratios.values())
-            print(
-                f"\nError of the plugin over that of stock: at most "
-                f"{self.error_ratios[worst]:.2f} ({worst}); {over} of "
-                f"{len(self.error_ratios)} over the bar of {ERROR_BAR}"
-            )
 
 
 def _title(remote: RemoteTower) -> str:
