@@ -30,7 +30,7 @@ IN_PARALLEL ?= -n 2 --dist worksteal
 FAST := -m "not extended and not gpu"
 
 .PHONY: help setup resolve encode doctor test test-all test-gpu canary fingerprints \
-  lint types check package docs audit clean
+  lint types package docs audit clean
 
 help:
 	@echo "make encode   install, then encode the example images"
@@ -98,8 +98,6 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-check: lint types test
-
 package:
 	$(PYTHON) -m venv $(PACKAGE_VENV)
 	$(PACKAGE_VENV)/bin/python -m pip install --quiet --upgrade uv
@@ -121,7 +119,7 @@ audit:
 	$(AUDIT_VENV)/bin/python -m pip install --quiet --upgrade uv
 	$(AUDIT_VENV)/bin/uv pip install --quiet --python $(AUDIT_VENV)/bin/python --group audit
 	$(AUDIT_VENV)/bin/pip-audit --vulnerability-service osv --no-deps --disable-pip \
-	  $(ACCEPTED:%=--ignore-vuln %) $(AUDIT_OPTIONS) --requirement $(CONSTRAINTS)
+	  $(ACCEPTED:%=--ignore-vuln %) --requirement $(CONSTRAINTS)
 
 clean:
 	rm -rf .venv-* dist out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
