@@ -3,15 +3,13 @@
 
 from typing import Any
 
-import torch
-
 from vllm_flashinfer_vit.towers.tower import Tower
 
 HEADS, HEAD_DIM = 4, 16
 SCALE = HEAD_DIM**-0.5
 
 
-def build(tower: Tower, **kwargs: Any) -> torch.nn.Module:
+def build(tower: Tower, **kwargs: Any) -> Any:
     from vllm.model_executor.layers.attention import MMEncoderAttention
     from vllm.utils.torch_utils import set_default_torch_dtype
 

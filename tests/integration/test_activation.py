@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from _encoders import DENSE, PACKED, programs_of
+from _layers import HEAD_DIM, build
 from _models import engine
 from _towers import FAMILIES, cpu_only, small_tower
 from torch import nn
@@ -33,7 +34,6 @@ from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = cpu_only
 
-HEADS, HEAD_DIM = 4, 16
 MODEL_PATCHES = [p for p in plugin.all_patches() if not p.name.startswith("select-")]
 
 
@@ -52,15 +52,6 @@ def unpatched(flashinfer: Tower) -> Iterator[None]:
     # vLLM's context manager leaves it changed after an error.
     torch.set_default_dtype(dtype)
     plugin.apply_model_patches(Settings())
-
-
-def build(tower: Tower, **kwargs: Any) -> Any:
-    from vllm.model_executor.layers.attention import MMEncoderAttention
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    settings = {"num_heads": HEADS, "head_size": HEAD_DIM, "prefix": "a.layer"}
-    with tower.running(), set_default_torch_dtype(tower.dtype):
-        return MMEncoderAttention(**{**settings, **kwargs})
 
 
 def layers_of(module: nn.Module) -> list[Any]:
