@@ -31,10 +31,10 @@ CLASSES: Mapping[str, re.Pattern[str]] = {
     name: re.compile(pattern, re.IGNORECASE)
     for name, pattern in {
         "quantizer": r"quantize",
-        "rotary": r"rotary|_rope_kernel",
+        "rotary": r"rotary|_rope_kernel|_turn_kernel",
         "attention": r"flash|fmha|sdpa|attention|hopper|_window_kernel|mask_padding",
         "GEMM": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|mm\b|::linear",
-        "norm": r"layer_?norm|rms_?norm|rsqrt|pow_tensor|meanops|sum_norm",
+        "norm": r"layer_?norm|rms_?norm|rsqrt|pow_tensor|meanops|sum_norm|norm_add",
         "activation": r"gelu|silu|sigmoid|act_and_mul",
         "copy": r"copy|cat(array|_)|memcpy|memset|index|gather|scatter|_to_copy",
         "addition": r"functor_?add|\badd\b|fused_add",

@@ -18,6 +18,7 @@ from environment import ENVIRONMENT_COLUMNS
     [
         ("_quantize_blocks_kernel", "quantizer"),
         ("_rope_kernel", "rotary"),
+        ("_turn_kernel", "rotary"),
         ("void vllm::rotary_embedding_kernel<c10::BFloat16>", "rotary"),
         ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
@@ -25,6 +26,7 @@ from environment import ENVIRONMENT_COLUMNS
         ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_bias_TNT", "GEMM"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "GEMM"),
         ("_sum_norm_kernel", "norm"),
+        ("_norm_add_kernel", "norm"),
         ("void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>", "norm"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2", "norm"),
         ("void at::native::reduce_kernel<512, 1, MeanOps<float>>", "norm"),
