@@ -67,16 +67,15 @@ def named_model(text: str) -> str:
 
 
 def any_model(text: str) -> str:
-    """Take a model of `--models`: any whose tower, or its blocks alone, can be built.
+    """Take a model of `--models`: as `named_model`, or a tower whose blocks alone run.
 
     Raises:
         argparse.ArgumentTypeError: As `named_model`.
     """
     from block_stacks import NAMES
     from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
-    from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
 
-    return _known(text, (*NAMED_MODELS, *WHOLE_MODELS, *sorted(NAMES)))
+    return _known(text, (*NAMED_MODELS, *sorted(NAMES)))
 
 
 def _known(text: str, names: Iterable[str]) -> str:

@@ -48,8 +48,8 @@ class Worker:
 
     def __init__(self, contender: Contender, model: str, depth: int | None) -> None:
         """Build the tower and make sure that it is the one that the name promises."""
-        from vllm_flashinfer_vit.towers.model_tower import build
-        from vllm_flashinfer_vit.towers.resolve import resolve
+        from vllm_flashinfer_vit.towers.spec import resolve_spec
+        from vllm_flashinfer_vit.towers.tower import build_tower
 
         torch.set_float32_matmul_precision("highest")
         self._dtype = DTYPES.get(contender.dtype, torch.float32)
@@ -69,8 +69,8 @@ class Worker:
             self.tower = build_stack(model, depth=depth, **how)
         else:
             is_random = not Path(model).is_dir()
-            spec = resolve(model, random_weights=is_random, depth=depth)
-            self.tower = build(spec, **how)
+            spec = resolve_spec(model, random_weights=is_random, depth=depth)
+            self.tower = build_tower(spec, **how)
         layers = self.tower.attention_layers()
         self._layer = next(iter(layers.values()))
         check_promises(contender, self._layer, self.tower.visual.blocks)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks' arithmetic, files and cases; nothing here is timed."""
 
+import argparse
 import csv
 import importlib
 import math
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 import op_problems
 import op_providers
 import timing
+import tower_cases
 from correctness import (
     FP8_GATE,
     GATES,
@@ -35,6 +37,7 @@ from environment import (
     gpus_to_use,
 )
 from failures import Failures
+from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
 
 
 def test_columns_are_the_published_ones():
@@ -70,11 +73,18 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(
 
 @pytest.mark.parametrize(
     ("script", "name"),
-    [("bench_encoder", "dots.ocr"), ("waterfall", "zai-org/GLM-OCR"), ("bits", ".")],
+    [("bench_encoder", "dots.ocr"), ("waterfall", "GLM-OCR"), ("bits", ".")],
 )
 def test_what_can_be_built_is_taken(script, name, monkeypatch):
     monkeypatch.setattr("sys.argv", [script, "--models", name])
     assert importlib.import_module(script).parse_args().models == [name]
+
+
+def test_models_that_are_built_whole_are_refused():
+    # A process of a tower calls it with patches and grids.
+    for name in WHOLE_MODELS:
+        with pytest.raises(argparse.ArgumentTypeError, match=r"none of .*, GLM-OCR"):
+            tower_cases.any_model(name)
 
 
 def test_fp8_has_a_gate_of_its_own():
