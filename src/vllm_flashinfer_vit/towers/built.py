@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,27 +13,28 @@ from vllm_flashinfer_vit.towers.config import current_config, normalizes_on_devi
 from vllm_flashinfer_vit.towers.spec import Spec
 
 
+@dataclass(frozen=True, eq=False)
 class Built:
     """A tower, ready to run.
 
     Attributes:
         spec: What was asked for.
         backend: Name of the attention backend in the engine's configuration.
-        visual: vLLM's module.
+        visual: vLLM's module: the tower, or a `ModelTower`'s whole model.
         vllm_config: The `VllmConfig` that it was built with.
-        processor_kwargs: What an engine calls the image processor with, for `visual`
-            to fit it.
         dtype: Dtype of weights and activations.
         device: Where it runs.
+        processor_kwargs: What an engine calls the image processor with, for `visual`
+            to fit it; empty where that normalises.
     """
 
     spec: Spec
     backend: str
     visual: nn.Module
     vllm_config: Any
-    processor_kwargs: Mapping[str, Any]
     dtype: torch.dtype
     device: torch.device
+    processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Encode one image or several; which arguments depends on the tower."""

@@ -10,7 +10,6 @@ import math
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +39,10 @@ from vllm_flashinfer_vit.towers.whole import ModelSpec
 _PACKAGE = __name__.partition(".")[0]
 
 
-@dataclass(frozen=True, eq=False)
 class ModelTower(Built):
-    """A model's tower and projector, ready to run; see `Built`.
-
-    Attributes:
-        spec: What was asked for.
-        backend: See `Built`.
-        visual: vLLM's model.
-        vllm_config: See `Built`.
-        dtype: See `Built`.
-        device: See `Built`.
-        processor_kwargs: Empty: the image processor normalises.
-    """
+    """A model's tower and projector, ready to run; see `Built`."""
 
     spec: ModelSpec
-    backend: str
-    visual: nn.Module
-    vllm_config: Any
-    dtype: torch.dtype
-    device: torch.device
-    processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, **inputs: Any) -> torch.Tensor:
         """Encode images, as the engine does.

@@ -6,8 +6,7 @@ language model, the scheduler and the workers around them are left out.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +35,10 @@ from vllm_flashinfer_vit.towers.weights import (
 )
 
 
-@dataclass(frozen=True, eq=False)
 class Tower(Built):
-    """A vision tower, ready to run.
-
-    Attributes:
-        spec: What was asked for.
-        backend: Name of the attention backend in the engine's configuration.
-        visual: vLLM's module, as `model.visual` in an engine.
-        vllm_config: The `VllmConfig` that it was built with.
-        processor_kwargs: What an engine calls the image processor with, for `visual`
-            to fit it.
-        dtype: Dtype of weights and activations.
-        device: Where it runs.
-    """
+    """A tower of patches and grids, ready to run; see `Built`."""
 
     spec: TowerSpec
-    backend: str
-    visual: nn.Module
-    vllm_config: Any
-    processor_kwargs: Mapping[str, Any]
-    dtype: torch.dtype
-    device: torch.device
 
     def encode(
         self, pixel_values: torch.Tensor, grid_thw: Sequence[Sequence[int]]
@@ -229,7 +210,7 @@ def build_tower(
         else:
             load_weights(visual, spec, spec.checkpoint)
         finish_weights(visual, config, device)
-    return Tower(spec, backend, visual.eval(), config, processor_kwargs, dtype, device)
+    return Tower(spec, backend, visual.eval(), config, dtype, device, processor_kwargs)
 
 
 def check_backend(
