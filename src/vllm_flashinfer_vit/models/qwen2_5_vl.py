@@ -17,6 +17,7 @@ from vllm_flashinfer_vit.models._shared import (
     Function,
     block_program,
     is_served,
+    methods,
 )
 from vllm_flashinfer_vit.models.ends import merger, normalize_patches, patch_embed
 from vllm_flashinfer_vit.models.metadata import kept_metadata
@@ -26,9 +27,7 @@ _FAMILY = "qwen2_5_vl"
 _TOWER = "Qwen2_5_VisionTransformer"
 
 # Qwen3-VL has this attention, too.
-ATTENTION = tuple(
-    f"{_FAMILY}:Qwen2_5_VisionAttention.{method}" for method in ("__init__", "forward")
-)
+ATTENTION = methods(_FAMILY, "Qwen2_5_VisionAttention")
 
 SPEC = BlockSpec(
     first="mlp.gate_up_proj",
@@ -63,22 +62,16 @@ PATCHES = (
         _FAMILY,
         "Qwen2_5_VisionBlock",
         SPEC,
-        (
-            *ATTENTION,
-            f"{_FAMILY}:Qwen2_5_VisionMLP.__init__",
-            f"{_FAMILY}:Qwen2_5_VisionMLP.forward",
-        ),
+        (*ATTENTION, *methods(_FAMILY, "Qwen2_5_VisionMLP")),
     ),
     block_program(
         "exaone4_5",
         "Exaone4_5_VisionBlock",
         SPEC,
         (
-            "exaone4_5:EXAONE4_5_VisionAttention.__init__",
-            "exaone4_5:EXAONE4_5_VisionAttention.forward",
+            *methods("exaone4_5", "EXAONE4_5_VisionAttention"),
+            *methods("exaone4", "Exaone4GatedMLP"),
             "exaone4_5:EXAONE4_5_VisionAttention.split_qkv",
-            "exaone4:Exaone4GatedMLP.__init__",
-            "exaone4:Exaone4GatedMLP.forward",
         ),
         (*BLOCK_PARAMETERS[:-1], "seqlens", BLOCK_PARAMETERS[-1]),
     ),

@@ -7,7 +7,7 @@ Kanana-V's tower and others derive from its tower, with blocks of its class.
 from operator import attrgetter
 
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
-from vllm_flashinfer_vit.models._shared import BLOCK_PARAMETERS, block_program
+from vllm_flashinfer_vit.models._shared import BLOCK_PARAMETERS, block_program, methods
 from vllm_flashinfer_vit.models.ends import merger, normalize_patches, patch_embed
 from vllm_flashinfer_vit.models.metadata import kept_metadata, kept_rotary
 
@@ -28,11 +28,8 @@ PATCHES = (
         "Qwen2VisionBlock",
         SPEC,
         (
-            "qwen2_vl:Qwen2VisionAttention.__init__",
-            "qwen2_vl:Qwen2VisionAttention.split_qkv",
-            "qwen2_vl:Qwen2VisionAttention.forward",
-            "qwen2_vl:Qwen2VisionMLP.__init__",
-            "qwen2_vl:Qwen2VisionMLP.forward",
+            *methods(_FAMILY, "Qwen2VisionAttention", "Qwen2VisionMLP"),
+            f"{_FAMILY}:Qwen2VisionAttention.split_qkv",
         ),
         BLOCK_PARAMETERS[:-1],
     ),

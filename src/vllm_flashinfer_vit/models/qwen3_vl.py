@@ -74,11 +74,7 @@ PATCHES = (
             family,
             "Qwen3_VisionBlock",
             SPEC,
-            (
-                *ATTENTION,
-                f"{family}:Qwen3_VisionMLP.__init__",
-                f"{family}:Qwen3_VisionMLP.forward",
-            ),
+            (*ATTENTION, *methods(family, "Qwen3_VisionMLP")),
         )
         for family in (_FAMILY, "qwen3_omni_moe_thinker")
     ),
