@@ -253,5 +253,8 @@ def is_strict(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def disabled_patches(env: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """Return `Settings.disabled_patches` alone: quick enough to ask for each image."""
+    """Return `Settings.disabled_patches` alone, whatever other variables hold.
+
+    That is quick enough to ask for each image.
+    """
     return _names(env.get(ENV_DISABLE_PATCHES, ""))

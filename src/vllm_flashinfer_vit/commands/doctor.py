@@ -30,6 +30,7 @@ from vllm_flashinfer_vit.settings import (
     PREFIX,
     Settings,
     bad_values,
+    disabled_patches,
     unknown_variables,
 )
 
@@ -182,7 +183,7 @@ def diagnose(
     problems = [*stack.problems, *bad_values(env), *unknown_variables(env)]
     notes: list[str] = []
     settings = None if bad_values(env) else Settings.from_env(env)
-    disabled = _disabled(env)
+    disabled = disabled_patches(env)
     entry_point = _entry_point()
     problems += _entry_point_problems(entry_point, env)
     patches = tuple(plugin.get("patches", ()))
@@ -241,7 +242,7 @@ def report_plugin(emit: Callable[[dict[str, Any]], object]) -> None:
 def _rows_of_patches() -> list[dict[str, Any]]:
     from vllm_flashinfer_vit.plugin import all_patches
 
-    disabled = Settings.from_env().disabled_patches
+    disabled = disabled_patches()
     return [
         {
             "name": patch.name,
@@ -352,12 +353,6 @@ def _plugin_problems(
             )
         )
     return problems
-
-
-def _disabled(env: Mapping[str, str]) -> frozenset[str]:
-    # Whatever stands in the other variables.
-    names = {k: text for k, text in env.items() if k == ENV_DISABLE_PATCHES}
-    return Settings.from_env(names).disabled_patches
 
 
 def _optimisation_rows(
