@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from vllm_flashinfer_vit.commands.job import (
     Inputs,
     JobReport,
     build,
-    finite_or_none,
     memory_hint,
     prepare,
     progress_bar,
@@ -365,12 +365,8 @@ def _encode_all(
 def _encode(tower: Built, image: Patches) -> _Encoded:
     # Outside the time.
     inputs = tower.placed(image.inputs)
-
-    def encode() -> torch.Tensor:
-        return tower.encode(**inputs)
-
     time_it = _time_on_gpu if tower.device.type == "cuda" else _time_once
-    embedding, milliseconds = time_it(encode)
+    embedding, milliseconds = time_it(partial(tower.encode, **inputs))
     return _Encoded(embedding.cpu(), milliseconds, tower.kernels([image.grid]))
 
 
@@ -419,7 +415,8 @@ def _image_report(
 def _relative_error(value: torch.Tensor, reference: torch.Tensor) -> float | None:
     reference = reference.double()
     error = (value.double() - reference).norm() / reference.norm()
-    return finite_or_none(error.item())
+    # JSON has no other numbers.
+    return error.item() if error.isfinite() else None
 
 
 def _save(

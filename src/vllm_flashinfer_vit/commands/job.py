@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the commands that run a tower on images share: options and report."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -178,11 +177,6 @@ def report_header(
         "failures": failures,
         "versions": versions(),
     }
-
-
-def finite_or_none(value: float) -> float | None:
-    """Return a number that JSON can hold, or None."""
-    return value if math.isfinite(value) else None
 
 
 @contextmanager
