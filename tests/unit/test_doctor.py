@@ -4,8 +4,10 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -386,3 +388,22 @@ def test_an_interrupt_of_its_own_process_ends_its_children_too(tmp_path: Path) -
     for pid in (tmp_path / "children").read_text().split():
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
+
+
+def test_an_interrupt_that_another_thread_receives_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that waits is not woken, as by a signal right before it waits."""
+    stopped = []
+
+    def probe(isolated: bool, stop: threading.Event) -> None:
+        # Until the main thread waits.
+        stop.wait(0.5)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        stopped.append(stop.wait(10))
+
+    monkeypatch.setattr(doctor, "probe", probe)
+    monkeypatch.setattr(doctor, "_run_plugin", lambda env, stop: ({}, None))
+    with pytest.raises(KeyboardInterrupt):
+        doctor.examine(Console(file=io.StringIO()))
+    assert stopped == [True]

@@ -5,7 +5,7 @@ import difflib
 import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from threading import Event
@@ -160,6 +160,9 @@ def _together(
                 pending[name].add_done_callback(
                     lambda _, task=task: progress.advance(task)  # type: ignore[misc]
                 )
+            # Python notices an interrupt that came as it began to wait when that ends.
+            while wait(pending.values(), timeout=1.0).not_done:
+                pass
             return {name: future.result() for name, future in pending.items()}
         finally:
             # Interrupted, the pool would wait for children that got no signal.
