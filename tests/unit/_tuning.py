@@ -15,6 +15,7 @@ from rich.console import Console
 from vllm_flashinfer_vit.choices.clock import GraphClock, Run
 from vllm_flashinfer_vit.choices.table import Table, file_name, read, write
 from vllm_flashinfer_vit.commands import tune as tuning
+from vllm_flashinfer_vit.commands import tune_options
 from vllm_flashinfer_vit.commands.tune import Options, build_table
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.machine.probe import probe
@@ -59,6 +60,14 @@ def use_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "candidates", lambda *_: (["flash_attn", "cudnn"], []))
 
 
+def measure_fewer(
+    monkeypatch: pytest.MonkeyPatch, effort: str = "FULL", **sizes: Sequence[int]
+) -> None:
+    """Let an effort measure no more than these lengths, counts or rows."""
+    full = getattr(tune_options, effort)
+    monkeypatch.setattr(tune_options, effort, full._replace(**sizes))
+
+
 def on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `tune` run on a machine that has a GPU, on the CPU."""
     times = {**CLOCK, "triton_window": lambda tokens: 99.0}
@@ -74,17 +83,16 @@ def on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def measured_here(options: Options, folder: Path, **sizes: Sequence[int]) -> Table:
+def measured_here(options: Options, folder: Path) -> Table:
     """Measure on this machine's GPU, and check that a file keeps all of it.
 
     Args:
         options: What to measure, all of which must run.
         folder: For the file.
-        sizes: As for `build_table`.
     """
     device, stack = torch.device("cuda:0"), probe()
     console = Console(file=io.StringIO())
-    table = build_table(options, stack, GraphClock(device), device, console, **sizes)
+    table = build_table(options, stack, GraphClock(device), device, console)
     gpu = stack.gpus[0].name
     write(table, folder / file_name(gpu))
     assert read(folder, gpu) == table

@@ -11,11 +11,16 @@ from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
 
-from _tuning import ToldClock, on_this_gpu, replace_kernels, use_two_kernels
+from _tuning import (
+    ToldClock,
+    measure_fewer,
+    on_this_gpu,
+    replace_kernels,
+    use_two_kernels,
+)
 
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.commands import tune as tuning
-from vllm_flashinfer_vit.commands import tune_options
 from vllm_flashinfer_vit.commands.cli import main
 from vllm_flashinfer_vit.ops.plan import Class
 
@@ -30,8 +35,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     replace_kernels(monkeypatch)
     use_two_kernels(monkeypatch)
     on_this_gpu(monkeypatch)
-    effort = tune_options.FULL._replace(lengths=(8, 16, 64, 256), counts=(1,))
-    monkeypatch.setattr(tune_options, "FULL", effort)
+    measure_fewer(monkeypatch, lengths=(8, 16, 64, 256), counts=(1,))
     path = tmp_path / "h200.json"
     tune(path, "--head-dims", "80,64")
     return path

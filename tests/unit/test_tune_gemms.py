@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 import torch
 from _tuning import (
     ToldClock,
+    measure_fewer,
     measured_here,
     on_this_gpu,
     replace_kernels,
@@ -29,7 +30,6 @@ from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.derive import TuneError, derive_gemm_classes
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.commands import tune as tuning
-from vllm_flashinfer_vit.commands import tune_options
 from vllm_flashinfer_vit.commands.cli import main
 from vllm_flashinfer_vit.commands.tune import Options
 from vllm_flashinfer_vit.commands.tune_text import render, to_json
@@ -122,8 +122,7 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     replace_kernels(monkeypatch)
     use_two_kernels(monkeypatch)
     on_this_gpu(monkeypatch)
-    effort = tune_options.FULL._replace(lengths=(8, 64), counts=(1,), rows=(8, 64))
-    monkeypatch.setattr(tune_options, "FULL", effort)
+    measure_fewer(monkeypatch, lengths=(8, 64), counts=(1,), rows=(8, 64))
     monkeypatch.setattr(tuning, "gemm_candidates", lambda stack: tuple(GEMMS))
     # Few rows are a matter of `derive`'s own tests.
     monkeypatch.setattr(derive, "HOST_BOUND_ROWS", 0)

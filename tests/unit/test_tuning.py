@@ -20,6 +20,7 @@ from _tuning import (
     CLOCK,
     CPU,
     ToldClock,
+    measure_fewer,
     on_this_gpu,
     replace_kernels,
     use_two_kernels,
@@ -174,15 +175,10 @@ def test_a_kernel_is_not_tried_on_longer_sequences_than_it_takes(
 
 
 def build(options: Options, clock: ToldClock | None = None) -> tuned.Table:
-    return build_table(
-        options,
-        STACK,
-        clock or ToldClock({**CLOCK, "triton_window": lambda tokens: 99.0}),
-        CPU,
-        Console(file=io.StringIO()),
-        lengths=(8, 16, 64, 256),
-        counts=(1,),
-    )
+    clock = clock or ToldClock({**CLOCK, "triton_window": lambda tokens: 99.0})
+    with pytest.MonkeyPatch.context() as patched:
+        measure_fewer(patched, lengths=(8, 16, 64, 256), counts=(1,))
+        return build_table(options, STACK, clock, CPU, Console(file=io.StringIO()))
 
 
 @pytest.fixture
@@ -243,8 +239,7 @@ def test_the_command_stops_at_the_time_limit_with_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_this_gpu(monkeypatch)
-    effort = tune_options.QUICK._replace(lengths=(8, 16, 64, 256), counts=(1,))
-    monkeypatch.setattr(tune_options, "QUICK", effort)
+    measure_fewer(monkeypatch, "QUICK", lengths=(8, 16, 64, 256), counts=(1,))
     path = tmp_path / "h200.json"
     command = ["tune", "--quick", "--head-dims", "80,64", "--output", str(path)]
 
@@ -297,8 +292,7 @@ class TestQuick:
     def test_its_batches_are_what_is_measured(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        effort = tune_options.QUICK._replace(lengths=(8, 16), counts=(1, 2))
-        monkeypatch.setattr(tune_options, "QUICK", effort)
+        measure_fewer(monkeypatch, "QUICK", lengths=(8, 16), counts=(1, 2))
         table = build_table(
             Options(head_dims="80", quick=True),
             STACK,

@@ -190,8 +190,6 @@ def build_table(
     clock: Clock,
     device: torch.device,
     console: Console,
-    lengths: Sequence[int] | None = None,
-    counts: Sequence[int] | None = None,
 ) -> Table:
     """Measure each dtype and head dim and derive its classes.
 
@@ -201,9 +199,6 @@ def build_table(
         clock: The clock.
         device: Where to measure.
         console: For the progress bar.
-        lengths: Longest sequences to measure, ascending, in tokens; None for the
-            effort's.
-        counts: Numbers of sequences to measure; None for the effort's.
 
     Raises:
         TuneError: Nothing could be measured, or not within the time limit; or GEMMs
@@ -263,8 +258,10 @@ def build_table(
         return rows, refused + failures
 
     with bar, torch.inference_mode():
-        batches = lengths or effort.lengths, counts or effort.counts
-        plans = [(*c, grid(c[1], *batches)) for c in options.combinations()]
+        plans = [
+            (dtype, head_dim, grid(head_dim, effort.lengths, effort.counts))
+            for dtype, head_dim in options.combinations()
+        ]
         total = sum(len(cells) for *_, cells in plans)
         total += len(layers) * len(effort.rows)
         task = bar.add_task("", total=total)
