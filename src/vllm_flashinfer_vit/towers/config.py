@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vllm_flashinfer_vit.towers.spec import (
-    FAMILIES,
-    TowerError,
-    TowerSpec,
-    model_module,
-)
+from vllm_flashinfer_vit.towers.spec import FAMILIES, TowerError, TowerSpec
 
 _DEVICE_NORMALIZE = "mm_device_do_normalize"
 # The name that other vLLMs and checkpoints know.
@@ -103,11 +98,10 @@ def tower_config(
             image_processor.save_pretrained(folder)
         elif _DEVICE_NORMALIZE in MultiModalConfig.__dataclass_fields__:
             multimodal[_DEVICE_NORMALIZE] = False
-        architecture = FAMILIES[spec.family].model
         config = vllm_config(
             folder,
-            architecture,
-            getattr(model_module(spec.family), architecture),
+            FAMILIES[spec.family].model,
+            spec.model_class(),
             dtype=dtype,
             device=device,
             compilation=_compilation(device, compile, fused_ops),
@@ -118,8 +112,7 @@ def tower_config(
     if config.quant_config is not None:
         from vllm.model_executor.model_loader.utils import configure_quant_config
 
-        model = getattr(model_module(spec.family), FAMILIES[spec.family].model)
-        configure_quant_config(config.quant_config, model)
+        configure_quant_config(config.quant_config, spec.model_class())
     # A part of vLLM's compile cache key, and what scale files are compared with.
     config.model_config.model = spec.name
     settings = config.model_config.multimodal_config

@@ -10,13 +10,7 @@ import torch
 from torch import nn
 
 from vllm_flashinfer_vit.towers.built import Built
-from vllm_flashinfer_vit.towers.spec import (
-    FAMILIES,
-    Spec,
-    TowerError,
-    TowerSpec,
-    model_module,
-)
+from vllm_flashinfer_vit.towers.spec import Spec, TowerError, TowerSpec
 
 
 def check_unquantized(
@@ -35,8 +29,7 @@ def check_unquantized(
     if not unquantized:
         return
     assert isinstance(spec, TowerSpec)
-    model = getattr(model_module(spec.family), FAMILIES[spec.family].model)
-    fused = getattr(model, "packed_modules_mapping", {})
+    fused = getattr(spec.model_class(), "packed_modules_mapping", {})
     names = [layer.prefix for layer in _linear_layers(visual)]
     for pattern in unquantized:
         if not any(_fits(name, pattern, fused) for name in names):

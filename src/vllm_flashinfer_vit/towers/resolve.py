@@ -64,7 +64,5 @@ def _check_name(model: str, random_weights: bool) -> None:
 
 def _of_whole(model: str, depth: int | None) -> ModelSpec:
     whole = WHOLE_MODELS[model]
-    full_depth = whole.vision[whole.depth]
-    wanted = full_depth if depth is None else depth
-    vision = cut_blocks(whole.vision, wanted, whole.depth)
-    return ModelSpec(whole, vision, model, full_depth)
+    vision = cut_blocks(whole.vision, depth, whole.depth)
+    return ModelSpec(whole, vision, model, whole.vision[whole.depth])

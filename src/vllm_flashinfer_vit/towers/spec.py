@@ -141,6 +141,10 @@ class TowerSpec(Spec):
         """Number of blocks that are built."""
         return self.vision_config["depth"]
 
+    def model_class(self) -> Any:
+        """Return vLLM's class of the model. The process has to have a platform."""
+        return getattr(model_module(self.family), FAMILIES[self.family].model)
+
     @property
     def merge_size(self) -> int:
         """Patches per token, in each direction."""
@@ -270,13 +274,12 @@ def resolve_spec(
     """
     folder = Path(model)
     family, config = _read_config(folder) if folder.is_dir() else NAMED_MODELS[model]
-    full_depth = config["depth"]
     return TowerSpec(
         family=family,
-        vision_config=cut_blocks(config, full_depth if depth is None else depth),
+        vision_config=cut_blocks(config, depth),
         model=model,
         checkpoint=None if random_weights else folder,
-        full_depth=full_depth,
+        full_depth=config["depth"],
     )
 
 
@@ -374,19 +377,21 @@ def _read_config(folder: Path) -> tuple[Family, Mapping[str, Any]]:
 
 
 def cut_blocks(
-    config: Mapping[str, Any], depth: int, key: str = "depth"
+    config: Mapping[str, Any], depth: int | None, key: str = "depth"
 ) -> Mapping[str, Any]:
     """Return the `vision_config` of a tower's first blocks.
 
     Args:
         config: Of the whole tower.
-        depth: How many.
+        depth: How many; None for all.
         key: Where it has the number.
 
     Raises:
         TowerError: The tower has fewer, or none were wanted.
     """
     full_depth = config[key]
+    if depth is None:
+        depth = full_depth
     if not 1 <= depth <= full_depth:
         raise TowerError(
             f"depth {depth} is out of range; this tower has 1 to {full_depth} blocks"

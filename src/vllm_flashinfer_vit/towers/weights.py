@@ -14,11 +14,9 @@ from torch import nn
 
 from vllm_flashinfer_vit.machine.json_files import read_json, validated
 from vllm_flashinfer_vit.towers.spec import (
-    FAMILIES,
     CheckpointError,
     TowerError,
     TowerSpec,
-    model_module,
     not_allowed,
 )
 
@@ -106,12 +104,12 @@ def load_weights(visual: Any, spec: TowerSpec, folder: Path) -> None:
     # What stays NaN was in no file, not even as a part of a stacked parameter.
     for parameter in visual.parameters():
         parameter.data.fill_(float("nan"))
-    model_cls = getattr(model_module(spec.family), FAMILIES[spec.family].model)
+    mapper = spec.model_class().hf_to_vllm_mapper
     last = ""
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal last
-        for name, tensor in _read_weights(spec, folder, model_cls.hf_to_vllm_mapper):
+        for name, tensor in _read_weights(spec, folder, mapper):
             last = f"{name} of shape {tuple(tensor.shape)}"
             yield name, tensor
 
