@@ -16,7 +16,11 @@ from vllm_flashinfer_vit.blocks import layers
 from vllm_flashinfer_vit.choices.clock import capture
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.kernels.gemms import TORCH
-from vllm_flashinfer_vit.towers.config import current_config, tower_config
+from vllm_flashinfer_vit.towers.config import (
+    current_config,
+    model_arguments,
+    tower_config,
+)
 from vllm_flashinfer_vit.towers.linear_layers import how_layers_run
 from vllm_flashinfer_vit.towers.spec import TowerError, resolve_spec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower, check_backend
@@ -147,10 +151,9 @@ def test_vllm_takes_the_settings(family: str, method: str) -> None:
     check_backend("FLASHINFER", torch.device("cpu"), torch.bfloat16)
     config, _, _ = tower_config(
         small_spec(family),
-        backend="FLASHINFER",
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
-        quantization=method,
+        **model_arguments("FLASHINFER", quantization=method),
     )
     with current_config(config):
         assert config.quant_config.get_name() in ("fp8", "online")

@@ -49,17 +49,9 @@ def current_config(config: Any) -> Iterator[None]:
 def tower_config(
     spec: TowerSpec,
     *,
-    backend: str,
-    dtype: torch.dtype,
     device: torch.device,
-    compile: bool = False,
-    fused_ops: bool = False,
-    attn_dtype: str | None = None,
-    fp8_scale_path: Path | None = None,
     image_processor: Any | None = None,
-    flash_attn_version: int | None = None,
-    quantization: str | None = None,
-    unquantized: Sequence[str] = (),
+    **how: Any,
 ) -> TowerConfig:
     """Return what an engine would have for a tower.
 
@@ -67,17 +59,9 @@ def tower_config(
 
     Args:
         spec: What to build.
-        backend: As for `build_tower`, like the rest.
-        dtype: See `backend`.
-        device: See `backend`.
-        compile: See `backend`.
-        fused_ops: See `backend`.
-        attn_dtype: See `backend`.
-        fp8_scale_path: See `backend`.
-        image_processor: See `backend`.
-        flash_attn_version: See `backend`.
-        quantization: See `backend`.
-        unquantized: See `backend`.
+        device: Where it runs.
+        image_processor: As for `build_tower`.
+        **how: As for `vllm_config`.
 
     Raises:
         TowerError: The image processor's mean and std are no lists of finite numbers,
@@ -85,9 +69,6 @@ def tower_config(
     """
     from vllm.config import MultiModalConfig
 
-    multimodal = attention_arguments(backend, attn_dtype, fp8_scale_path)
-    if quantization is not None:
-        multimodal |= _quantized(quantization, unquantized)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(_hf_config(spec)))
@@ -97,16 +78,13 @@ def tower_config(
         if image_processor is not None and find_spec(_INPUT_NORM) is not None:
             image_processor.save_pretrained(folder)
         elif _DEVICE_NORMALIZE in MultiModalConfig.__dataclass_fields__:
-            multimodal[_DEVICE_NORMALIZE] = False
+            how[_DEVICE_NORMALIZE] = False
         config = vllm_config(
             folder,
             FAMILIES[spec.family].model,
             spec.model_class(),
-            dtype=dtype,
             device=device,
-            compilation=_compilation(device, compile, fused_ops),
-            flash_attn_version=flash_attn_version,
-            **multimodal,
+            **how,
         )
         norm = _input_norm(config, device)
     if config.quant_config is not None:
@@ -119,16 +97,29 @@ def tower_config(
     return TowerConfig(config, settings.merge_mm_processor_kwargs({}), norm)
 
 
-def attention_arguments(
-    backend: str, attn_dtype: str | None, fp8_scale_path: Path | None
+def model_arguments(
+    backend: str,
+    attn_dtype: str | None = None,
+    fp8_scale_path: Path | None = None,
+    quantization: str | None = None,
+    unquantized: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return what `ModelConfig` is told about attention."""
+    """Return what `ModelConfig` is told about attention and linear layers.
+
+    The arguments are those of `build_tower`.
+    """
+    from vllm.config.quantization import resolve_quantization_config
+
     arguments: dict[str, Any] = {
         "mm_encoder_attn_backend": backend,
         "mm_encoder_attn_dtype": attn_dtype,
     }
     if fp8_scale_path is not None:
         arguments["mm_encoder_fp8_scale_path"] = str(fp8_scale_path)
+    if quantization is not None:
+        ignored = {"ignore": list(unquantized)} if unquantized else None
+        config = resolve_quantization_config(quantization, ignored)
+        arguments |= {"quantization": quantization, "quantization_config": config}
     return arguments
 
 
@@ -158,7 +149,7 @@ def vllm_config(
     from vllm.config import AttentionConfig, DeviceConfig, ModelConfig, VllmConfig
 
     if compilation is None:
-        compilation = _compilation(device, compile=False, fused_ops=False)
+        compilation = compilation_config(device)
     with _inspected_here(architecture, model_cls):
         return VllmConfig(
             model_config=ModelConfig(
@@ -234,17 +225,10 @@ def _check_pattern(name: str) -> None:
         ) from None
 
 
-def _quantized(quantization: str, unquantized: Sequence[str]) -> dict[str, Any]:
-    from vllm.config.quantization import resolve_quantization_config
-
-    ignored = {"ignore": list(unquantized)} if unquantized else None
-    return {
-        "quantization": quantization,
-        "quantization_config": resolve_quantization_config(quantization, ignored),
-    }
-
-
-def _compilation(device: torch.device, compile: bool, fused_ops: bool) -> Any:
+def compilation_config(
+    device: torch.device, compile: bool = False, fused_ops: bool = False
+) -> Any:
+    """Return a `CompilationConfig`; the arguments are those of `build_tower`."""
     from vllm.config import CompilationConfig, CompilationMode
 
     if fused_ops:

@@ -18,8 +18,8 @@ from torch import nn
 
 from vllm_flashinfer_vit.towers.built import Built, kernel_name
 from vllm_flashinfer_vit.towers.config import (
-    attention_arguments,
     current_config,
+    model_arguments,
     tower_config,
     vllm_config,
 )
@@ -147,10 +147,10 @@ def processor_kwargs(
         return {}
     return tower_config(
         spec,
-        backend=backend,
         dtype=torch.float32,
         device=device,
         image_processor=image_processor,
+        **model_arguments(backend),
     ).processor_kwargs
 
 
@@ -187,7 +187,7 @@ def build_model(
     check_quantizable(spec, quantization, unquantized)
     check_backend(backend, device, dtype)
     cls = spec.model_class()
-    attention = attention_arguments(backend, attn_dtype, fp8_scale_path)
+    attention = model_arguments(backend, attn_dtype, fp8_scale_path)
     # vLLM looks for files beside the config while it builds some models.
     with tempfile.TemporaryDirectory() as folder:
         config = _config(spec, cls, Path(folder), dtype, device, **attention)

@@ -17,7 +17,9 @@ import vllm_flashinfer_vit
 from vllm_flashinfer_vit.towers.built import Built, kernel_name
 from vllm_flashinfer_vit.towers.config import (
     check_quantization,
+    compilation_config,
     current_config,
+    model_arguments,
     tower_config,
 )
 from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
@@ -188,17 +190,14 @@ def build_tower(
     check_quantization(quantization, unquantized, device)
     config, processor_kwargs, norm = tower_config(
         spec,
-        backend=backend,
         dtype=dtype,
         device=device,
-        compile=compile,
-        fused_ops=fused_ops,
-        attn_dtype=attn_dtype,
-        fp8_scale_path=fp8_scale_path,
         image_processor=image_processor,
+        compilation=compilation_config(device, compile, fused_ops),
         flash_attn_version=flash_attn_version,
-        quantization=quantization,
-        unquantized=unquantized,
+        **model_arguments(
+            backend, attn_dtype, fp8_scale_path, quantization, unquantized
+        ),
     )
     with current_config(config):
         init_distributed()
