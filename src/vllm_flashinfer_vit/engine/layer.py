@@ -211,7 +211,7 @@ class FlashInferViTAttention(MMEncoderAttention):
                     f"{self._where()}: one cu_seqlens cannot hold {q_len} query and "
                     f"{key.shape[1]} key tokens; call without it for a dense batch"
                 )
-            return self._fall_back("query and key lengths differ", query, key, value)
+            return self._fall_back(query, key, value)
         try:
             q = query.reshape(batch * q_len, self.num_heads, self.head_size)
             k = key.reshape(batch * q_len, self.num_kv_heads, self.head_size)
@@ -351,21 +351,17 @@ class FlashInferViTAttention(MMEncoderAttention):
             )
 
     def _fall_back(
-        self,
-        reason: str,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         if self._settings.strict:
             raise ValueError(
-                f"{self._where()}: FLASHINFER cannot serve it: {reason}. "
-                f"Unset {ENV_STRICT} to run vLLM's own kernel instead."
+                f"{self._where()}: FLASHINFER cannot serve it: query and key lengths "
+                f"differ. Unset {ENV_STRICT} to run vLLM's own kernel instead."
             )
         logger.warning_once(
-            "FLASHINFER cannot serve layer %s: %s. vLLM's TORCH_SDPA runs it instead.",
+            "FLASHINFER cannot serve layer %s: query and key lengths differ. vLLM's "
+            "TORCH_SDPA runs it instead.",
             self.layer_name,
-            reason,
         )
         self.counts.fell_back("key_lengths")
         # The FLASH_ATTN path in vLLM's tree takes the key length from the query.
