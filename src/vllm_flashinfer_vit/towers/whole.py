@@ -62,10 +62,10 @@ class WholeModel:
         tower: vLLM's module of the tower, as `docs/models.toml` has it.
         config: `module:class` of the config.
         vision: The config's fields of the tower.
-        depth: The one that counts its blocks.
         head_dim: Of the tower's attention.
         processor: `module:class` of the image processor.
         cut: Takes what the image processor returns, and `vision`.
+        depth: Which field of `vision` counts its blocks.
         processor_fields: What the image processor is made with.
         text: Fields of the language model: what the projector needs, and what vLLM
             checks.
@@ -84,10 +84,10 @@ class WholeModel:
     tower: str
     config: str
     vision: Fields
-    depth: str
     head_dim: int
     processor: str
     cut: Callable[[Mapping[str, Any], Fields], Cut]
+    depth: str = "num_hidden_layers"
     processor_fields: Fields = field(default_factory=dict)
     text: Fields = field(default_factory=dict)
     fields: Fields = field(default_factory=dict)

@@ -30,7 +30,6 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
         tower="paddleocr_vl",
         config=f"{_TRANSFORMERS}:PaddleOCRVLConfig",
         vision={**_SO400M, "image_size": 384, "spatial_merge_size": 2},
-        depth="num_hidden_layers",
         head_dim=72,
         text={"hidden_size": 1024, "rope_parameters": _MROPE},
         processor=f"{_TRANSFORMERS}:PaddleOCRVLImageProcessor",
@@ -87,7 +86,6 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             "temporal_patch_size": 1,
             "use_bias": False,
         },
-        depth="num_hidden_layers",
         head_dim=128,
         text={"hidden_size": 1536},
         layout=inputs.flat,
@@ -116,7 +114,6 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             "patch_size": 16,
             "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
         },
-        depth="num_hidden_layers",
         head_dim=64,
         text={"model_type": "mistral", "hidden_size": 5120, "sliding_window": None},
         fields={
@@ -139,7 +136,6 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
         tower="siglip",
         config=f"{_TRANSFORMERS}:Gemma3Config",
         vision={**_SIGLIP, "image_size": 896},
-        depth="num_hidden_layers",
         head_dim=72,
         text={"hidden_size": 2560},
         fields={"mm_tokens_per_image": 256},
@@ -153,7 +149,6 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
         tower="siglip",
         config=f"{_TRANSFORMERS}:PaliGemmaConfig",
         vision={**_SIGLIP, "image_size": 224},
-        depth="num_hidden_layers",
         head_dim=72,
         text={"model_type": "gemma", "hidden_size": 2048},
         fields={"projection_dim": 2048},
@@ -168,7 +163,6 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
         config=f"{_TRANSFORMERS}:LlavaOnevisionConfig",
         # Without SigLIP's last block.
         vision={**_SIGLIP, "num_hidden_layers": 26, "image_size": 384},
-        depth="num_hidden_layers",
         head_dim=72,
         text={"model_type": "qwen2", "hidden_size": 3584},
         processor=f"{_TRANSFORMERS}:LlavaOnevisionImageProcessor",
@@ -239,7 +233,6 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             "hidden_act": "gelu",
             "initializer_factor": 0.1,
         },
-        depth="num_hidden_layers",
         head_dim=64,
         text={"hidden_size": 3584},
         fields={
@@ -318,7 +311,6 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             "pos_emb_time": 4,
             "merge_kernel_size": [2, 2],
         },
-        depth="num_hidden_layers",
         head_dim=72,
         text={"model_type": "deepseek_v3", "hidden_size": 7168},
         processor=f"{_TRANSFORMERS}:Kimi_K25ImageProcessor",
@@ -372,7 +364,6 @@ WHOLE_MODELS: Mapping[str, WholeModel] = {
             # vLLM reads it, and Transformers has no default.
             "default_output_length": 280,
         },
-        depth="num_hidden_layers",
         head_dim=72,
         text={
             "hidden_size": 5376,
