@@ -65,13 +65,6 @@ def _cpu_platform_class() -> type:
         def import_kernels(cls) -> None:
             """Load none: only the CPU wheel has them."""
 
-        @classmethod
-        def is_pin_memory_available(cls) -> bool:
-            return False
-
-        def is_zen_cpu(self) -> bool:
-            return False
-
     return VisionCpuPlatform
 
 
@@ -112,7 +105,5 @@ def _keep_weights_unpacked() -> None:
     import vllm.model_executor.layers.utils as linear
 
     # On a CPU with AMX, small layers ask for an operator that only the CPU wheel has.
-    if hasattr(linear, "check_cpu_sgl_kernel") and not hasattr(
-        torch.ops._C, "convert_weight_packed"
-    ):
+    if not hasattr(torch.ops._C, "convert_weight_packed"):
         linear.check_cpu_sgl_kernel = lambda *shape_and_dtype: False
