@@ -41,7 +41,6 @@ _CONTEXT = TowerSpec(
         "temporal_patch_size": 2,
     },
     model="context",
-    checkpoint=None,
     full_depth=1,
 )
 _ROPE_BASE = 10000.0

@@ -268,11 +268,10 @@ def small_tower(job: Job) -> Any:
     small |= {"hidden_size": 64, "embed_dim": 64, "out_hidden_size": 64}
     small |= {"intermediate_size": 96, "deepstack_visual_indexes": [0]}
     spec = TowerSpec(
-        family,
         {name: small.get(name, value) for name, value in config.items()},
         job.model,
-        None,
         2,
+        family=family,
     )
     return build_tower(
         spec,

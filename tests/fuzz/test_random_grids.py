@@ -66,7 +66,7 @@ def tower() -> Iterator[Tower]:
         "window_size": 28 * SIDE,
         "fullatt_block_indexes": [1],
     }
-    spec = TowerSpec("qwen2_5_vl", config, "small", None, 2)
+    spec = TowerSpec(config, "small", 2, family="qwen2_5_vl")
     tower = build_tower(spec, backend="FLASHINFER", dtype=torch.float32, device=DEVICE)
     patches = {patch.name: patch for patch in all_patches()}
     assert patches["qwen2_5_vl-kept-metadata"].applied

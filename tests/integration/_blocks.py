@@ -55,7 +55,6 @@ def build(
         family=family,  # type: ignore[arg-type]
         vision_config={**SPECS[family], **vision},
         model=family,
-        checkpoint=None,
         full_depth=2,
     )
     return build_tower(spec, backend=backend, dtype=dtype, device=DEVICE, seed=seed)

@@ -70,7 +70,7 @@ class Case:
             fields={**self.model.fields, **self.fields},
         )
         vision = {**whole.vision, **self.vision, whole.depth: 2}
-        spec = ModelSpec(whole, vision, name, 2)
+        spec = ModelSpec(vision, name, 2, whole=whole)
         try:
             return build_model(
                 spec, backend="FLASHINFER", dtype=torch.float32, device="cpu"

@@ -33,7 +33,7 @@ LENGTHS = [13, 40, 1, 22]
 
 LAYERS = {"FlashInferViTAttention", "MMEncoderAttention", "WhisperEncoderAttention"}
 
-CONTEXT = TowerSpec("qwen2_vl", SMALL["qwen2_vl"] | {"depth": 1}, "context", None, 1)
+CONTEXT = TowerSpec(SMALL["qwen2_vl"] | {"depth": 1}, "context", 1, family="qwen2_vl")
 
 
 def engine(

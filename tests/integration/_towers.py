@@ -64,7 +64,7 @@ FAMILIES = tuple(SMALL)
 
 def small_spec(family: str) -> TowerSpec:
     config = SMALL[family]
-    return TowerSpec(family, config, f"small {family}", None, config["depth"])
+    return TowerSpec(config, f"small {family}", config["depth"], family=family)
 
 
 def small_tower(

@@ -313,7 +313,7 @@ class TestFp8:
     GRIDS = [[1, 12, 20], [1, 18, 10]]
 
     def build(self, path: Path | None = None) -> Tower:
-        spec = TowerSpec("qwen3_vl", SPECS["qwen3_vl"], "a tower", None, 3)
+        spec = TowerSpec(SPECS["qwen3_vl"], "a tower", 3, family="qwen3_vl")
         return build_tower(
             spec,
             backend="FLASHINFER",

@@ -57,7 +57,6 @@ def qwen_tower(family: str, backend: str) -> Tower:
         family=family,  # type: ignore[arg-type]
         vision_config=FAMILIES[family],
         model=family,
-        checkpoint=None,
         full_depth=FAMILIES[family]["depth"],
     )
     return build_tower(spec, backend=backend, dtype=torch.float32, device="cpu")

@@ -72,7 +72,7 @@ def tower(
     else:
         monkeypatch.setenv(ENV_FP8_SCALES, "dynamic")
     return build_tower(
-        TowerSpec(FAMILY, SPECS[FAMILY], "a tower", None, DEPTH),
+        TowerSpec(SPECS[FAMILY], "a tower", DEPTH, family=FAMILY),
         backend="FLASHINFER",
         dtype=DTYPE,
         device=DEVICE,

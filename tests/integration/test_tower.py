@@ -88,7 +88,7 @@ class TestWeights:
         for name, parameter in half.named_parameters():
             assert torch.equal(parameter.float(), exact[name]), name
         config = {**SMALL["qwen2_5_vl"], "depth": 1, "fullatt_block_indexes": [0]}
-        spec = TowerSpec("qwen2_5_vl", config, "cut", None, 2)
+        spec = TowerSpec(config, "cut", 2, family="qwen2_5_vl")
         cut = build_tower(
             spec, backend="FLASHINFER", dtype=torch.float32, device="cpu"
         ).visual

@@ -65,4 +65,4 @@ def _check_name(model: str, random_weights: bool) -> None:
 def _of_whole(model: str, depth: int | None) -> ModelSpec:
     whole = WHOLE_MODELS[model]
     vision = cut_blocks(whole.vision, depth, whole.depth)
-    return ModelSpec(whole, vision, model, whole.vision[whole.depth])
+    return ModelSpec(vision, model, whole.vision[whole.depth], whole=whole)

@@ -3,7 +3,7 @@
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal, NamedTuple, cast
@@ -92,20 +92,21 @@ def not_allowed(path: Path) -> str:
     return f"{path} may not be read by this user; change its permissions"
 
 
+@dataclass(frozen=True)
 class Spec:
     """What all specs say.
 
     Attributes:
-        vision_config: The fields of the tower in a config.
+        vision_config: The fields of the tower in a config, for the blocks to build.
         model: Model name or checkpoint folder, for people to read.
-        checkpoint: Folder to read weights from, or None for seeded random weights.
         full_depth: Number of blocks of the whole tower; `depth` may be fewer.
+        checkpoint: Folder to read weights from, or None for seeded random weights.
     """
 
     vision_config: Mapping[str, Any]
     model: str
-    checkpoint: Path | None
     full_depth: int
+    checkpoint: Path | None = None
 
     @property
     def name(self) -> str:
@@ -120,21 +121,13 @@ class Spec:
 
 @dataclass(frozen=True)
 class TowerSpec(Spec):
-    """What to build of a family whose towers take patches and grids.
+    """What to build of a family whose towers take patches and grids; see also `Spec`.
 
     Attributes:
         family: Model family, as in the checkpoint's `model_type`.
-        vision_config: The `vision_config` of a Hugging Face `config.json`.
-        model: Model name or checkpoint folder, for people to read.
-        checkpoint: Folder to read weights from, or None for seeded random weights.
-        full_depth: Number of blocks of the whole tower; `depth` may be fewer.
     """
 
-    family: Family
-    vision_config: Mapping[str, Any]
-    model: str
-    checkpoint: Path | None
-    full_depth: int
+    family: Family = field(kw_only=True)
 
     @property
     def depth(self) -> int:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from vllm_flashinfer_vit.towers.spec import Spec, TowerError
@@ -100,20 +99,13 @@ class WholeModel:
 
 @dataclass(frozen=True)
 class ModelSpec(Spec):
-    """What to build of a model, with seeded random weights.
+    """What to build of a model, with seeded random weights; see also `Spec`.
 
     Attributes:
         whole: The model.
-        vision_config: Its tower's fields, for the blocks that are built.
-        model: Its name.
-        full_depth: Number of blocks of the whole tower.
     """
 
-    whole: WholeModel
-    vision_config: Fields
-    model: str
-    full_depth: int
-    checkpoint: Path | None = None
+    whole: WholeModel = field(kw_only=True)
 
     @property
     def depth(self) -> int:
