@@ -60,9 +60,7 @@ def render(report: Report, console: Console) -> None:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, show_header=bool(columns)
-    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
