@@ -5,7 +5,6 @@ A plan is a string only where a compiled graph holds it, since that holds no obj
 """
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -60,13 +59,22 @@ class Plan:
         return cls((Class(None, kernel),))
 
     @classmethod
+    @functools.cache
     def decode(cls, text: str) -> "Plan":
         """Return the plan of a text.
 
         Raises:
             ValueError: It is no such text.
         """
-        return _decode(text)
+        classes = []
+        for entry in text.split(","):
+            bound, colon, kernels = entry.partition(":")
+            kernel, _, many = kernels.partition("/")
+            if not (colon and kernel and (bound == "*" or bound.isdecimal())):
+                raise ValueError(f"{entry!r} is no class of a plan such as 128:triton")
+            max_len = None if bound == "*" else int(bound)
+            classes.append(Class(max_len, kernel, many or None))
+        return cls(tuple(classes))
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -99,17 +107,3 @@ class Plan:
             if found.max_len is None or max_len <= found.max_len:
                 return found
         raise ValueError(f"plan {self.text!r} has no class for {max_len} tokens")
-
-
-@functools.cache
-def _decode(text: str) -> Plan:
-    return Plan(tuple(_parse(text.split(","))))
-
-
-def _parse(entries: Iterable[str]) -> Iterable[Class]:
-    for entry in entries:
-        bound, colon, kernels = entry.partition(":")
-        kernel, _, many = kernels.partition("/")
-        if not (colon and kernel and (bound == "*" or bound.isdecimal())):
-            raise ValueError(f"{entry!r} is no class of a plan such as 128:triton")
-        yield Class(None if bound == "*" else int(bound), kernel, many or None)
