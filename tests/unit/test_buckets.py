@@ -74,11 +74,3 @@ def test_one_more_than_a_bucket_is_the_next_ones(bucket):
         full = bucket(n)
         assert bucket(full) == full < bucket(full + 1)
         n = full + 1
-
-
-@pytest.mark.parametrize("n", [0, -1])
-def test_nothing_has_no_bucket(n):
-    with pytest.raises(ValueError, match=f"num_seqs={n}"):
-        bucket_num_seqs(n)
-    with pytest.raises(ValueError, match=f"max_len={n}"):
-        bucket_max_len(n)

@@ -16,12 +16,7 @@ def bucket_num_seqs(num_seqs: int) -> int:
 
     8, 16, 32, 64, then steps of about x1.5 in multiples of 64: five buckets
     hold the 84 to 736 windows of Qwen2.5-VL's images.
-
-    Raises:
-        ValueError: `num_seqs` is not positive.
     """
-    if num_seqs < 1:
-        raise ValueError(f"num_seqs={num_seqs}: a batch has at least one sequence")
     for bucket in _SMALL_NUM_SEQS:
         if num_seqs <= bucket:
             return bucket
@@ -35,12 +30,7 @@ def bucket_max_len(max_len: int) -> int:
     """Round a longest sequence, in tokens, up to one that plans are built for.
 
     Powers of two from 64 to 128K, then multiples of 128K.
-
-    Raises:
-        ValueError: `max_len` is not positive.
     """
-    if max_len < 1:
-        raise ValueError(f"max_len={max_len}: a sequence has at least one token")
     if max_len > _MAX_LEN_STEP:
         return _round_up(max_len, _MAX_LEN_STEP)
     return max(_MIN_MAX_LEN, 1 << (max_len - 1).bit_length())
