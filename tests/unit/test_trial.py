@@ -70,8 +70,3 @@ def test_a_kernel_that_is_wrong_says_where(
     monkeypatch.setattr(trial, "attention_ref", _remembered)
     error = attempt(kernel, 64, torch.bfloat16, "cpu")
     assert (error is None) if answer is None else re.search(answer, error or "")
-
-
-@pytest.mark.parametrize("kernel", ["reference", "reference_fp8"])
-def test_the_reference_needs_no_test_run(kernel: Any) -> None:
-    assert attempt(kernel, 64, torch.bfloat16, "no device") is None
