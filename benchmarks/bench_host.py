@@ -267,7 +267,7 @@ def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
         "rotary, attention": lambda: program._attend(now, x, now.qkv, given),
         "projection": lambda: program._projected(now, settled, context),
         "sum, norm": lambda: program._sum(
-            now, x, (attended,), program._norm2, None, mlp.reader, ()
+            now, x, (attended,), program._norm2, None, mlp.first, ()
         ),
         "MLP, first": lambda: mlp.hidden_of(now),
         "MLP, second": lambda: linear.run(

@@ -9,7 +9,6 @@ import torch
 
 from vllm_flashinfer_vit.blocks import fp8_linear, quack
 from vllm_flashinfer_vit.blocks.aligned_linear import padded_inputs
-from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.layers import MIN_QUACK_ROWS, Layers
 from vllm_flashinfer_vit.blocks.linear import OwnLinear, Step, Weights, linear, run
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
@@ -75,11 +74,6 @@ class Mlp:
     def _plain_hidden(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
         return self._act(linear(weights, x))
 
-    @property
-    def reader(self) -> Fp8Linear | None:
-        """The first layer if it is in FP8."""
-        return None
-
     def __call__(self, now: Pass) -> torch.Tensor:
         """Return the MLP's output, `[T, C]`, of `now.normed`."""
         hidden = self.hidden_of(now)
@@ -126,11 +120,6 @@ class Fp8Mlp:
         self.quantized = max(self.first.inputs, self.second.inputs)
         self._width = layers.part(spec.second).input_size_per_partition
         self._activation = activation
-
-    @property
-    def reader(self) -> Fp8Linear | None:
-        """See `Mlp`."""
-        return self.first
 
     def __call__(self, now: Pass) -> torch.Tensor:
         """Return the MLP's output, `[T, C]`, of the rows that the first layer reads."""

@@ -250,7 +250,7 @@ class BlockProgram:
         context, settled = self._attend(now, x, qkv, given)
         attended = self._projected(now, settled, context)
         scaled = self._layer_scales()
-        self._sum(now, x, (attended,), self._norm2, None, self._mlp.reader, scaled[:1])
+        self._sum(now, x, (attended,), self._norm2, None, self._mlp.first, scaled[:1])
         out = self._mlp(now)
         following = tower.blocks.get(self._index + 1)
         if following is None:
