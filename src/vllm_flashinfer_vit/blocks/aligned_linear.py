@@ -7,7 +7,6 @@ layer are zero, and the padded inputs of the next one meet zero weights.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,7 +60,8 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
         """
         for parameter in self._padded(layer):
             stock = parameter.data
-            room = stock.new_empty(math.prod(self.padded_shape(stock)))
+            values = stock.numel() // self.size * aligned_size(self.size)
+            room = stock.new_empty(values)
             parameter.data = room[: stock.numel()].view(stock.shape)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -72,12 +72,6 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
 
     def _padded(self, layer: torch.nn.Module) -> list[Any]:
         return [p for p in layer.parameters(recurse=False) if p.dim() > self.dim]
-
-    def padded_shape(self, stock: torch.Tensor) -> list[int]:
-        """Return the shape that a parameter of the checkpoint's size is padded to."""
-        shape = list(stock.shape)
-        shape[self.dim] = self.parts * aligned_size(self.size)
-        return shape
 
     def pad(self, stock: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a copy of a parameter with zeros after each part.
