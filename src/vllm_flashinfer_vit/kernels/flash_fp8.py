@@ -13,7 +13,6 @@ rest of the batch.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import triton
@@ -31,16 +30,10 @@ from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV, check_block
 _LOG2_E = 1.4426950408889634
 # Rows that one program checks and clears after the last sequence.
 _ZERO_ROWS = 64
-
-
-class _Config(NamedTuple):
-    block_m: int
-    num_warps: int
-    num_stages: int
-
-
 # Two programs an SM; a cap for a third would cost spills.
-_CONFIG = _Config(block_m=64, num_warps=4, num_stages=3)
+_BLOCK_M = 64
+_NUM_WARPS = 4
+_NUM_STAGES = 3
 
 
 # Nothing but the model selects a variant.
@@ -282,8 +275,7 @@ def _plan(
     num_blocks = check_blocks(q, v, num_tokens, num_seqs, head_dim, scale)
     qk_lo, qk_hi = split_width(d_qk)
     v_lo, v_hi_pad = split_width(d_v)
-    config = _CONFIG
-    parts = BLOCK // config.block_m
+    parts = BLOCK // _BLOCK_M
     return Launch(
         _flash_fp8_kernel,
         heads * num_blocks * parts + triton.cdiv(num_tokens, _ZERO_ROWS),
@@ -301,8 +293,8 @@ def _plan(
         V_LO=v_lo,
         V_HI_PAD=v_hi_pad,
         BLOCK=BLOCK,
-        BLOCK_M=config.block_m,
-        NUM_STAGES=config.num_stages,
+        BLOCK_M=_BLOCK_M,
+        NUM_STAGES=_NUM_STAGES,
         ZERO_ROWS=_ZERO_ROWS,
-        num_warps=config.num_warps,
+        num_warps=_NUM_WARPS,
     )
