@@ -82,13 +82,13 @@ def candidates(
     """
     found, left_out = [], []
     is_fp8 = dtype == torch.float8_e4m3fn
+    activations = torch.bfloat16 if is_fp8 else dtype
     for kernel, record in KERNELS.items():
-        attends_in = _dtype_of(kernel, dtype)
+        attends_in = dtype if record.is_fp8 else activations
         if record.is_reference or not (
             kernel_verdict(kernel, stack, head_dim, attends_in).ok
         ):
             continue
-        activations = torch.bfloat16 if is_fp8 else dtype
         if record.needs_trial and (error := attempt(kernel, head_dim, activations)):
             left_out.append(f"{kernel}: {error}")
         else:
@@ -96,13 +96,6 @@ def candidates(
     if is_fp8 and not any(KERNELS[kernel].is_fp8 for kernel in found):
         raise TuneError("; ".join(["no FP8 kernel runs on this GPU", *left_out]))
     return found, left_out
-
-
-def _dtype_of(kernel: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a kernel attends in, in layers of a dtype."""
-    if dtype == torch.float8_e4m3fn and not KERNELS[kernel].is_fp8:
-        return torch.bfloat16
-    return dtype
 
 
 def grid(
