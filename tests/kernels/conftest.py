@@ -9,11 +9,23 @@ import pytest
 import torch
 from _cudnn_graph import Graph
 
-from vllm_flashinfer_vit.kernels import cudnn
+from vllm_flashinfer_vit.kernels import cudnn, cudnn_fp8
+from vllm_flashinfer_vit.kernels._cudnn import PlanCache
 
 
 @pytest.fixture
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def plans(monkeypatch: pytest.MonkeyPatch) -> PlanCache:
+    """Replace the process's plans by those of a test alone."""
+    found = PlanCache()
+    for kernel in (cudnn, cudnn_fp8):
+        monkeypatch.setattr(kernel, "PLANS", found)
+    return found
+
+
+@pytest.fixture
+def flashinfer(
+    monkeypatch: pytest.MonkeyPatch, plans: PlanCache
+) -> Iterator[SimpleNamespace]:
     """Replace the cuDNN of FlashInfer's prefill module; skips where that is missing."""
     try:
         from flashinfer.cudnn import prefill

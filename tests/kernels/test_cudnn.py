@@ -13,7 +13,6 @@ from packaging.version import Version
 from cases import CASES, Case, make_qkv, params
 from vllm_flashinfer_vit.kernels import _cudnn
 from vllm_flashinfer_vit.kernels import cudnn as kernel
-from vllm_flashinfer_vit.kernels._cudnn import PlanCache
 
 pytestmark = [
     pytest.mark.usefixtures("nan_empty"),
@@ -43,30 +42,29 @@ def _layouts():
     }
 
 
-def _run(plans, qkv, case, scale):
-    return kernel._prepare(plans, *qkv, case.cu_seqlens(), case.max_seqlen, scale)()
+def _run(qkv, case, scale):
+    return kernel.prepare(*qkv, case.cu_seqlens(), case.max_seqlen, scale)()
 
 
 @pytest.mark.parametrize("case", params(CASES))
 def test_cases(flashinfer, case):
     qkv = make_qkv(case, 4, 80, torch.bfloat16, kv_heads=2)
-    out = _run(PlanCache(), qkv, case, 80**-0.5)
+    out = _run(qkv, case, 80**-0.5)
     assert not out[: case.tokens].isnan().any()
     assert out.dtype == torch.bfloat16 and out.is_contiguous()
     assert out.shape == qkv[0].shape
     assert_close(out, qkv, case, 80**-0.5)
 
 
-def test_layouts_and_scales_in_one_process_never_share_a_plan(flashinfer):
-    plans = PlanCache()
+def test_layouts_and_scales_in_one_process_never_share_a_plan(flashinfer, plans):
     layouts = _layouts()
     for _ in range(2):
         for qkv in layouts.values():
             for scale in (72**-0.5, 0.5):
-                assert_close(_run(plans, qkv, IMAGES, scale), qkv, IMAGES, scale)
-    assert plans.stats.built == len(flashinfer.graphs)
+                assert_close(_run(qkv, IMAGES, scale), qkv, IMAGES, scale)
+    assert plans.built == len(flashinfer.graphs)
     # Of both that are read as `packed` is, but for q or k, there is a copy.
-    assert plans.stats.built == 2 * (len(layouts) - len(("k-a-view", "q-a-view")))
+    assert plans.built == 2 * (len(layouts) - len(("k-a-view", "q-a-view")))
 
 
 def test_the_cache_of_flashinfer_would_mix_layouts_up(flashinfer):
@@ -75,17 +73,15 @@ def test_the_cache_of_flashinfer_would_mix_layouts_up(flashinfer):
         pytest.skip("FlashInfer's key is whole since 0.7.1")
     backend = kernel._backend()._replace(build=flashinfer.prefill._build_prefill_graph)
     flashinfer.monkeypatch.setattr(kernel, "_backend", lambda: backend)
-    plans = PlanCache()
     layouts = _layouts()
     packed, views = layouts["packed"], layouts["views-of-qkv"]
-    assert_close(_run(plans, packed, IMAGES, 0.1), packed, IMAGES, 0.1)
+    assert_close(_run(packed, IMAGES, 0.1), packed, IMAGES, 0.1)
     with pytest.raises(AssertionError):
-        assert_close(_run(plans, views, IMAGES, 0.1), views, IMAGES, 0.1)
+        assert_close(_run(views, IMAGES, 0.1), views, IMAGES, 0.1)
 
 
-def test_keys_are_no_coarser_than_those_of_flashinfer(flashinfer):
+def test_keys_are_no_coarser_than_those_of_flashinfer(flashinfer, plans):
     """Where FlashInfer tells two calls apart, so do the keys here; not the reverse."""
-    plans = PlanCache()
     theirs = set()
     key_of = flashinfer.prefill._sdpa_prefill_key_fn
     lengths = torch.zeros((8, 1, 1, 1), dtype=torch.int32)
@@ -94,7 +90,7 @@ def test_keys_are_no_coarser_than_those_of_flashinfer(flashinfer):
         if not all(kernel._are_read(q, k, v)):
             continue
         for scale in (72**-0.5, 0.5):
-            _run(plans, (q, k, v), IMAGES, scale)
+            _run((q, k, v), IMAGES, scale)
             theirs.add(
                 key_of(
                     q,
@@ -108,20 +104,19 @@ def test_keys_are_no_coarser_than_those_of_flashinfer(flashinfer):
                     o_data_type=q.dtype,
                 )
             )
-    assert plans.stats.built >= len(theirs)
+    assert plans.built >= len(theirs)
 
 
-def test_shapes_of_one_bucket_share_a_plan(flashinfer):
-    plans = PlanCache()
+def test_shapes_of_one_bucket_share_a_plan(flashinfer, plans):
     for lengths in ((100, 28), (65,), (128,) * 8, (1, 90, 0)):
         case = Case("any", lengths)
         qkv = make_qkv(case, 2, 80, torch.bfloat16)
-        assert_close(_run(plans, qkv, case, 0.1), qkv, case, 0.1)
-    assert plans.stats.built == 1
+        assert_close(_run(qkv, case, 0.1), qkv, case, 0.1)
+    assert plans.built == 1
     graph = flashinfer.graphs[0]
     assert graph.q.dim == (8, 2, 128, 80)
-    _run(plans, make_qkv(IMAGES, 2, 80, torch.bfloat16), Case("129", (128,)), 0.1)
-    assert plans.stats.built == 1
+    _run(make_qkv(IMAGES, 2, 80, torch.bfloat16), Case("129", (128,)), 0.1)
+    assert plans.built == 1
 
 
 @pytest.mark.parametrize(
@@ -140,23 +135,21 @@ def test_shapes_of_one_bucket_share_a_plan(flashinfer):
         ),
     ],
 )
-def test_what_cudnn_cannot_load_is_copied(flashinfer, change):
+def test_what_cudnn_cannot_load_is_copied(flashinfer, plans, change):
     qkv = tuple(x.contiguous() for x in make_qkv(IMAGES, 2, 80, torch.bfloat16))
-    plans = PlanCache()
-    out = _run(plans, qkv, IMAGES, 0.1)
+    out = _run(qkv, IMAGES, 0.1)
     changed = tuple(change(x) for x in qkv)
     assert all(torch.equal(a, b) for a, b in zip(qkv, changed, strict=True))
-    assert torch.equal(_run(plans, changed, IMAGES, 0.1), out)
-    assert plans.stats.built == 1
+    assert torch.equal(_run(changed, IMAGES, 0.1), out)
+    assert plans.built == 1
 
 
 def test_capture_zeroes_the_rows_of_no_sequence(flashinfer, monkeypatch):
     case = Case("padded", (10, 20), zeros=3, pad_rows=9)
     qkv = make_qkv(case, 2, 80, torch.bfloat16)
-    plans = PlanCache()
-    eager = _run(plans, qkv, case, 0.1)
+    eager = _run(qkv, case, 0.1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    captured = _run(plans, qkv, case, 0.1)
+    captured = _run(qkv, case, 0.1)
     assert torch.equal(captured[:30], eager[:30])
     assert (captured[30:] == 0).all()
 
@@ -165,58 +158,45 @@ def test_capture_refuses_to_build(flashinfer, monkeypatch):
     qkv = make_qkv(IMAGES, 2, 80, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"num_seqs=8, max_len=128.*before the capt"):
-        _run(PlanCache(), qkv, IMAGES, 0.1)
+        _run(qkv, IMAGES, 0.1)
     assert not flashinfer.graphs
 
 
-def test_workspace_covers_every_plan_and_is_never_freed(flashinfer, monkeypatch):
-    plans = PlanCache()
+def test_workspace_covers_every_plan_and_is_never_freed(flashinfer, plans, monkeypatch):
     for head_dim, size in ((64, 100), (72, 3 << 20), (80, 1 << 20), (96, 5 << 20)):
         monkeypatch.setattr(Graph, "workspace_size", size)
-        _run(plans, make_qkv(IMAGES, 2, head_dim, torch.bfloat16), IMAGES, 0.1)
+        _run(make_qkv(IMAGES, 2, head_dim, torch.bfloat16), IMAGES, 0.1)
     sizes = [workspace.numel() for workspace in plans._workspaces]
     assert sizes == [1 << 20, 4 << 20, 8 << 20]
-    assert plans.stats.workspace_bytes == sum(sizes)
+    assert plans.workspace_bytes == 13 << 20
 
 
-def test_a_build_is_counted_and_logged(flashinfer, caplog, monkeypatch):
-    plans = PlanCache()
+def test_a_build_is_counted_and_logged(flashinfer, plans, caplog, monkeypatch):
     # Once vLLM is imported its loggers no longer reach the root, where caplog listens.
     monkeypatch.setattr(_cudnn, "logger", logging.getLogger("test_cudnn"))
     with caplog.at_level(logging.DEBUG, logger="test_cudnn"):
-        _run(plans, make_qkv(IMAGES, 2, 80, torch.bfloat16), IMAGES, 0.1)
-    assert plans.stats.built == 1
+        _run(make_qkv(IMAGES, 2, 80, torch.bfloat16), IMAGES, 0.1)
+    assert plans.built == 1
     assert "num_seqs=8, max_len=128" in caplog.text
 
 
-def test_process_wide_counters_are_copies(flashinfer, monkeypatch):
-    monkeypatch.setattr(kernel, "PLANS", PlanCache())
-    before = kernel.plan_stats()
-    q, k, v = make_qkv(IMAGES, 2, 80, torch.bfloat16)
-    kernel.attention(q, k, v, IMAGES.cu_seqlens(), 100, 0.1)
-    assert before.built == 0
-    assert kernel.plan_stats().built == 1
-
-
-def test_a_second_device_is_refused(flashinfer):
-    plans = PlanCache()
+def test_a_second_device_is_refused(flashinfer, plans):
     qkv = make_qkv(IMAGES, 2, 80, torch.bfloat16)
-    _run(plans, qkv, IMAGES, 0.1)
+    _run(qkv, IMAGES, 0.1)
     plans._device = torch.device("cuda:1")
     with pytest.raises(RuntimeError, match=r"on cuda:1 and cannot do so on cpu too"):
-        _run(plans, qkv, IMAGES, 0.1)
+        _run(qkv, IMAGES, 0.1)
 
 
-def test_a_refusal_says_what_cudnn_said(flashinfer, monkeypatch):
+def test_a_refusal_says_what_cudnn_said(flashinfer, plans, monkeypatch):
     def refuse(graph, heur_modes):
         raise ValueError("hidden_dim should be multiple of 8")
 
     monkeypatch.setattr(Graph, "build", refuse)
     qkv = make_qkv(IMAGES, 2, 76, torch.bfloat16)
-    plans = PlanCache()
     with pytest.raises(RuntimeError, match=r"\(2, 76, .*multiple of 8.*Choose another"):
-        _run(plans, qkv, IMAGES, 0.1)
-    assert plans.stats.built == 0
+        _run(qkv, IMAGES, 0.1)
+    assert plans.built == 0
 
 
 def test_nothing_to_attend_needs_no_plan(flashinfer):

@@ -11,7 +11,6 @@ from _cudnn_fp8 import FP8, FP8_MAX, IMAGES, LIMIT, assert_right, make
 
 from cases import CASES, Case, params
 from vllm_flashinfer_vit.kernels import cudnn_fp8 as kernel
-from vllm_flashinfer_vit.kernels._cudnn import PlanCache
 
 
 class _Tensor:
@@ -108,7 +107,7 @@ def arch(request):
 
 
 @pytest.fixture
-def cudnn(monkeypatch, arch, nan_empty):
+def cudnn(monkeypatch, arch, plans, nan_empty):
     """The stand-in in place of cudnn-frontend, on either kind of GPU."""
     if torch.cuda.is_available():
         pytest.skip("replaces the real cuDNN")
@@ -127,11 +126,10 @@ def cudnn(monkeypatch, arch, nan_empty):
     return frontend
 
 
-def run(plans, made, case, scale, head_dim, dtype=torch.float16):
+def run(made, case, scale, head_dim, dtype=torch.float16):
     # The interpreter cannot round to bf16.
     *qkv, scales = made
-    return kernel._attention(
-        plans,
+    return kernel.attention(
         *qkv,
         scales,
         case.cu_seqlens(),
@@ -146,25 +144,24 @@ def run(plans, made, case, scale, head_dim, dtype=torch.float16):
 def test_cases(cudnn, case):
     width = kernel.padded_head_dim(72, torch.device("cpu"))
     made = make(case, 4, 72, width, kv_heads=2)
-    out = run(PlanCache(), made, case, 72**-0.5, 72)
+    out = run(made, case, 72**-0.5, 72)
     assert_right(out, made[:3], made[3], case, 72**-0.5, 72)
 
 
 @pytest.mark.parametrize(("head_dim", "width"), [(80, 80), (64, 128), (96, 96)])
 def test_widths(cudnn, head_dim, width):
     made = make(IMAGES, 2, head_dim, width)
-    out = run(PlanCache(), made, IMAGES, 0.1, head_dim)
+    out = run(made, IMAGES, 0.1, head_dim)
     assert_right(out, made[:3], made[3], IMAGES, 0.1, head_dim)
 
 
-def test_scales_are_read_by_each_call_and_are_no_part_of_a_plan(cudnn):
-    plans = PlanCache()
+def test_scales_are_read_by_each_call_and_are_no_part_of_a_plan(cudnn, plans):
     q, k, v, scales = make(IMAGES, 2, 80, 80)
     for factors in ((1.0, 1.0, 1.0), (3.0, 0.5, 7.0)):
         now = scales * torch.tensor(factors)
-        out = run(plans, (q, k, v, now), IMAGES, 0.1, 80)
+        out = run((q, k, v, now), IMAGES, 0.1, 80)
         assert_right(out, (q, k, v), now, IMAGES, 0.1, 80)
-    assert plans.stats.built == 1
+    assert plans.built == 1
 
 
 def test_constants_are_written_by_each_call(cudnn, monkeypatch):
@@ -177,9 +174,9 @@ def test_constants_are_written_by_each_call(cudnn, monkeypatch):
             tensors[self.inputs[name].uid].fill_(float("nan"))
 
     monkeypatch.setattr(_Graph, "execute", execute_and_lose)
-    plans, (*qkv, scales) = PlanCache(), make(IMAGES, 2, 80, 80)
+    *qkv, scales = make(IMAGES, 2, 80, 80)
     for _ in range(2):
-        out = run(plans, (*qkv, scales), IMAGES, 0.1, 80)
+        out = run((*qkv, scales), IMAGES, 0.1, 80)
         assert_right(out, qkv, scales, IMAGES, 0.1, 80)
 
 
@@ -187,7 +184,7 @@ def test_the_largest_output_does_not_saturate(cudnn):
     q, k, v, scales = make(IMAGES, 2, 80, 80)
     v = torch.full_like(v.half(), FP8_MAX).to(FP8)
     scales[2] = 3.0
-    out = run(PlanCache(), (q, k, v, scales), IMAGES, 0.1, 80)
+    out = run((q, k, v, scales), IMAGES, 0.1, 80)
     # The weights do not add up to 1 after rounding, in either direction.
     assert out.isfinite().all()
     torch.testing.assert_close(
@@ -195,48 +192,48 @@ def test_the_largest_output_does_not_saturate(cudnn):
     )
 
 
-def test_plans_follow_buckets_and_outputs(cudnn, arch):
-    plans = PlanCache()
+def test_plans_follow_buckets_and_outputs(cudnn, plans, arch):
     for lengths in ((100, 28), (65,), (128,) * 8):
         case = Case("any", lengths)
-        run(plans, make(case, 2, 80, 80), case, 0.1, 80)
-    assert plans.stats.built == 1
-    run(plans, make(IMAGES, 2, 80, 80), IMAGES, 0.1, 80, torch.bfloat16)
+        run(make(case, 2, 80, 80), case, 0.1, 80)
+    assert plans.built == 1
+    run(make(IMAGES, 2, 80, 80), IMAGES, 0.1, 80, torch.bfloat16)
     # Hopper's plan writes e4m3 whatever the activations are.
-    assert plans.stats.built == (1 if arch == "hopper" else 2)
-    run(plans, make(IMAGES, 2, 80, 96), IMAGES, 0.1, 80)
-    run(plans, make(IMAGES, 2, 80, 80), IMAGES, 0.2, 80)
-    run(plans, make(IMAGES, 2, 80, 80, kv_heads=1), IMAGES, 0.1, 80)
-    assert plans.stats.built == (4 if arch == "hopper" else 5)
+    assert plans.built == (1 if arch == "hopper" else 2)
+    run(make(IMAGES, 2, 80, 96), IMAGES, 0.1, 80)
+    run(make(IMAGES, 2, 80, 80), IMAGES, 0.2, 80)
+    run(make(IMAGES, 2, 80, 80, kv_heads=1), IMAGES, 0.1, 80)
+    assert plans.built == (4 if arch == "hopper" else 5)
 
 
 def test_capture_refuses_to_build(cudnn, monkeypatch):
     made = make(IMAGES, 2, 80, 80)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"num_seqs=8, max_len=128.*before the capt"):
-        run(PlanCache(), made, IMAGES, 0.1, 80)
+        run(made, IMAGES, 0.1, 80)
 
 
-def test_hopper_runs_no_cudnn_that_would_end_the_context(cudnn, arch, monkeypatch):
+def test_hopper_runs_no_cudnn_that_would_end_the_context(
+    cudnn, plans, arch, monkeypatch
+):
     monkeypatch.setattr(cudnn, "backend_version", lambda: 92299)
     monkeypatch.setitem(sys.modules, "cudnn", cudnn)
-    plans, made = PlanCache(), make(IMAGES, 2, 80, 80)
+    made = make(IMAGES, 2, 80, 80)
     if arch == "blackwell":
-        run(plans, made, IMAGES, 0.1, 80)
+        run(made, IMAGES, 0.1, 80)
         return
     for _ in range(2):
         with pytest.raises(
             RuntimeError, match=r"9\.22\.99 builds no.*needs cuDNN 9\.23"
         ):
-            run(plans, made, IMAGES, 0.1, 80)
-    assert plans.stats.built == 0
+            run(made, IMAGES, 0.1, 80)
+    assert plans.built == 0
 
 
-def test_nothing_to_attend_needs_no_plan(cudnn):
-    plans = PlanCache()
+def test_nothing_to_attend_needs_no_plan(cudnn, plans):
     empty = Case("empty", ())
-    assert run(plans, make(empty, 2, 72, 80), empty, 0.1, 72).shape == (0, 2, 72)
-    assert plans.stats.built == 0
+    assert run(make(empty, 2, 72, 80), empty, 0.1, 72).shape == (0, 2, 72)
+    assert plans.built == 0
 
 
 def test_widths_to_pad_to(monkeypatch):

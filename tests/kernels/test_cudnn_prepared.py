@@ -11,7 +11,6 @@ from cases import Case, make_qkv
 from vllm_flashinfer_vit.engine import warmup
 from vllm_flashinfer_vit.kernels import cudnn as kernel
 from vllm_flashinfer_vit.kernels import seqlens
-from vllm_flashinfer_vit.kernels._cudnn import PlanCache
 from vllm_flashinfer_vit.ops.attention import prepare
 from vllm_flashinfer_vit.ops.batch import LAYOUTS, Batch, Turning
 from vllm_flashinfer_vit.ops.plan import Plan
@@ -65,13 +64,12 @@ def _layer(**attributes):
 
 
 @pytest.fixture
-def warm_up(flashinfer, monkeypatch):
+def warm_up(flashinfer, plans, monkeypatch):
     """Warms a layer up on the CPU, and returns the plans."""
 
     def run(layer):
-        monkeypatch.setattr(kernel, "PLANS", plans := PlanCache())
         warmup.WarmUp(SimpleNamespace(compilation_config=None)).run(layer)
-        assert plans.stats.built
+        assert plans.built
         return plans
 
     monkeypatch.setattr(warmup, "_DEVICE", "cpu")
@@ -84,14 +82,14 @@ def warm_up(flashinfer, monkeypatch):
 def test_warm_up_builds_the_plans_of_a_layer(warm_up, hand_over):
     layer = _layer(layouts=LAYOUTS)
     plans = warm_up(layer)
-    built = plans.stats.built
+    built = plans.built
     for case in (IMAGES, Case("short", (3, 2)), Case("many", (2,) * 40)):
         q, k, v = make_qkv(case, 4, 72, torch.bfloat16, kv_heads=2)
         handed = hand_over(q, k, v)
         longest = torch.tensor(case.max_seqlen)
         batch = Batch(*handed, cu_seqlens=case.cu_seqlens(), max_seqlen=longest)
         assert_close(layer.attend(batch), (q, k, v), case, 0.1)
-    assert plans.stats.built == built
+    assert plans.built == built
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -100,13 +98,13 @@ def test_warm_up_builds_the_plans_of_a_program(warm_up, ranks):
     layouts = ("views",) if ranks == 1 else ("packed",)
     layer = _layer(layouts=layouts, turning=Turning(torch.float32, 72))
     plans = warm_up(layer)
-    built = plans.stats.built
+    built = plans.built
     q, k, v = make_qkv(IMAGES, 4, 72, torch.bfloat16, kv_heads=2)
     handed = (q, k, v) if ranks == 1 else map(_gathered, (q, k, v))
     cos, sin = torch.ones(IMAGES.tokens, 36), torch.zeros(IMAGES.tokens, 36)
     batch = Batch(*handed, cos, sin, IMAGES.cu_seqlens(), torch.tensor(100))
     assert_close(layer.attend(batch), (q, k, v), IMAGES, 0.1)
-    assert plans.stats.built == built
+    assert plans.built == built
 
 
 def test_warm_up_turns_as_much_of_a_head_as_a_program(warm_up):
@@ -125,16 +123,15 @@ def test_warm_up_turns_as_much_of_a_head_as_a_program(warm_up):
 @pytest.mark.parametrize("is_capturing", [False, True])
 @pytest.mark.parametrize("hand_over", HANDED.values(), ids=HANDED)
 def test_a_prepared_call_only_executes(
-    flashinfer, monkeypatch, hand_over, is_capturing
+    flashinfer, plans, monkeypatch, hand_over, is_capturing
 ):
     case, again = (Case("any", n, pad_rows=9) for n in ((100, 28), (20, 108)))
-    plans = PlanCache()
     handed = hand_over(*make_qkv(case, 4, 72, torch.bfloat16, kv_heads=2))
     cu_seqlens = case.cu_seqlens()
-    args = plans, *handed, cu_seqlens, 108, 0.1
-    kernel._prepare(*args)
+    args = *handed, cu_seqlens, 108, 0.1
+    kernel.prepare(*args)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-    call = kernel._prepare(*args)
+    call = kernel.prepare(*args)
     for name in ("_check", "_are_read", "PlanKey", "_backend"):
         monkeypatch.setattr(kernel, name, None)
     monkeypatch.setattr(plans, "plan", None)
@@ -160,11 +157,11 @@ def test_a_graph_derives_once_for_all_layers(flashinfer, monkeypatch):
 
     seqlens_prepare = seqlens.prepare
     monkeypatch.setattr(seqlens, "prepare", prepare_seqlens)
-    plans, qkv = PlanCache(), make_qkv(IMAGES, 2, 80, torch.bfloat16)
-    args = plans, *qkv, IMAGES.cu_seqlens(), 100, 0.1
-    kernel._prepare(*args)
+    qkv = make_qkv(IMAGES, 2, 80, torch.bfloat16)
+    args = *qkv, IMAGES.cu_seqlens(), 100, 0.1
+    kernel.prepare(*args)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    call = kernel._prepare(*args)
+    call = kernel.prepare(*args)
     for _ in range(3):
         call()
     assert len(derived) == 1
@@ -182,7 +179,7 @@ def test_a_prepared_call_keeps_its_stream(flashinfer, monkeypatch):
     monkeypatch.setattr(kernel, "_backend", lambda: backend._replace(handle=handle))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "its own")
     qkv = make_qkv(IMAGES, 2, 80, torch.bfloat16)
-    call = kernel._prepare(PlanCache(), *qkv, IMAGES.cu_seqlens(), 100, 0.1)
+    call = kernel.prepare(*qkv, IMAGES.cu_seqlens(), 100, 0.1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "another")
     call()
     call()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from vllm_flashinfer_vit.kernels._cudnn import PLANS
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine.per_engine import PerEngine
@@ -101,17 +102,12 @@ def _triton_count() -> _TritonCount:
 
 def counters() -> Counters:
     """Return the counters; the first call begins to count Triton's kernels."""
-    from vllm_flashinfer_vit.kernels.cudnn import plan_stats
-
-    plans = plan_stats()
-    return Counters(_triton_count().count, plans.built, plans.workspace_bytes)
+    return Counters(_triton_count().count, PLANS.built, PLANS.workspace_bytes)
 
 
 def built() -> tuple[int, int]:
     """Return variants of this package's Triton kernels, and cuDNN's plans, so far."""
-    from vllm_flashinfer_vit.kernels.cudnn import plan_stats
-
-    return _triton_count().own, plan_stats().built
+    return _triton_count().own, PLANS.built
 
 
 def lengths(bounds: tuple[int, ...]) -> list[int]:

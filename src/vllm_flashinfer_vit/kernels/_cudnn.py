@@ -8,7 +8,6 @@ a captured CUDA graph may still run the kernels of any of them.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,19 +17,6 @@ from vllm_flashinfer_vit.machine.versions import format_cudnn
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
 _MIN_WORKSPACE_BYTES = 1 << 20
-
-
-@dataclass
-class PlanStats:
-    """The plans of this process.
-
-    Attributes:
-        built: Plans built.
-        workspace_bytes: Device memory held as workspace.
-    """
-
-    built: int = 0
-    workspace_bytes: int = 0
 
 
 class PlanKey(NamedTuple):
@@ -77,12 +63,21 @@ class PlanCache:
 
     def __init__(self) -> None:
         """Hold nothing yet, and load nothing."""
-        self.stats = PlanStats()
         self._device: torch.device | None = None
         self._plans: dict[PlanKey, Plan] = {}
         # Outgrown ones stay: captured graphs hold their addresses. Each is at least
         # twice the last, so all together are less than twice the largest.
         self._workspaces: list[torch.Tensor] = []
+
+    @property
+    def built(self) -> int:
+        """How many plans there are."""
+        return len(self._plans)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory held as workspace."""
+        return sum(workspace.numel() for workspace in self._workspaces)
 
     @property
     def workspace(self) -> torch.Tensor:
@@ -126,10 +121,9 @@ class PlanCache:
         self._device = device
         self._plans[key] = plan
         build_ms = (time.perf_counter() - start) * 1e3
-        self.stats.built += 1
         logger.debug(
             "cuDNN plan %d built in %.1f ms, workspace %d bytes: %s",
-            self.stats.built,
+            self.built,
             build_ms,
             workspace_bytes,
             key,
@@ -141,7 +135,6 @@ class PlanCache:
             return
         size = 1 << (max(num_bytes, _MIN_WORKSPACE_BYTES) - 1).bit_length()
         self._workspaces.append(torch.empty(size, dtype=torch.uint8, device=device))
-        self.stats.workspace_bytes += size
 
 
 # Per process, like the CUDA context that the plans' kernels are loaded into.

@@ -18,19 +18,12 @@ the output. Nothing is causal.
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from vllm_flashinfer_vit.kernels._alignment import is_aligned
-from vllm_flashinfer_vit.kernels._cudnn import (
-    PLANS,
-    Plan,
-    PlanCache,
-    PlanKey,
-    PlanStats,
-)
+from vllm_flashinfer_vit.kernels._cudnn import PLANS, Plan, PlanKey
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 
 
@@ -74,69 +67,6 @@ def _backend() -> _Backend:
             "cuDNN attention needs FlashInfer's cuDNN prefill, which cannot be loaded: "
             f"{type(error).__name__}: {error}. Run `vllm-flashinfer-vit doctor`."
         ) from error
-
-
-def _prepare(
-    plans: PlanCache,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> Callable[[], torch.Tensor]:
-    from vllm_flashinfer_vit.kernels.seqlens import prepare as prepare_seqlens
-
-    _check(q, k, v, cu_seqlens)
-    num_tokens, heads, _ = q.shape
-    num_seqs = cu_seqlens.shape[0] - 1
-    shape = (num_tokens, heads, v.shape[2])
-    if num_tokens == 0 or num_seqs == 0:
-        return torch.empty(shape, dtype=q.dtype, device=q.device).zero_
-    given = (q, k, v)
-    q, k, v = (
-        x if is_read else x.new_empty(x.shape)
-        for x, is_read in zip(given, _are_read(*given), strict=True)
-    )
-    copies = [(to, x) for to, x in zip((q, k, v), given, strict=True) if to is not x]
-    key = PlanKey(
-        num_seqs=bucket_num_seqs(num_seqs),
-        max_len=bucket_max_len(max(1, min(max_seqlen, num_tokens))),
-        dtype=q.dtype,
-        out_dtype=q.dtype,
-        q=(*q.shape[1:], *q.stride()),
-        k=(*k.shape[1:], *k.stride()),
-        v=(*v.shape[1:], *v.stride()),
-        scale=scale,
-    )
-    row_strides = (q.stride(0), k.stride(0), v.stride(0), heads * v.shape[2])
-    derive, derived = prepare_seqlens(cu_seqlens, num_tokens, key.num_seqs, row_strides)
-    is_capturing = torch.cuda.is_current_stream_capturing()
-    allocate = torch.zeros if is_capturing else torch.empty
-    out = allocate(shape, dtype=q.dtype, device=q.device)
-    tensors = (q, k, v, out, derived.lengths, derived.lengths, *derived.offsets)
-    backend = _backend()
-    plan = plans.plan(key, q.device, lambda: _build(key, tensors))
-    execute = functools.partial(
-        plan.execute,
-        dict(zip(backend.uids, tensors, strict=True)),
-        workspace=plans.workspace,
-    )
-    stream = torch.cuda.current_stream(q.device)
-    if is_capturing:
-        # Once in the graph: each replay derives anew.
-        derive()
-
-    def call() -> torch.Tensor:
-        for to, x in copies:
-            to.copy_(x)
-        if not is_capturing:
-            derive()
-        # The handle is shared, and others may have moved it to their stream.
-        execute(handle=backend.handle(stream))
-        return out
-
-    return call
 
 
 def _build(key: PlanKey, tensors: tuple[torch.Tensor, ...]) -> Plan:
@@ -224,12 +154,58 @@ def prepare(
         ValueError: As `attention`.
         RuntimeError: As `attention`.
     """
-    return _prepare(PLANS, q, k, v, cu_seqlens, max_seqlen, scale)
+    from vllm_flashinfer_vit.kernels.seqlens import prepare as prepare_seqlens
 
+    _check(q, k, v, cu_seqlens)
+    num_tokens, heads, _ = q.shape
+    num_seqs = cu_seqlens.shape[0] - 1
+    shape = (num_tokens, heads, v.shape[2])
+    if num_tokens == 0 or num_seqs == 0:
+        return torch.empty(shape, dtype=q.dtype, device=q.device).zero_
+    given = (q, k, v)
+    q, k, v = (
+        x if is_read else x.new_empty(x.shape)
+        for x, is_read in zip(given, _are_read(*given), strict=True)
+    )
+    copies = [(to, x) for to, x in zip((q, k, v), given, strict=True) if to is not x]
+    key = PlanKey(
+        num_seqs=bucket_num_seqs(num_seqs),
+        max_len=bucket_max_len(max(1, min(max_seqlen, num_tokens))),
+        dtype=q.dtype,
+        out_dtype=q.dtype,
+        q=(*q.shape[1:], *q.stride()),
+        k=(*k.shape[1:], *k.stride()),
+        v=(*v.shape[1:], *v.stride()),
+        scale=scale,
+    )
+    row_strides = (q.stride(0), k.stride(0), v.stride(0), heads * v.shape[2])
+    derive, derived = prepare_seqlens(cu_seqlens, num_tokens, key.num_seqs, row_strides)
+    is_capturing = torch.cuda.is_current_stream_capturing()
+    allocate = torch.zeros if is_capturing else torch.empty
+    out = allocate(shape, dtype=q.dtype, device=q.device)
+    tensors = (q, k, v, out, derived.lengths, derived.lengths, *derived.offsets)
+    backend = _backend()
+    plan = PLANS.plan(key, q.device, lambda: _build(key, tensors))
+    execute = functools.partial(
+        plan.execute,
+        dict(zip(backend.uids, tensors, strict=True)),
+        workspace=PLANS.workspace,
+    )
+    stream = torch.cuda.current_stream(q.device)
+    if is_capturing:
+        # Once in the graph: each replay derives anew.
+        derive()
 
-def plan_stats() -> PlanStats:
-    """Return a copy of this process's counters, those of FP8 plans included."""
-    return replace(PLANS.stats)
+    def call() -> torch.Tensor:
+        for to, x in copies:
+            to.copy_(x)
+        if not is_capturing:
+            derive()
+        # The handle is shared, and others may have moved it to their stream.
+        execute(handle=backend.handle(stream))
+        return out
+
+    return call
 
 
 def _are_read(*qkv: torch.Tensor) -> tuple[bool, ...]:

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._cudnn import PLANS, Plan, PlanCache, PlanKey
+from vllm_flashinfer_vit.kernels._cudnn import PLANS, Plan, PlanKey
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 from vllm_flashinfer_vit.kernels.seqlens import derive_seqlens
@@ -160,23 +160,6 @@ def attention(
         RuntimeError: cuDNN has no kernel for them, is missing or too old, a plan would
             have to be built during capture, or a second GPU is used.
     """
-    return _attention(
-        PLANS, q, k, v, scales, cu_seqlens, max_seqlen, scale, head_dim, dtype
-    )
-
-
-def _attention(
-    plans: PlanCache,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scales: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    head_dim: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
     _check(q, k, v, scales, cu_seqlens, head_dim, dtype)
     num_tokens, heads, _ = q.shape
     num_seqs = cu_seqlens.shape[0] - 1
@@ -196,7 +179,7 @@ def _attention(
     strides = (q.stride(0), k.stride(0), v.stride(0), q.stride(0))
     derived = derive_seqlens(cu_seqlens, num_tokens, key.num_seqs, strides)
     cudnn, handle = _frontend()
-    plan = plans.plan(key, device, lambda: _build(key))
+    plan = PLANS.plan(key, device, lambda: _build(key))
     one, weight_scale, weight_descale = _constants(device)
     is_fp8 = key.out_dtype == _FP8
     is_done = not is_fp8 and q.shape[2] == head_dim
@@ -223,7 +206,7 @@ def _attention(
     cudnn.set_stream(handle, torch.cuda.current_stream(device).cuda_stream)
     plan.execute(
         {uid.value: tensor for uid, tensor in tensors.items()},
-        workspace=plans.workspace,
+        workspace=PLANS.workspace,
         handle=handle,
     )
     if is_done:
