@@ -236,11 +236,13 @@ def _fp8_of(head_dim: int) -> str:
         fp8_ranges,
     )
     from vllm_flashinfer_vit.kernels.catalog import KERNELS
+    from vllm_flashinfer_vit.machine.stack import Gpu, Stack
 
     takes = KERNELS[PORTABLE_FP8].needs.head_dims
     if takes is not None and not takes[0] <= head_dim <= takes[1]:
         return "refused"
-    choices = fp8_choices_for("NVIDIA H200", (9, 0), "bfloat16", head_dim)
+    h200 = Stack(python="", gpus=(Gpu("NVIDIA H200", (9, 0), None),))
+    choices = fp8_choices_for(h200, "bfloat16", head_dim)
     ranges = fp8_ranges(choices)
     return f"from {ranges[0][0]} tokens" if ranges else "not faster"
 

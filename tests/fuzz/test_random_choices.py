@@ -131,9 +131,8 @@ def test_every_length_has_a_kernel_that_takes_it(
     """Of files, of the compute capability, with FP8, and with any kernel forced."""
     put(folders[0], user)
     put(folders[1], bundled)
-    name = stack.gpus[0].name if stack.gpus else None
     for look_up in (choices_for, fp8_choices_for):
-        choices = look_up(name, stack.capability, dtype, head_dim, folders[0])
+        choices = look_up(stack, dtype, head_dim, folders[0])
         assert_total(choices)
         for kernel in NAMES:
             after = forced(choices, kernel)

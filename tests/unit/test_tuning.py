@@ -212,7 +212,7 @@ def test_a_built_table_is_what_the_look_up_reads(tmp_path: Path) -> None:
         "quack": "0.5.0",
     }
     tuned.write(table, tmp_path / tuned.file_name("NVIDIA H200"))
-    choices = choices_for("NVIDIA H200", (9, 0), torch.bfloat16, 80, tmp_path)
+    choices = choices_for(STACK, torch.bfloat16, 80, tmp_path)
     assert plan_of(choices).text == "16:cudnn,*:flash_attn"
 
 

@@ -92,12 +92,10 @@ _STANDS_FOR: Mapping[int, str] = MappingProxyType({9: "NVIDIA H200"})
 
 
 def choices_for(
-    gpu_name: str | None,
-    capability: tuple[int, int] | None,
+    stack: Stack,
     dtype: "torch.dtype | str",
     head_dim: int,
     tuned_dir: Path | None = None,
-    vllm: str | None = None,
 ) -> tuple[Choice, ...]:
     """Return the choices for a GPU, classes ascending, the last one unbounded.
 
@@ -105,33 +103,30 @@ def choices_for(
     two with one head dim the user's.
 
     Args:
-        gpu_name: The GPU's product name, or None for a machine without a GPU.
-        capability: Its CUDA compute capability, or None.
+        stack: What the machine has: its first GPU and its vLLM count. Without a version
+            of vLLM it is the newest that was measured with.
         dtype: A torch dtype or its name, `bfloat16`.
         head_dim: Head dim in elements.
         tuned_dir: Folder of the user's measurements, or None to ignore them.
-        vllm: The installed version, or None for the newest that was measured with.
 
     Raises:
         TableError: A file of measurements cannot be used.
     """
-    if gpu_name is None or capability is None:
+    if stack.capability is None:
         return _NO_GPU
-    entry = _look_up(gpu_name, capability, dtype, head_dim, tuned_dir, vllm)
+    entry = _look_up(stack, dtype, head_dim, tuned_dir)
     if entry is not None:
         return entry.choices(head_dim)
-    if capability[0] in (10, 12):
+    if stack.capability[0] in (10, 12):
         return _BLACKWELL
     return _OTHER if head_dim <= 96 else _OTHER_ABOVE_96
 
 
 def fp8_choices_for(
-    gpu_name: str | None,
-    capability: tuple[int, int] | None,
+    stack: Stack,
     dtype: "torch.dtype | str",
     head_dim: int,
     tuned_dir: Path | None = None,
-    vllm: str | None = None,
 ) -> tuple[Choice, ...]:
     """Return the choices of a layer with FP8 attention; see `choices_for`.
 
@@ -139,50 +134,44 @@ def fp8_choices_for(
     measurements or up to `_FP8_ABOVE` tokens; FP8 kernels take the rest.
 
     Args:
-        gpu_name: As for `choices_for`.
-        capability: As for `choices_for`.
+        stack: As for `choices_for`.
         dtype: The activations' dtype.
         head_dim: As for `choices_for`.
         tuned_dir: As for `choices_for`.
-        vllm: As for `choices_for`.
 
     Raises:
         TableError: A file of measurements cannot be used.
     """
-    if gpu_name is None or capability is None:
+    if stack.capability is None:
         return _NO_GPU_FP8
-    entry = _look_up(gpu_name, capability, FP8_DTYPE, head_dim, tuned_dir, vllm)
+    entry = _look_up(stack, FP8_DTYPE, head_dim, tuned_dir)
     if entry is not None:
         return entry.choices(head_dim)
     short = []
-    for choice in choices_for(gpu_name, capability, dtype, head_dim, tuned_dir, vllm):
+    for choice in choices_for(stack, dtype, head_dim, tuned_dir):
         if choice.max_len is None or choice.max_len >= _FP8_ABOVE:
             short.append(choice._replace(max_len=_FP8_ABOVE))
             break
         short.append(choice)
-    kernel = _FP8_KERNEL.get(capability[0], PORTABLE_FP8)
+    kernel = _FP8_KERNEL.get(stack.capability[0], PORTABLE_FP8)
     return (*short, Choice(kernel, None, f"FP8, {_UNMEASURED}"))
 
 
 def measured_without(
     refused: frozenset[str],
-    gpu_name: str | None,
-    capability: tuple[int, int] | None,
+    stack: Stack,
     dtype: "torch.dtype | str",
     head_dim: int,
     tuned_dir: Path | None = None,
-    vllm: str | None = None,
 ) -> tuple[Choice, ...]:
     """Return the choices that measurements give where kernels cannot run.
 
     Args:
         refused: Names of these kernels.
-        gpu_name: As for `choices_for`, like the other arguments.
-        capability: See `gpu_name`.
+        stack: As for `choices_for`, like the other arguments.
         dtype: As for `choices_for`; `FP8_DTYPE` for layers with FP8 attention.
-        head_dim: See `gpu_name`.
-        tuned_dir: See `gpu_name`.
-        vllm: See `gpu_name`.
+        head_dim: See `stack`.
+        tuned_dir: See `stack`.
 
     Returns:
         The choices; none where nothing was measured, or no measured kernel takes
@@ -191,9 +180,7 @@ def measured_without(
     Raises:
         TableError: A file of measurements cannot be used.
     """
-    if gpu_name is None or capability is None:
-        return ()
-    entry = _look_up(gpu_name, capability, dtype, head_dim, tuned_dir, vllm)
+    entry = _look_up(stack, dtype, head_dim, tuned_dir)
     return () if entry is None else entry.choices_without(refused, dtype, head_dim)
 
 
@@ -218,7 +205,7 @@ def is_measured(gpu_name: str, tuned_dir: Path | None = None) -> bool:
     """Whether a file has measurements of exactly this GPU.
 
     Args:
-        gpu_name: As for `choices_for`.
+        gpu_name: The GPU's product name.
         tuned_dir: As for `choices_for`.
 
     Raises:
@@ -243,7 +230,7 @@ def other_versions(
     Versions that the file or the machine does not tell are not compared.
 
     Args:
-        stack: What the machine has.
+        stack: As for `choices_for`.
         dtype: As for `choices_for`; `FP8_DTYPE` for layers with FP8 attention.
         head_dim: As for `choices_for`.
         tuned_dir: As for `choices_for`.
@@ -251,10 +238,7 @@ def other_versions(
     Raises:
         TableError: A file of measurements cannot be used.
     """
-    if stack.capability is None:
-        return None
-    gpu_name = stack.gpus[0].name
-    entry = _look_up(gpu_name, stack.capability, dtype, head_dim, tuned_dir, stack.vllm)
+    entry = _look_up(stack, dtype, head_dim, tuned_dir)
     if entry is None:
         return None
     versions = [
@@ -311,17 +295,14 @@ class _Entry(NamedTuple):
 
 
 def _look_up(
-    gpu_name: str,
-    capability: tuple[int, int],
-    dtype: "torch.dtype | str",
-    head_dim: int,
-    tuned_dir: Path | None,
-    vllm: str | None,
+    stack: Stack, dtype: "torch.dtype | str", head_dim: int, tuned_dir: Path | None
 ) -> _Entry | None:
     """Return what was measured, or None."""
-    wanted = dtype_name(dtype)
+    if not stack.gpus:
+        return None
+    gpu, wanted = stack.gpus[0], dtype_name(dtype)
     found: _Entry | None = None
-    for table, origin in tables_for(gpu_name, capability, tuned_dir, vllm):
+    for table, origin in tables_for(gpu.name, gpu.capability, tuned_dir, stack.vllm):
         for name, classes in table.classes.items():
             entry_dtype, _, text = name.partition("/")
             measured = int(text)
@@ -341,10 +322,10 @@ def tables_for(
     """Yield the tables that apply, best first, and what to say of each.
 
     Args:
-        gpu_name: As for `choices_for`, like the other arguments.
-        capability: See `gpu_name`.
-        tuned_dir: See `gpu_name`.
-        vllm: See `gpu_name`.
+        gpu_name: The GPU's product name.
+        capability: Its CUDA compute capability.
+        tuned_dir: As for `choices_for`.
+        vllm: The installed version, or None for the newest that was measured with.
 
     Raises:
         TableError: A file of measurements cannot be used.

@@ -76,10 +76,8 @@ def usable_choices(
     """
     if invariant and forced is None and stack.gpus:
         return _invariant_choices(stack, head_dim, dtype, tuned_dir, fp8, attempt)
-    gpu_name = stack.gpus[0].name if stack.gpus else None
     look_up = lookup.fp8_choices_for if fp8 else lookup.choices_for
-    capability, vllm = stack.capability, stack.vllm
-    choices = look_up(gpu_name, capability, dtype, head_dim, tuned_dir, vllm)
+    choices = look_up(stack, dtype, head_dim, tuned_dir)
     if forced is not None:
         choices = lookup.forced(choices, forced)
     refusals: dict[str, str] = {}
@@ -103,14 +101,9 @@ def usable_choices(
         if kernel == forced:
             choices = ()
             break
+        measured = FP8_DTYPE if fp8 else dtype
         again = lookup.measured_without(
-            frozenset(refusals),
-            gpu_name,
-            capability,
-            FP8_DTYPE if fp8 else dtype,
-            head_dim,
-            tuned_dir,
-            vllm,
+            frozenset(refusals), stack, measured, head_dim, tuned_dir
         )
         if forced is not None and again:
             again = lookup.forced(again, forced)
