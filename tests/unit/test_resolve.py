@@ -9,7 +9,7 @@ import pytest
 import torch
 from _stacks import ADA, HOPPER, STACK
 
-from vllm_flashinfer_vit.choices import resolve
+from vllm_flashinfer_vit.choices import resolve, usable
 from vllm_flashinfer_vit.choices.resolve import choices_here
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.machine.stack import Gpu
@@ -83,12 +83,15 @@ def test_vllm_on_the_cpu_leaves_a_gpu_alone(
     fp8: bool, platform: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platform.is_cuda, platform.is_cpu = (lambda: False), (lambda: True)
-    monkeypatch.setattr(resolve, "probe", lambda libraries: STACK)
+    without_libraries = replace(STACK, inspected=None)
+    monkeypatch.setattr(resolve, "probe", lambda libraries: without_libraries)
+    monkeypatch.setattr(usable, "probe", lambda: STACK)
     *_, last = choices_here(80, torch.bfloat16, None, None, fp8=fp8)
     assert last.kernel == ("reference_fp8" if fp8 else "reference")
-    forced = "triton_fp8" if fp8 else "triton"
-    with pytest.raises(NotServedError, match=f"{forced}: it needs an NVIDIA GPU"):
-        choices_here(80, torch.bfloat16, forced, None, fp8=fp8)
+    for kernel in ("triton", "cudnn"):
+        forced = f"{kernel}_fp8" if fp8 else kernel
+        with pytest.raises(NotServedError, match=f"{forced}: it needs an NVIDIA GPU"):
+            choices_here(80, torch.bfloat16, forced, None, fp8=fp8)
 
 
 @pytest.mark.parametrize(

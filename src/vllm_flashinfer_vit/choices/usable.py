@@ -2,6 +2,7 @@
 """Which of a table's kernels this machine can run, and what serves in their place."""
 
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,7 +87,8 @@ def usable_choices(
         kernel = pending[0]
         record = KERNELS[kernel]
         if stack.inspected is None and record.needs.on_cudnn:
-            stack = probe()
+            # The GPUs stay those that the caller has judged by, none on the CPU.
+            stack = replace(probe(), gpus=stack.gpus)
         is_fp8 = fp8 and record.is_fp8
         verdict = kernel_verdict(
             kernel, stack, head_dim, FP8_DTYPE if is_fp8 else dtype
