@@ -71,7 +71,6 @@ def calls(direct: None, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         return Views(weight, bias.clone() if is_copied else bias)
 
     monkeypatch.setattr(quack, "has_quack", lambda: True)
-    monkeypatch.setattr(quack, "can_read", lambda x: True)
     monkeypatch.setattr(quack, "prepare", prepare)
     monkeypatch.setattr(quack, "views", views)
     set_multiprocessors(monkeypatch, 132)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, linear, silu
 
+from vllm_flashinfer_vit.blocks import quack
 from vllm_flashinfer_vit.blocks.quack import QUICK_GELU, SWIGLU, TANH_GELU
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -54,3 +55,16 @@ def exact(
 ) -> torch.Tensor:
     bias = None if bias is None else bias.float()
     return ACTIVATIONS[activation](linear(x.float(), weight.float(), bias))
+
+
+def linear_act(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    width: int,
+) -> torch.Tensor:
+    """What a call of `quack.prepare` writes, by QuACK's interface, nothing settled."""
+    out = x.new_empty(len(x), len(weight) // (2 if activation == SWIGLU else 1))
+    quack._run(x, weight, quack._row(bias, activation), out, activation, width)
+    return out

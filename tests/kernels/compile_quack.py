@@ -21,6 +21,7 @@ os.environ |= {
 
 import quack.cache
 import torch
+from _quack import linear_act
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_flashinfer_vit.blocks.quack import (
@@ -28,7 +29,6 @@ from vllm_flashinfer_vit.blocks.quack import (
     SWIGLU,
     TANH_GELU,
     TILE_WIDTHS,
-    linear_act,
 )
 
 # QuACK 0.5 compiles for fake tensors in a mode of its own only.

@@ -198,7 +198,7 @@ class QuackGemm:
 
         Args:
             weights: The layer's parameters.
-            activation: As for `quack.linear_act`.
+            activation: As for `quack.prepare`.
             min_rows: From how many rows on it is faster than what else there is.
             processors: The GPU's multiprocessors.
         """

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_flashinfer_vit.kernels._alignment import UNIT, is_aligned
+from vllm_flashinfer_vit.kernels._alignment import UNIT
 from vllm_flashinfer_vit.kernels._launch import say_unknown
 
 # QuACK's default on Hopper, and one whose last wave is fuller for some sizes.
@@ -75,7 +75,7 @@ def fits(outputs: int, inputs: int, dtype: torch.dtype, activation: str | None) 
         outputs: The weight's rows, padding included.
         inputs: The weight's columns, likewise.
         dtype: The weight's.
-        activation: As for `linear_act`.
+        activation: As for `prepare`.
     """
     width = outputs // 2 if activation == SWIGLU else outputs
     return (
@@ -83,11 +83,6 @@ def fits(outputs: int, inputs: int, dtype: torch.dtype, activation: str | None) 
         and width % UNIT == 0
         and inputs % UNIT == 0
     )
-
-
-def can_read(x: torch.Tensor) -> bool:
-    """Whether the kernel can load `[T, inputs]`: on a GPU, 16 bytes at a time."""
-    return x.is_cuda and x.stride(1) == 1 and is_aligned(x)
 
 
 def tile_width(rows: int, outputs: int, multiprocessors: int) -> int:
@@ -109,31 +104,6 @@ def tile_width(rows: int, outputs: int, multiprocessors: int) -> int:
     return min(TILE_WIDTHS, key=columns)
 
 
-def linear_act(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    width: int,
-) -> torch.Tensor:
-    """Run QuACK's GEMM on a Hopper GPU.
-
-    Args:
-        x: `[T, inputs]` fp16 or bf16, as `can_read` wants it.
-        weight: `[outputs, inputs]` of the same dtype, contiguous, of sizes that `fits`.
-        bias: `[outputs]` of the same dtype, or None.
-        activation: `SWIGLU`, `TANH_GELU`, `QUICK_GELU`, or None for none. `SWIGLU` is
-            of stacked [gate; up].
-        width: Columns of a tile, one of `TILE_WIDTHS`.
-
-    Returns:
-        `[T, outputs]`, for `SWIGLU` `[T, outputs / 2]`, contiguous.
-    """
-    out = x.new_empty(x.shape[0], weight.shape[0] // (2 if activation == SWIGLU else 1))
-    _run(x, weight, _row(bias, activation), out, activation, width)
-    return out
-
-
 def views(
     weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
 ) -> Views:
@@ -142,9 +112,9 @@ def views(
     Make them again when a bias has new values: `SWIGLU` copies it.
 
     Args:
-        weight: As for `linear_act`.
-        bias: As for `linear_act`.
-        activation: As for `linear_act`.
+        weight: As for `prepare`.
+        bias: As for `prepare`.
+        activation: As for `prepare`.
     """
     if _is_05():
         view = weight.unsqueeze(0).permute(1, 2, 0)
@@ -162,19 +132,23 @@ def prepare(
     activation: str | None,
     width: int,
 ) -> Callable[[Views], None]:
-    """Settle what `linear_act` does each time for layers of the same sizes.
+    """Settle QuACK's GEMM on a Hopper GPU for layers of the same sizes.
 
     Args:
-        x: `[T, inputs]` as for `linear_act`. Calls read what it holds by then.
-        weight: One layer's, as for `linear_act`.
-        bias: That layer's, or None.
-        out: What `linear_act` would return, contiguous; each call overwrites it.
-        activation: As for `linear_act`.
-        width: As for `linear_act`.
+        x: `[T, inputs]` fp16 or bf16, rows of whole 16 bytes. Calls read what it holds
+            by then.
+        weight: One layer's, `[outputs, inputs]` of the same dtype, contiguous, of sizes
+            that `fits`.
+        bias: That layer's, `[outputs]` of the same dtype, or None.
+        out: `[T, outputs]`, for `SWIGLU` `[T, outputs / 2]`, contiguous; each call
+            overwrites it.
+        activation: `SWIGLU`, `TANH_GELU`, `QUICK_GELU`, or None for none. `SWIGLU` is
+            of stacked [gate; up].
+        width: Columns of a tile, one of `TILE_WIDTHS`.
 
     Returns:
         A call that launches the GEMM for any layer with a weight and bias like these,
-        given as `views`. It has the bits of `linear_act`.
+        given as `views`. It has the bits of QuACK's interface.
     """
     first = views(weight, bias, activation)
 
@@ -202,10 +176,10 @@ def build(
     should compile.
 
     Args:
-        weight: As for `linear_act`.
-        bias: As for `linear_act`.
-        activation: As for `linear_act`.
-        expected: Returns what `linear_act` should, about, from `[rows, inputs]`.
+        weight: As for `prepare`.
+        bias: As for `prepare`.
+        activation: As for `prepare`.
+        expected: Returns what a call should write, about, from `[rows, inputs]`.
 
     Returns:
         None if all is right, else why QuACK cannot run the layer.
@@ -213,8 +187,6 @@ def build(
     inputs = weight.shape[1]
     x = torch.linspace(-1, 1, _BUILD_ROWS * inputs, device=weight.device)
     x = x.to(weight.dtype).view(_BUILD_ROWS, inputs)
-    if not can_read(x):
-        return f"it cannot read rows of {inputs} values on {weight.device}"
     try:
         layer = views(weight, bias, activation)
         right = expected(x)
@@ -248,7 +220,7 @@ def _run(
     activation: str | None,
     width: int,
 ) -> None:
-    """Call QuACK's interface for `linear_act`, with a bias that `_row` returned."""
+    """Call QuACK's interface, with a bias that `_row` returned."""
     is_gated = activation == SWIGLU
     layout = {"concat_layout": _STACKED} if is_gated else {}
     quack, config = _gemm_interface(), _config(x.device, width)
