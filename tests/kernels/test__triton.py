@@ -126,6 +126,6 @@ def test_a_padded_graph_launches_no_block_per_slot_and_length(
     monkeypatch.setattr(flash, "Launch", noted)
     qkv = torch.randn(1000, 3, 1, 64, dtype=torch.float16, device=DEVICE)
     cu_seqlens = torch.tensor([0, 300] + [0] * 62, dtype=torch.int32, device=DEVICE)
-    flash.attention(*qkv.unbind(1), cu_seqlens, 1000, 0.125)
+    flash.prepare(*qkv.unbind(1), cu_seqlens, 1000, 0.125)()
     # 15 and one for each slot, and 16 that clear rows; 63 * 16 before.
     assert grids == [1000 // 64 + 63 + 16]

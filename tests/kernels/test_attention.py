@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from _once import once
 
 from cases import CASES, GPU_CASES, Case, make_qkv, params, relative_error
 from vllm_flashinfer_vit.kernels import cudnn
@@ -39,7 +40,7 @@ def kernel(request) -> Kernel:
 
 @pytest.fixture
 def attention(kernel) -> Callable[..., torch.Tensor]:
-    return kernel.load()
+    return once(kernel.load_prepare())
 
 
 @pytest.fixture
@@ -256,29 +257,29 @@ def test_one_long_sequence_among_many(attention, head_dim):
 def test_cudnn_gives_a_token_alone_its_value(head_dim, dtype):
     case = Case("tokens", (1, 1, 1))
     q, k, v = _make(case, head_dim, dtype)
-    assert torch.equal(_run(cudnn.attention, (q, k, v), case, head_dim**-0.5), v)
+    assert torch.equal(_run(once(cudnn.prepare), (q, k, v), case, head_dim**-0.5), v)
 
 
 def test_cudnn_says_why_not():
     case = Case("one", (100,))
     with pytest.raises(RuntimeError, match="multiple of 8"):
-        _run(cudnn.attention, _make(case, 76), case, 0.1)
+        _run(once(cudnn.prepare), _make(case, 76), case, 0.1)
 
 
 def test_cudnn_builds_one_plan_for_a_bucket():
     first = Case("any", (700, 800))
-    _run(cudnn.attention, _make(first, 112), first, 0.1)
+    _run(once(cudnn.prepare), _make(first, 112), first, 0.1)
     before = cudnn.PLANS.built
     for lengths in ((1024,), (513,) * 8, (600, 1)):
         case = Case("any", lengths)
         qkv = _make(case, 112)
-        _assert_right(_run(cudnn.attention, qkv, case, 0.1), qkv, case, 0.1)
+        _assert_right(_run(once(cudnn.prepare), qkv, case, 0.1), qkv, case, 0.1)
     assert cudnn.PLANS.built == before
 
 
 def test_cudnn_refuses_to_build_during_capture():
     case = Case("one", (100,))
-    _run(cudnn.attention, _make(case, 80), case, 0.1)
+    _run(once(cudnn.prepare), _make(case, 80), case, 0.1)
     qkv = _make(case, 104)
     cu_seqlens = case.cu_seqlens("cuda")
     torch.cuda.synchronize()
@@ -287,5 +288,5 @@ def test_cudnn_refuses_to_build_during_capture():
         pytest.raises(RuntimeError, match="before the capture"),
         torch.cuda.graph(graph),
     ):
-        cudnn.attention(*qkv, cu_seqlens, 100, 0.1)
-    _assert_right(_run(cudnn.attention, qkv, case, 0.1), qkv, case, 0.1)
+        cudnn.prepare(*qkv, cu_seqlens, 100, 0.1)()
+    _assert_right(_run(once(cudnn.prepare), qkv, case, 0.1), qkv, case, 0.1)

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from _once import once
 
 from cases import (
     CASES,
@@ -14,12 +15,13 @@ from cases import (
     relative_error,
     values,
 )
+from vllm_flashinfer_vit.kernels import flash
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
-from vllm_flashinfer_vit.kernels.flash import attention
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+attention = once(flash.prepare)
 HEAD_DIMS = [64, 72, 80, 96, 128]
 
 

@@ -28,7 +28,6 @@ no_gpu = pytest.mark.skipif(CAN_RUN, reason="replaces the real FlashAttention")
 hopper = pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 # From 257 sequences on, newer releases look blocks up in sums that they derive before.
 MANY = Case("300x16", (16,) * 300)
-PREPARE = {kernel.attention: kernel.prepare, kernel.attention_4: kernel.prepare_4}
 
 
 def functions_of(path: Path) -> dict[str, ast.FunctionDef]:
@@ -60,18 +59,18 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.fixture(params=[kernel.attention, kernel.attention_4])
-def attention(request):
+@pytest.fixture(params=[kernel.prepare, kernel.prepare_4])
+def prepare(request):
     return request.param
 
 
 @pytest.mark.parametrize("is_capturing", [False, True])
 @pytest.mark.parametrize("case", params(CASES))
-def test_cases(attention, calls, monkeypatch, case, is_capturing):
+def test_cases(prepare, calls, monkeypatch, case, is_capturing):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     q, k, v = make_qkv(case, 4, 80, torch.float16, kv_heads=2)
     cu_seqlens = case.cu_seqlens()
-    out = attention(q, k, v, cu_seqlens, case.max_seqlen, 0.1)
+    out = prepare(q, k, v, cu_seqlens, case.max_seqlen, 0.1)()
     expected = attention_ref(q, k, v, cu_seqlens, case.max_seqlen, 0.1)
     assert out.is_contiguous()
     assert torch.equal(out[: case.tokens], expected[: case.tokens])
@@ -81,13 +80,13 @@ def test_cases(attention, calls, monkeypatch, case, is_capturing):
         assert not calls
 
 
-def test_only_a_capture_derives_cu_seqlens(attention, calls, monkeypatch):
+def test_only_a_capture_derives_cu_seqlens(prepare, calls, monkeypatch):
     case = Case("zero-tail", (10, 20), zeros=2, pad_rows=4)
     q, k, v = make_qkv(case, 2, 64, torch.float16)
     cu_seqlens = case.cu_seqlens()
-    attention(q, k, v, cu_seqlens, 20, 0.1)
+    prepare(q, k, v, cu_seqlens, 20, 0.1)()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    attention(q, k, v, cu_seqlens, 20, 0.1)
+    prepare(q, k, v, cu_seqlens, 20, 0.1)()
     eager, captured = calls
     assert eager["cu_seqlens_q"] is eager["cu_seqlens_k"] is cu_seqlens
     assert captured["cu_seqlens_q"] is captured["cu_seqlens_k"]
@@ -96,7 +95,7 @@ def test_only_a_capture_derives_cu_seqlens(attention, calls, monkeypatch):
     assert (captured["v"][30:] == 0).all()
     assert captured["max_seqlen_q"] == captured["max_seqlen_k"] == 20
     assert captured["causal"] is False
-    if attention is kernel.attention:
+    if prepare is kernel.prepare:
         assert captured["fa_version"] == 3
 
 
@@ -114,7 +113,7 @@ def test_version_4_has_the_tile_that_was_measured(calls):
     for head_dim in (64, 72, 80, 96):
         q, k, v = make_qkv(Case("one", (4,)), 2, head_dim, torch.float16)
         cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
-        kernel.attention_4(q, k, v, cu_seqlens, 4, 0.1)
+        kernel.prepare_4(q, k, v, cu_seqlens, 4, 0.1)()
     tiles = [call.get("tile_mn") for call in calls]
     assert tiles == [None, (192, 112), (192, 112), None]
 
@@ -129,25 +128,25 @@ def test_version_4_gets_rows_that_it_can_load(calls, offset):
     odd = memory.as_strided(shape, (65, 64, 1))
     cu_seqlens = torch.tensor([0, 6], dtype=torch.int32)
     for given in (v, odd):
-        out = kernel.attention_4(v, v, given, cu_seqlens, 6, 0.1)
+        out = kernel.prepare_4(v, v, given, cu_seqlens, 6, 0.1)()
         torch.testing.assert_close(out, attention_ref(v, v, given, cu_seqlens, 6, 0.1))
     assert (calls[0]["v"] is v) is (offset != 1)
     assert calls[1]["v"].is_contiguous()
 
 
-def test_vllm_takes_the_arguments(attention, calls):
+def test_vllm_takes_the_arguments(prepare, calls):
     """Its modules need a GPU to load, so the sources are read."""
     vllm = importlib.util.find_spec("vllm")
     folder = Path(vllm.origin).parent / "vllm_flash_attn"
     path, name = folder / "flash_attn_interface.py", "flash_attn_varlen_func"
-    if attention is kernel.attention_4:
+    if prepare is kernel.prepare_4:
         path, name = folder / "cute" / "interface.py", "_flash_attn_fwd"
     functions = {
         name: {arg.arg for arg in node.args.args + node.args.kwonlyargs}
         for name, node in functions_of(path).items()
     }
     q, k, v = make_qkv(Case("one", (4,)), 2, 80, torch.float16)
-    attention(q, k, v, torch.tensor([0, 4], dtype=torch.int32), 4, 0.1)
+    prepare(q, k, v, torch.tensor([0, 4], dtype=torch.int32), 4, 0.1)()
     assert set(calls[0]) <= functions[name]
 
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
@@ -156,13 +155,13 @@ def test_vllm_takes_the_arguments(attention, calls):
 
 
 @pytest.mark.parametrize("is_capturing", [False, True])
-def test_a_prepared_call_reads_new_values(attention, calls, monkeypatch, is_capturing):
+def test_a_prepared_call_reads_new_values(prepare, calls, monkeypatch, is_capturing):
     """In a capture each layer's v has padding of its own."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     case = Case("zero-tail", (10, 20), zeros=2 * is_capturing, pad_rows=4)
     q, k, v = make_qkv(case, 2, 64, torch.float16)
     cu_seqlens = case.cu_seqlens()
-    call = PREPARE[attention](q, k, v, cu_seqlens, 20, 0.1)
+    call = prepare(q, k, v, cu_seqlens, 20, 0.1)
     assert not calls
     outs = []
     for seed in (1, 2):
@@ -181,10 +180,10 @@ def test_a_prepared_call_reads_new_values(attention, calls, monkeypatch, is_capt
 
 
 @pytest.mark.parametrize(("tokens", "offsets"), [(0, [0, 0]), (3, [0])])
-def test_a_prepared_call_without_a_sequence(attention, calls, tokens, offsets):
+def test_a_prepared_call_without_a_sequence(prepare, calls, tokens, offsets):
     qkv = torch.ones(3, tokens, 2, 64, dtype=torch.float16)
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
-    call = PREPARE[attention](*qkv, cu_seqlens, 1, 0.1)
+    call = prepare(*qkv, cu_seqlens, 1, 0.1)
     for _ in range(2):
         out = call()
         assert out.shape == (tokens, 2, 64) and (out == 0).all()
@@ -399,7 +398,6 @@ def test_a_prepared_call_has_the_bits_of_the_interface(
 
 @hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("prepare", PREPARE.values())
 def test_prepared_calls_in_a_graph(prepare):
     """One call for two layers, each of which writes NaN to v's padding."""
     case = Case("zero-tail", (10, 20), zeros=2, pad_rows=34)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from _once import once
 
 from cases import (
     CASES,
@@ -33,7 +34,7 @@ DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 TOLERANCE = 1 / 16
 
 
-KERNELS = {"triton_fp8": flash_fp8.attention, "hopper_fp8": hopper_fp8.attention}
+KERNELS = {"triton_fp8": flash_fp8.prepare, "hopper_fp8": hopper_fp8.prepare}
 GPU_ONLY = pytest.param("hopper_fp8", marks=pytest.mark.gpu)
 
 
@@ -42,7 +43,7 @@ def attention(request) -> Callable[..., torch.Tensor]:
     """A kernel, where the GPU is one that it is for."""
     if request.param == "hopper_fp8" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    return KERNELS[request.param]
+    return once(KERNELS[request.param])
 
 
 def _quantized(case, heads, head_dim, **kwargs):

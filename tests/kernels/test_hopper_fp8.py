@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _once import once
 
 from cases import (
     Case,
@@ -18,10 +19,11 @@ from cases import (
 )
 from vllm_flashinfer_vit.kernels import hopper_fp8
 from vllm_flashinfer_vit.kernels.flash_fp8_ref import attention_fp8_ref
-from vllm_flashinfer_vit.kernels.hopper_fp8 import attention
 from vllm_flashinfer_vit.kernels.quantize import quantize_blocks
 
 pytestmark = pytest.mark.usefixtures("nan_empty", "exact_fp8")
+
+attention = once(hopper_fp8.prepare)
 
 
 @pytest.mark.parametrize(

@@ -90,15 +90,15 @@ def sum_norm():
     settled = add_norm.prepare(x, (x, x), weight, None, 1e-6, x)
     settled(x, x, x, weight, weight, x)
 runs = {
-    "flash": lambda: flash.attention(q, k, v, cu_seqlens, 100, 0.1),
+    "flash": lambda: flash.prepare(q, k, v, cu_seqlens, 100, 0.1)(),
     "rope": lambda: rope.rope(q, k, cos, cos),
     "seqlens": lambda: seqlens.derive_seqlens(cu_seqlens, 200, 8, (960, 960, 960, 320)),
-    "window": lambda: window.attention(q, k, v, cu_seqlens, 100, 0.1, cos, cos),
+    "window": lambda: window.prepare(q, k, v, cu_seqlens, 100, 0.1, cos, cos)(),
     "quantize": lambda: quantize.quantize_blocks(q, k, v, cu_seqlens, cos, cos),
     "quantize by scales": lambda: quantize.quantize_blocks(*given, scales),
     "quantize counted": lambda: quantize.quantize_blocks(*given, scales, False, counts),
-    "flash_fp8": lambda: flash_fp8.attention(*fp8),
-    "hopper_fp8": lambda: hopper_fp8.attention(*fp8),
+    "flash_fp8": lambda: flash_fp8.prepare(*fp8)(),
+    "hopper_fp8": lambda: hopper_fp8.prepare(*fp8)(),
     "sum_norm": sum_norm,
 }
 # Nothing may fall back to what a Triton that is built otherwise needs.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that are settled once: each call reads what their inputs hold by then.
 
-The measure is the bits of the plain function, which settles anew.
+The measure is the bits of a call that is settled anew.
 """
 
 import functools
@@ -55,7 +55,7 @@ class Made(NamedTuple):
 
     Attributes:
         stage: Makes another batch, and returns what copies it to the inputs.
-        plain: The kernel's plain function on the inputs.
+        plain: The kernel on the inputs, settled anew.
         settle: Returns the settled call. It returns the same tensors every time.
     """
 
@@ -88,7 +88,7 @@ def _flash() -> Made:
     args = q, k, v, cu_seqlens, LONGEST, SCALE
     return Made(
         _stage(q, k, v, cu_seqlens, *angles),
-        lambda: (flash.attention(*args),),
+        lambda: (flash.prepare(*args)(),),
         lambda: _one(flash.prepare(*args)),
     )
 
@@ -107,7 +107,7 @@ def _cudnn(hand_over: Callable[..., tuple[torch.Tensor, ...]]) -> Made:
 
     return Made(
         _stage(q, k, v, cu_seqlens, None, None),
-        lambda: (cudnn.attention(*args)[:tokens],),
+        lambda: (cudnn.prepare(*args)()[:tokens],),
         settle,
     )
 
@@ -127,7 +127,7 @@ def _window(interleaved: bool) -> Made:
     args = q, k, v, cu_seqlens, LONGEST, SCALE, *angles, interleaved
     return Made(
         _stage(q, k, v, cu_seqlens, *angles),
-        lambda: (window.attention(*args),),
+        lambda: (window.prepare(*args)(),),
         lambda: _one(window.prepare(*args)),
     )
 
@@ -137,7 +137,7 @@ def _window_as_it_is() -> Made:
     args = q, k, v, cu_seqlens, LONGEST, SCALE
     return Made(
         _stage(q, k, v, cu_seqlens, *angles),
-        lambda: (window.attention(*args),),
+        lambda: (window.prepare(*args)(),),
         lambda: _one(window.prepare(*args)),
     )
 
@@ -195,7 +195,7 @@ def _fp8(kernel: object) -> Callable[[], Made]:
 
         return Made(
             stage,
-            lambda: (kernel.attention(quantized, inputs[3], *sizes),),
+            lambda: (kernel.prepare(quantized, inputs[3], *sizes)(),),
             lambda: _one(kernel.prepare(quantized, inputs[3], *sizes)),
         )
 

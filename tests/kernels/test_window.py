@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from _once import once
 
 from cases import (
     LARGE,
@@ -17,14 +18,15 @@ from cases import (
     values,
     window_lengths,
 )
+from vllm_flashinfer_vit.kernels import window
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.rope import rope
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
-from vllm_flashinfer_vit.kernels.window import attention
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+attention = once(window.prepare)
 HEAD_DIMS = [64, 72, 80, 96, 128]
 
 

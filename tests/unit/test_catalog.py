@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 
+from vllm_flashinfer_vit.kernels import catalog
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, Kernel, fp8_names
 
 _HALF = ["q", "k", "v", "cu_seqlens", "max_seqlen", "scale"]
@@ -32,32 +33,22 @@ def test_the_entry_takes_what_the_op_hands_over(kernel: Kernel) -> None:
     expected = {"blocks": _BLOCKS, "rows": _ROWS, None: _HALF}[kernel.quantized]
     if kernel.rotates:
         expected = [*expected, "cos", "sin", "interleaved"]
-    assert list(inspect.signature(kernel.load()).parameters) == expected
+    assert list(inspect.signature(catalog._load(kernel.entry)).parameters) == expected
 
 
-@pytest.mark.parametrize("kernel", _RECORDS)
-def test_what_settles_a_kernel_takes_what_it_takes(kernel: Kernel) -> None:
-    if kernel.prepare is None:
-        return
-    entry, settle = kernel.load(), kernel.load_prepare()
-    assert entry.__module__ == settle.__module__
-    names = list(inspect.signature(settle).parameters)
-    assert names == list(inspect.signature(entry).parameters)
-
-
-def test_a_kernel_without_it_is_called_as_it_is(monkeypatch) -> None:
+def test_a_kernel_that_does_not_settle_is_called_as_it_is(monkeypatch) -> None:
     calls = []
 
     def entry(*args: object) -> str:
         calls.append(args)
         return "output"
 
-    monkeypatch.setattr(Kernel, "load", lambda self: entry)
-    assert KERNELS["reference"].prepare is None
+    monkeypatch.setattr(catalog, "_load", lambda name: entry)
     call = KERNELS["reference"].load_prepare()("q", "k", 3)
     assert not calls
     assert call() == call() == "output"
     assert calls == [("q", "k", 3)] * 2
+    assert KERNELS["triton"].load_prepare() is entry
 
 
 @pytest.mark.parametrize("kernel", _RECORDS)

@@ -28,8 +28,8 @@ class Kernel:
             interleaved)`. With `quantized` blocks it takes `(quantized, cu_seqlens,
             num_tokens, max_seqlen, scale, head_dim, dtype)`, with rows `(q, k, v,
             scales, cu_seqlens, max_seqlen, scale, head_dim, dtype)`.
-        prepare: `module:function` like `entry`, or None. It takes the same, and returns
-            a call that runs the kernel on what the tensors hold by then.
+        settles: Whether the function returns a call, which runs the kernel on what the
+            tensors hold by then, rather than the output.
         needs: What it needs of the machine, the dtype and the head dim.
         max_len: Longest sequence that it takes, in tokens; None for any.
         rotates: Whether it turns q and k itself, if the whole head dim is turned.
@@ -58,7 +58,7 @@ class Kernel:
     sequences: str
     entry: str
     needs: Needs
-    prepare: str | None = None
+    settles: bool = False
     max_len: int | None = None
     rotates: bool = False
     quantized: Literal["blocks", "rows"] | None = None
@@ -81,15 +81,10 @@ class Kernel:
         """Whether it can do without state, by a scale for each block and head."""
         return self.quantized == "blocks"
 
-    def load(self) -> Callable[..., Any]:
-        """Import the function."""
-        return _load(self.entry)
-
     def load_prepare(self) -> Callable[..., Callable[[], Any]]:
-        """Import what settles a call of it; without one nothing is settled."""
-        if self.prepare is None:
-            return functools.partial(functools.partial, self.load())
-        return _load(self.prepare)
+        """Import what returns a call; of a kernel that does not settle, a plain one."""
+        entry = _load(self.entry)
+        return entry if self.settles else functools.partial(functools.partial, entry)
 
     def padded_head_dim(self, head_dim: int, device: Any) -> int:
         """Return the head dim that rows of q, k and v are padded to with zeros."""
@@ -127,8 +122,8 @@ KERNELS: dict[str, Kernel] = {
             summary="FlashInfer's cuDNN prefill: bucketed plans, int64 offsets, any "
             "strides",
             sequences="any",
-            entry="cudnn:attention",
-            prepare="cudnn:prepare",
+            entry="cudnn:prepare",
+            settles=True,
             # The support matrix on docs.nvidia.com/cudnn/operations/Attention.
             needs=Needs("cudnn", head_dims=(8, 256)),
             builds_plans=True,
@@ -157,8 +152,8 @@ KERNELS: dict[str, Kernel] = {
             summary="FlashAttention as vLLM picks it (3 on Hopper), after one rotary "
             "pass",
             sequences="any",
-            entry="flash_attn:attention",
-            prepare="flash_attn:prepare",
+            entry="flash_attn:prepare",
+            settles=True,
             # `supports_head_size` of vLLM's FlashAttention backend.
             needs=Needs("flash_attn", head_dims=(8, 256)),
             decides="flash_attn:fa_version",
@@ -169,8 +164,8 @@ KERNELS: dict[str, Kernel] = {
             "one rotary pass",
             sequences="any; best above 512 tokens in most head dims, with 512 rows and "
             "more to a sequence",
-            entry="flash_attn:attention_4",
-            prepare="flash_attn:prepare_4",
+            entry="flash_attn:prepare_4",
+            settles=True,
             needs=Needs("flash_attn_4", head_dims=(64, 128), major=9),
             needs_trial=True,
             # It starts blocks for all sequences, and each looks through all. In
@@ -182,8 +177,8 @@ KERNELS: dict[str, Kernel] = {
             name="hopper_fp8",
             summary="FP8 with block scales, its warps specialised for Hopper",
             sequences="long",
-            entry="hopper_fp8:attention",
-            prepare="hopper_fp8:prepare",
+            entry="hopper_fp8:prepare",
+            settles=True,
             needs=Needs(
                 "triton",
                 dtypes=_FP8,
@@ -219,8 +214,8 @@ KERNELS: dict[str, Kernel] = {
             summary="one Triton pass, the head dim cut into a power of two and a rest, "
             "after one rotary pass",
             sequences="any; on Hopper most of 129 to 512 tokens",
-            entry="flash:attention",
-            prepare="flash:prepare",
+            entry="flash:prepare",
+            settles=True,
             needs=_HALF_ON_TRITON,
             is_batch_invariant=True,
         ),
@@ -228,8 +223,8 @@ KERNELS: dict[str, Kernel] = {
             name="triton_fp8",
             summary="FP8 with block scales, in Triton",
             sequences="long",
-            entry="flash_fp8:attention",
-            prepare="flash_fp8:prepare",
+            entry="flash_fp8:prepare",
+            settles=True,
             needs=Needs("triton", dtypes=_FP8, head_dims=(32, 128), capability=(8, 9)),
             quantized="blocks",
             needs_trial=True,
@@ -239,8 +234,8 @@ KERNELS: dict[str, Kernel] = {
             name="triton_window",
             summary="one pass from the QKV projection to the output, rotary inside",
             sequences="up to 128 tokens",
-            entry="window:attention",
-            prepare="window:prepare",
+            entry="window:prepare",
+            settles=True,
             needs=_HALF_ON_TRITON,
             max_len=MAX_WINDOW,
             rotates=True,

@@ -91,18 +91,20 @@ def _build(key: PlanKey, tensors: tuple[torch.Tensor, ...]) -> Plan:
     return graph
 
 
-def attention(
+def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     scale: float,
-) -> torch.Tensor:
-    """Attend within each sequence of a packed batch; may be captured in a CUDA graph.
+) -> Callable[[], torch.Tensor]:
+    """Settle attention within each sequence of a packed batch.
 
-    The first call of a shape bucket or layout builds a plan, which takes tens of
-    milliseconds and cannot happen during capture.
+    The first call for a shape bucket or layout builds a plan, which takes tens of
+    milliseconds and cannot happen while a CUDA graph is captured. Whether one captures
+    the calls is asked here, once: then cu_seqlens is read here, too, at each replay,
+    and else by each call.
 
     Args:
         q: `[T, H, D]` bf16 or fp16, any strides. q, k and v are copied first unless
@@ -115,44 +117,15 @@ def attention(
         scale: Softmax scale.
 
     Returns:
-        `[T, H, D_v]`, contiguous, q's dtype. Rows of no sequence are zeros in a
-        captured graph, and unspecified otherwise.
+        A call, for the current stream, that attends over what these tensors hold by
+        then. It returns `[T, H, D_v]`, contiguous, q's dtype, the same tensor every
+        time. Rows of no sequence are zeros in a captured graph, and unspecified
+        otherwise.
 
     Raises:
         ValueError: The tensors do not fit each other.
         RuntimeError: cuDNN has no kernel for them, FlashInfer or cuDNN is missing, a
             plan would have to be built during capture, or a second GPU is used.
-    """
-    return prepare(q, k, v, cu_seqlens, max_seqlen, scale)()
-
-
-def prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> Callable[[], torch.Tensor]:
-    """Settle `attention` for what these tensors will hold.
-
-    Whether a CUDA graph captures the calls is asked here, once. If one does, cu_seqlens
-    is read here, too, at each replay, and else by each call.
-
-    Args:
-        q: As for `attention`, like the other arguments.
-        k: See `q`.
-        v: See `q`.
-        cu_seqlens: See `q`.
-        max_seqlen: See `q`.
-        scale: See `q`.
-
-    Returns:
-        The call, for the current stream. Its output is the same tensor every time.
-
-    Raises:
-        ValueError: As `attention`.
-        RuntimeError: As `attention`.
     """
     from vllm_flashinfer_vit.kernels.seqlens import prepare as prepare_seqlens
 

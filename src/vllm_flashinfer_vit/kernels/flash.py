@@ -198,15 +198,15 @@ def _flash_kernel(
         store_columns(o_base, row_o, mask_m, D_LO, D_HI, D_HI_PAD, acc_hi * norm)
 
 
-def attention(
+def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     scale: float,
-) -> torch.Tensor:
-    """Attend within each sequence of a packed batch.
+) -> Callable[[], torch.Tensor]:
+    """Settle attention within each sequence of a packed batch.
 
     Args:
         q: `[T, H, D]` fp16 or bf16 (fp32: right, not fast), D a multiple of 8 from 32
@@ -220,37 +220,12 @@ def attention(
         scale: Factor on the scores, usually `D ** -0.5`; above 0.
 
     Returns:
-        `[T, H, D]` contiguous, in q's dtype. Rows after the last sequence are zeros.
+        A call, for the current stream, that attends over what these tensors hold by
+        then. It returns `[T, H, D]` contiguous, in q's dtype, the same tensor every
+        time. Rows after the last sequence are zeros.
 
     Raises:
         ValueError: A tensor or `scale` breaks a demand above.
-    """
-    return prepare(q, k, v, cu_seqlens, max_seqlen, scale)()
-
-
-def prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> Callable[[], torch.Tensor]:
-    """Settle `attention` for what these tensors will hold.
-
-    Args:
-        q: As for `attention`, like the other arguments.
-        k: See `q`.
-        v: See `q`.
-        cu_seqlens: See `q`.
-        max_seqlen: See `q`.
-        scale: See `q`.
-
-    Returns:
-        The call, for the current stream. Its output is the same tensor every time.
-
-    Raises:
-        ValueError: As `attention`.
     """
     if not (is_aligned(q) and is_aligned(k) and is_aligned(v)):
         # Copies: made anew by every call.

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoder attention by the FlashAttention that vLLM bundles, in two versions.
 
-`attention` runs the version that vLLM picks; on Hopper that is 3, which computes head
-dims 72 and 80 as 96. `attention_4` runs version 4, in CuTe DSL, whose kernel for Hopper
+`prepare` is for the version that vLLM picks; on Hopper that is 3, which computes head
+dims 72 and 80 as 96. `prepare_4` is for version 4, in CuTe DSL, whose kernel for Hopper
 computes them as 80.
 
 Both add what stock vLLM lacks in a CUDA graph's replay: cu_seqlens may end in zeros,
 rows of no sequence come out as zeros, and a NaN in them reaches no sequence.
 
-`prepare` and `prepare_4` do all that is the same for each layer of a tower once: what
-they return takes the host a fraction of what vLLM's interfaces take.
+Both do all that is the same for each layer of a tower once: what they return takes the
+host a fraction of what vLLM's interfaces take.
 """
 
 import contextlib
@@ -138,64 +138,6 @@ def _compile_for_capture(
     mask_padding(torch.zeros(2, dtype=torch.int32, device=device), v, out)
 
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> torch.Tensor:
-    """Attend within each sequence of a packed batch; may be captured in a CUDA graph.
-
-    Args:
-        q: `[T, H, D]` bf16 or fp16, D-stride 1, any other strides.
-        k: `[T, H_kv, D]` like q, H a multiple of H_kv.
-        v: `[T, H_kv, D]` like k. In a graph its rows of no sequence are zeroed.
-        cu_seqlens: `[N + 1] int32` on q's device, token prefix sums. In a graph a tail
-            of zeros or repeated values stands for empty sequences.
-        max_seqlen: An upper bound of the sequence lengths, in tokens.
-        scale: Softmax scale.
-
-    Returns:
-        `[T, H, D]`, contiguous, q's dtype. Rows of no sequence are zeros in a captured
-        graph, and unspecified otherwise.
-
-    Raises:
-        RuntimeError: vLLM has no FlashAttention for this GPU or these arguments.
-    """
-    return prepare(q, k, v, cu_seqlens, max_seqlen, scale)()
-
-
-def attention_4(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> torch.Tensor:
-    """Attend as `attention` does, by FlashAttention 4 on a Hopper GPU.
-
-    The first call for a head dim and dtype compiles the kernel, for some seconds.
-
-    Args:
-        q: As for `attention`, like the other arguments.
-        k: See `q`.
-        v: See `q`.
-        cu_seqlens: See `q`.
-        max_seqlen: See `q`.
-        scale: See `q`.
-
-    Returns:
-        As `attention`.
-
-    Raises:
-        ImportError: vLLM or the machine lacks the kernel or CuTe DSL.
-    """
-    return prepare_4(q, k, v, cu_seqlens, max_seqlen, scale)()
-
-
 def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -204,24 +146,27 @@ def prepare(
     max_seqlen: int,
     scale: float,
 ) -> Callable[[], torch.Tensor]:
-    """Settle what is the same each time `attention` runs on buffers that stay.
+    """Settle attention within each sequence of a packed batch, on buffers that stay.
 
     Whether a CUDA graph captures the calls is asked here, once.
 
     Args:
-        q: As for `attention`. Calls read what q, k and v hold by then.
-        k: See `q`.
-        v: See `q`.
-        cu_seqlens: As for `attention`; new values need a new call of this function.
-        max_seqlen: As for `attention`.
-        scale: As for `attention`.
+        q: `[T, H, D]` bf16 or fp16, D-stride 1, any other strides.
+        k: `[T, H_kv, D]` like q, H a multiple of H_kv.
+        v: `[T, H_kv, D]` like k. In a graph its rows of no sequence are zeroed.
+        cu_seqlens: `[N + 1] int32` on q's device, token prefix sums; new values need a
+            new call of this function. In a graph a tail of zeros or repeated values
+            stands for empty sequences.
+        max_seqlen: An upper bound of the sequence lengths, in tokens.
+        scale: Softmax scale.
 
     Returns:
-        A call that launches `attention` and returns its output: always the same
-        tensor, which each call overwrites.
+        A call that attends over what q, k and v hold by then. It returns `[T, H, D]`,
+        contiguous, q's dtype, the same tensor every time. Rows of no sequence are zeros
+        in a captured graph, and unspecified otherwise.
 
     Raises:
-        RuntimeError: As `attention`.
+        RuntimeError: vLLM has no FlashAttention for this GPU or these arguments.
     """
     return _prepare(_run, _settle, q, k, v, cu_seqlens, max_seqlen, scale)
 
@@ -234,7 +179,9 @@ def prepare_4(
     max_seqlen: int,
     scale: float,
 ) -> Callable[[], torch.Tensor]:
-    """Prepare as `prepare` does, for FlashAttention 4; the first call compiles.
+    """Settle attention as `prepare` does, by FlashAttention 4 on a Hopper GPU.
+
+    The first call for a head dim and dtype compiles the kernel, for some seconds.
 
     Args:
         q: As for `prepare`, like the other arguments.
@@ -248,7 +195,7 @@ def prepare_4(
         As `prepare`.
 
     Raises:
-        ImportError: As `attention_4`.
+        ImportError: vLLM or the machine lacks the kernel or CuTe DSL.
     """
     return _prepare(_run_4, _settle_4, q, k, v, cu_seqlens, max_seqlen, scale)
 

@@ -644,38 +644,6 @@ def _hopper_fp8_kernel(
     )
 
 
-def attention(
-    quantized: QuantizedQKV,
-    cu_seqlens: torch.Tensor,
-    num_tokens: int,
-    max_seqlen: int,
-    scale: float,
-    head_dim: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Attend within each sequence of a packed batch that has been quantised.
-
-    Args:
-        quantized: What `quantize_blocks` has returned for these `cu_seqlens`.
-        cu_seqlens: `[N + 1]` int32, contiguous, token prefix sums from 0. Where it does
-            not rise is an empty sequence, so it may end in zeros.
-        num_tokens: T.
-        max_seqlen: An upper bound of the sequence lengths in tokens; not needed here.
-        scale: Factor on the scores, usually `D ** -0.5`; above 0.
-        head_dim: D, a multiple of 8 from 32 to 128.
-        dtype: fp16 or bf16, of the output.
-
-    Returns:
-        `[T, H, D]` contiguous, in `dtype`. Rows after the last sequence are zeros.
-
-    Raises:
-        ValueError: The tensors do not fit the sizes, or scale is not above 0.
-    """
-    return prepare(
-        quantized, cu_seqlens, num_tokens, max_seqlen, scale, head_dim, dtype
-    )()
-
-
 def prepare(
     quantized: QuantizedQKV,
     cu_seqlens: torch.Tensor,
@@ -685,22 +653,25 @@ def prepare(
     head_dim: int,
     dtype: torch.dtype,
 ) -> Callable[[], torch.Tensor]:
-    """Settle `attention` for what `quantized` and cu_seqlens will hold.
+    """Settle attention within each sequence of a packed batch that is quantised.
 
     Args:
-        quantized: As for `attention`, like the other arguments.
-        cu_seqlens: See `quantized`.
-        num_tokens: See `quantized`.
-        max_seqlen: See `quantized`.
-        scale: See `quantized`.
-        head_dim: See `quantized`.
-        dtype: See `quantized`.
+        quantized: What `quantize.prepare` has returned for these `cu_seqlens`.
+        cu_seqlens: `[N + 1]` int32, contiguous, token prefix sums from 0. Where it does
+            not rise is an empty sequence, so it may end in zeros.
+        num_tokens: T.
+        max_seqlen: An upper bound of the sequence lengths in tokens; not needed here.
+        scale: Factor on the scores, usually `D ** -0.5`; above 0.
+        head_dim: D, a multiple of 8 from 32 to 128.
+        dtype: fp16 or bf16, of the output.
 
     Returns:
-        The call, for the current stream. Its output is the same tensor every time.
+        A call, for the current stream, that attends over what `quantized` and
+        `cu_seqlens` hold by then. It returns `[T, H, D]` contiguous, in `dtype`, the
+        same tensor every time. Rows after the last sequence are zeros.
 
     Raises:
-        ValueError: As `attention`.
+        ValueError: The tensors do not fit the sizes, or scale is not above 0.
     """
     q, k, v = quantized.q, quantized.k, quantized.v
     shape = (num_tokens, q.shape[0], head_dim)

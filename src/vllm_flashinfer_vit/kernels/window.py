@@ -222,7 +222,7 @@ def _interleave(x1, x2, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     return tl.max(tl.join(x, x), axis=2).to(x.dtype)
 
 
-def attention(
+def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -232,8 +232,8 @@ def attention(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     interleaved: bool = False,
-) -> torch.Tensor:
-    """Attend within each sequence of a packed batch of short sequences.
+) -> Callable[[], torch.Tensor]:
+    """Settle attention within each sequence of a packed batch of short sequences.
 
     The bits of a sequence's output depend on its own rows and on the power of two
     that `max_seqlen` rounds up to, not on the other sequences.
@@ -248,48 +248,18 @@ def attention(
         max_seqlen: An upper bound of the sequence lengths, at most 128 tokens.
         scale: Factor on the scores, usually `D ** -0.5`.
         cos: `[T, D / 2]`, any floating dtype, to rotate q and k by; None for q and k
-            that need no rotation. Its last stride should be 1, otherwise it is copied.
+            that need no rotation. Its last stride should be 1, otherwise a copy of it
+            is made now.
         sin: Like cos.
         interleaved: Which elements turn together; see `kernels.rope.rope`.
 
     Returns:
-        `[T, H, D]` contiguous, in q's dtype. Rows after the last sequence are zeros.
+        A call, for the current stream, that attends over what q, k, v and cu_seqlens
+        hold by then. It returns `[T, H, D]` contiguous, in q's dtype, the same tensor
+        every time. Rows after the last sequence are zeros.
 
     Raises:
         ValueError: A tensor or `max_seqlen` breaks a demand above.
-    """
-    return prepare(q, k, v, cu_seqlens, max_seqlen, scale, cos, sin, interleaved)()
-
-
-def prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    interleaved: bool = False,
-) -> Callable[[], torch.Tensor]:
-    """Settle `attention` for what q, k, v and cu_seqlens will hold.
-
-    Args:
-        q: As for `attention`, like the other arguments.
-        k: See `q`.
-        v: See `q`.
-        cu_seqlens: See `q`.
-        max_seqlen: See `q`.
-        scale: See `q`.
-        cos: See `q`; a copy that it needs is made now.
-        sin: Like cos.
-        interleaved: See `q`.
-
-    Returns:
-        The call, for the current stream. Its output is the same tensor every time.
-
-    Raises:
-        ValueError: As `attention`.
     """
     if cos is not None and cos.stride()[-1] != 1:
         cos = cos.contiguous()
