@@ -155,6 +155,10 @@ def angles(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Ten
     return [torch.empty(ROWS, head_dim // 2, dtype=dtype) for _ in range(2)]
 
 
+def run_absmax(*given: Any) -> None:
+    absmax.prepare(*given)(given[4])
+
+
 def of_attention(dim: int, dtype: torch.dtype) -> Iterator[Case]:
     """Both kernels, in each class of lengths that has a configuration of its own."""
     q, k, v = heads(dim, dtype)
@@ -211,7 +215,7 @@ def of_interleaved(dim: int, capability: int) -> Iterator[Case]:
     yield (
         f"absmax {dim} interleaved",
         functools.partial(
-            absmax.absmax, q, k, v, offsets(), torch.empty(3), *tables, True
+            run_absmax, q, k, v, offsets(), torch.empty(3), *tables, True
         ),
     )
     yield (
@@ -278,7 +282,7 @@ def of_fp8_attention(dim: int) -> Iterator[Case]:
     state = DeviceScales.on("cpu")
     yield (
         f"absmax {dim}",
-        functools.partial(absmax.absmax, q, k, v, offsets(), state.amax, *tables),
+        functools.partial(run_absmax, q, k, v, offsets(), state.amax, *tables),
     )
     padded = -(-dim // 16) * 16
     for counts in (None, state.clip_counts):

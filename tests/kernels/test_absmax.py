@@ -13,7 +13,7 @@ from cases import (
     make_qkv,
     params,
 )
-from vllm_flashinfer_vit.kernels.absmax import absmax, prepare, update
+from vllm_flashinfer_vit.kernels.absmax import prepare, update
 from vllm_flashinfer_vit.kernels.absmax_ref import absmax_ref, update_ref
 from vllm_flashinfer_vit.kernels.formats import HISTORY, DeviceScales
 
@@ -30,6 +30,10 @@ def _inputs(case, heads, head_dim, rotary_dim=None, **kwargs):
     if rotary_dim is not None:
         angles = make_cos_sin(case, rotary_dim, DTYPE, device=DEVICE)
     return *qkv, case.cu_seqlens(DEVICE), angles
+
+
+def absmax(q, k, v, cu_seqlens, amax, *turns) -> None:
+    prepare(q, k, v, cu_seqlens, amax, *turns)(amax)
 
 
 def _absmax(inputs, function=absmax, interleaved=False) -> torch.Tensor:

@@ -164,35 +164,6 @@ def _update_kernel(
 _UPDATE = Launch(_update_kernel, 1, HISTORY=HISTORY, num_warps=1)
 
 
-def absmax(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    amax: torch.Tensor,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    interleaved: bool = False,
-) -> None:
-    """Raise `amax` to the largest finite absolute values of turned q and k, and of v.
-
-    Args:
-        q: Like k and v as `quantize_blocks` takes it.
-        k: See `q`.
-        v: See `q`.
-        cu_seqlens: `[N + 1]` int32, contiguous; rows from its largest entry on are
-            padding and are not read.
-        amax: `[3]` fp32, contiguous, not negative; changed in place.
-        cos: As `quantize_blocks` takes it; so is sin.
-        sin: See `cos`.
-        interleaved: As `quantize_blocks` takes it.
-
-    Raises:
-        ValueError: A tensor breaks a demand above.
-    """
-    prepare(q, k, v, cu_seqlens, amax, cos, sin, interleaved)(amax)
-
-
 def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -203,23 +174,25 @@ def prepare(
     sin: torch.Tensor | None = None,
     interleaved: bool = False,
 ) -> Callable[[torch.Tensor], None]:
-    """Prepare `absmax` for what q, k, v and cu_seqlens will hold.
+    """Prepare to find the largest finite absolute values of turned q and k, and of v.
 
     Args:
-        q: As for `absmax`, like the other arguments.
+        q: Like k and v as `quantize_blocks` takes it. Calls read what they hold by
+            then.
         k: See `q`.
         v: See `q`.
-        cu_seqlens: See `q`.
-        amax: What that of each call is like.
-        cos: See `q`; a copy that it needs is made now.
+        cu_seqlens: `[N + 1]` int32, contiguous; rows from its largest entry on are
+            padding and are not read.
+        amax: What that of each call is like: `[3]` fp32, contiguous, not negative.
+        cos: As `quantize_blocks` takes it; a copy that it needs is made now.
         sin: Like cos.
-        interleaved: See `q`.
+        interleaved: As `quantize_blocks` takes it.
 
     Returns:
-        The call, which takes the `amax` that it raises.
+        The call, which takes the `amax` that it raises to these values, in place.
 
     Raises:
-        ValueError: As `absmax`.
+        ValueError: A tensor breaks a demand above.
     """
     cos, sin = contiguous_columns(cos), contiguous_columns(sin)
     launch = _plan(q, k, v, cu_seqlens, amax, cos, sin, interleaved)
