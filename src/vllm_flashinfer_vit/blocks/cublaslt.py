@@ -16,7 +16,7 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,7 +51,7 @@ class _Heuristic(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.PyDLL | None:
+def _library() -> Any:
     """Return the cuBLASLt of this process, None where PyTorch has not loaded one.
 
     Its calls are short, and keep the interpreter's lock: whoever gives it away may wait
@@ -90,17 +90,13 @@ def _check(status: int, what: str) -> None:
 
 
 def _create(name: str, *arguments: object) -> ctypes.c_void_p:
-    library = _library()
-    assert library is not None
     handle = ctypes.c_void_p()
-    _check(library[f"{name}Create"](ctypes.byref(handle), *arguments), name)
+    _check(_library()[f"{name}Create"](ctypes.byref(handle), *arguments), name)
     return handle
 
 
 def _destroy(name: str, address: int) -> None:
-    library = _library()
-    assert library is not None
-    library[f"{name}Destroy"](ctypes.c_void_p(address))
+    _library()[f"{name}Destroy"](ctypes.c_void_p(address))
 
 
 def _owned(owner: object, name: str, handle: ctypes.c_void_p) -> ctypes.c_void_p:
@@ -110,9 +106,7 @@ def _owned(owner: object, name: str, handle: ctypes.c_void_p) -> ctypes.c_void_p
 
 
 def _set(name: str, handle: ctypes.c_void_p, attribute: int, value: object) -> None:
-    library = _library()
-    assert library is not None
-    status = library[f"{name}SetAttribute"](
+    status = _library()[f"{name}SetAttribute"](
         handle,
         attribute,
         ctypes.byref(value),  # type: ignore[arg-type]
@@ -173,8 +167,6 @@ class _Problem:
     def __init__(
         self, handle: ctypes.c_void_p, layer: LayerWeights, sizes: Sizes
     ) -> None:
-        library = _library()
-        assert library is not None
         dtype = _TYPES[sizes.dtype]
 
         def layout(rows: int, columns: int) -> ctypes.c_void_p:
@@ -193,7 +185,7 @@ class _Problem:
             for attribute, alignment in zip(_ALIGNMENTS, sizes.alignments, strict=True):
                 _set(name, preference, attribute, ctypes.c_uint32(alignment))
             self.found, count = _Heuristic(), ctypes.c_int()
-            status = library.cublasLtMatmulAlgoGetHeuristic(
+            status = _library().cublasLtMatmulAlgoGetHeuristic(
                 handle,
                 layer.operation,
                 self.weight,
@@ -249,8 +241,6 @@ class Problems:
         Raises:
             RuntimeError: cuBLASLt refuses.
         """
-        library = _library()
-        assert library is not None
         handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
         outputs, inputs = weight.shape
         alignments = (
@@ -271,7 +261,7 @@ class Problems:
         raw_stream = torch._C._cuda_getCurrentRawStream(device)
         workspace_bytes = problem.found.workspace
         workspace = self._workspace(x, workspace_bytes, (device, raw_stream))
-        matmul = library.cublasLtMatmul
+        matmul = _library().cublasLtMatmul
         one, zero = ctypes.byref(self._one), ctypes.byref(self._zero)
         x_at, out_at = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
         algorithm = ctypes.byref(problem.found.algo)
