@@ -116,7 +116,7 @@ class Layer:
             scales: `[3]` fp32, for `static`.
         """
         from vllm_flashinfer_vit.kernels.formats import DeviceScales
-        from vllm_flashinfer_vit.ops.attention import Fp8, fp8_attention
+        from vllm_flashinfer_vit.ops.attention import Fp8, attention
         from vllm_flashinfer_vit.ops.plan import Plan
 
         state = None
@@ -127,7 +127,7 @@ class Layer:
         fp8 = Fp8(method, state=state)
         for qkv in passes if method == "dynamic" else passes[-1:]:
             batch = self._batch(qkv)
-            out = fp8_attention(batch, self._scale, Plan.of(kernel), fp8)
+            out = attention(batch, self._scale, Plan.of(kernel), fp8)
         return out
 
     def _batch(self, qkv: QKV) -> Any:

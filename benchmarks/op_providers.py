@@ -138,7 +138,7 @@ def plugin_run(kernel: str | None, bench: str, problem: Problem) -> Run:
     """
     from vllm_flashinfer_vit.choices.measure import own_scales
     from vllm_flashinfer_vit.kernels.catalog import KERNELS
-    from vllm_flashinfer_vit.ops.attention import attention, fp8_attention
+    from vllm_flashinfer_vit.ops.attention import attention
     from vllm_flashinfer_vit.ops.batch import Batch
 
     is_fp8 = is_fp8_provider(f"plugin-{kernel}")
@@ -149,11 +149,11 @@ def plugin_run(kernel: str | None, bench: str, problem: Problem) -> Run:
     else:
         (q, k, v), cos, sin = problem.parts(), problem.cos, problem.sin
     batch = Batch(q, k, v, cos, sin, problem.cu_seqlens, problem.max_seqlen)
+    fp8 = None
     if is_fp8:
         record = KERNELS[plan.kernel_for(max(problem.lens))]
         fp8 = own_scales(record, q.device)
-        return lambda: fp8_attention(batch, problem.scale, plan, fp8)
-    return lambda: attention(batch, problem.scale, plan)
+    return lambda: attention(batch, problem.scale, plan, fp8)
 
 
 def is_fp8_provider(provider: str) -> bool:

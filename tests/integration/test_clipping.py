@@ -312,7 +312,7 @@ class TestReader:
 def test_replays_are_read_without_waiting() -> None:
     """A graph of FP8 attention, replayed while the device is busy."""
     from cases import Case, make_qkv
-    from vllm_flashinfer_vit.ops.attention import Fp8, fp8_attention
+    from vllm_flashinfer_vit.ops.attention import Fp8, attention
     from vllm_flashinfer_vit.ops.batch import Batch
     from vllm_flashinfer_vit.ops.plan import Plan
 
@@ -328,10 +328,10 @@ def test_replays_are_read_without_waiting() -> None:
     batch = Batch(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=longest)
     given = batch, 0.125, Plan.of("triton_fp8")
     fp8 = Fp8("static", state=state.scales_on_device)
-    fp8_attention(*given, fp8)
+    attention(*given, fp8)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        fp8_attention(*given, fp8)
+        attention(*given, fp8)
     reader.begin()
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)

@@ -55,14 +55,12 @@ def run_op(
     plan: str = PLAN,
     batch: Case = BATCH,
 ) -> torch.Tensor:
-    from vllm_flashinfer_vit.ops.attention import Fp8, fp8_attention
+    from vllm_flashinfer_vit.ops.attention import Fp8, attention
 
     longest = torch.tensor(batch.max_seqlen)
     cu_seqlens = batch.cu_seqlens(str(inputs[0].device))
     fp8 = Fp8(method, save, state)  # type: ignore[arg-type]
-    return fp8_attention(
-        Batch(*inputs, cu_seqlens, longest), SCALE, Plan.decode(plan), fp8
-    )
+    return attention(Batch(*inputs, cu_seqlens, longest), SCALE, Plan.decode(plan), fp8)
 
 
 def op_inputs(batch: Case = BATCH, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -386,10 +384,10 @@ class TestOnGpu:
         graph = torch.cuda.CUDAGraph()
         longest = torch.tensor(batch.max_seqlen)
         cu_seqlens = batch.cu_seqlens("cuda")
-        from vllm_flashinfer_vit.ops.attention import Fp8, fp8_attention
+        from vllm_flashinfer_vit.ops.attention import Fp8, attention
 
         with torch.cuda.graph(graph, stream=stream):
-            out = fp8_attention(
+            out = attention(
                 Batch(*fed, cu_seqlens, longest),
                 SCALE,
                 Plan.decode(plan),

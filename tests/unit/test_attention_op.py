@@ -221,7 +221,7 @@ def test_one_call_serves_layers_of_other_scales(method, save, plan, layout) -> N
             change(batch)
             outs.append(call(state).clone())
             fp8 = Fp8(method, save, own)
-            assert torch.equal(outs[-1], ops.fp8_attention(batch, SCALE, plan, fp8))
+            assert torch.equal(outs[-1], ops.attention(batch, SCALE, plan, fp8))
             assert all(map(torch.equal, state, own))
     assert all(map(torch.equal, like, make_state()))
     assert not torch.equal(*outs[:2])
@@ -235,7 +235,7 @@ def test_without_a_token_a_state_stays_as_it_is(method, monkeypatch) -> None:
     q, state = torch.zeros(0, 2, 16), make_state()
     batch = Batch(q, q, q, cu_seqlens=torch.zeros(1, dtype=torch.int32))
     fp8 = Fp8(method, True, state)
-    assert ops.fp8_attention(batch, SCALE, REFERENCE_FP8, fp8).shape == (0, 2, 16)
+    assert ops.attention(batch, SCALE, REFERENCE_FP8, fp8).shape == (0, 2, 16)
     assert all(map(torch.equal, state, make_state()))
 
 

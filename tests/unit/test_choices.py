@@ -329,7 +329,7 @@ def test_empty_sequences_count(
     def run(empty: int) -> None:
         cu_seqlens = torch.tensor([0, 4096] + [4096] * empty, dtype=torch.int32)
         batch = Batch(*qkv, cu_seqlens=cu_seqlens, max_seqlen=longest)
-        ops.fp8_attention(batch, 1.0, plan, ops.Fp8("block"))
+        ops.attention(batch, 1.0, plan, ops.Fp8("block"))
         if last != "hopper_fp8":
             ops.attention(batch, 1.0, plan)
 

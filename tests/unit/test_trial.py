@@ -56,7 +56,7 @@ def test_a_kernel_that_is_wrong_says_where(
     answer: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def attend(batch: Batch, scale: float, plan: Plan, *fp8: Any) -> torch.Tensor:
+    def attend(batch: Batch, scale: float, plan: Plan, fp8: Any) -> torch.Tensor:
         assert plan == Plan.of(kernel)
         assert bool(fp8) == KERNELS[kernel].is_fp8
         longest = int(batch.max_seqlen)
@@ -66,7 +66,6 @@ def test_a_kernel_that_is_wrong_says_where(
         return out
 
     monkeypatch.setattr(trial, "attention", attend)
-    monkeypatch.setattr(trial, "fp8_attention", attend)
     monkeypatch.setattr(trial, "attention_ref", _remembered)
     error = attempt(kernel, 64, torch.bfloat16, "cpu")
     assert (error is None) if answer is None else re.search(answer, error or "")

@@ -199,13 +199,11 @@ def draw(cell: Cell, dtype: torch.dtype, head_dim: int, device: torch.device) ->
 def call(kernel: Kernel, batch: Batch) -> Run:
     """Return the call of the layer's op with a kernel; FP8 has scales of its own."""
     # It imports vLLM, for seconds that `tune` does not need to refuse an option.
-    from vllm_flashinfer_vit.ops.attention import attention, fp8_attention
+    from vllm_flashinfer_vit.ops.attention import attention
 
     scale, plan = batch.q.shape[2] ** -0.5, Plan.of(kernel.name)
-    if not kernel.is_fp8:
-        return lambda: attention(batch, scale, plan)
-    fp8 = own_scales(kernel, batch.q.device)
-    return lambda: fp8_attention(batch, scale, plan, fp8)
+    fp8 = own_scales(kernel, batch.q.device) if kernel.is_fp8 else None
+    return lambda: attention(batch, scale, plan, fp8)
 
 
 def own_scales(kernel: Kernel, device: torch.device) -> "Fp8":

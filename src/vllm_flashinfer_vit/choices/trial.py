@@ -8,7 +8,7 @@ import torch
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, DeviceScales
-from vllm_flashinfer_vit.ops.attention import Fp8, attention, fp8_attention
+from vllm_flashinfer_vit.ops.attention import Fp8, attention
 from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
 
@@ -76,14 +76,14 @@ def attempt(
         scale = head_dim**-0.5
         batch = Batch(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         plan = Plan.of(kernel)
+        fp8 = None
         if record.takes_block_scales:
-            out = fp8_attention(batch, scale, plan, Fp8("block"))
+            fp8 = Fp8("block")
         elif record.is_fp8:
             given = qkv.abs().amax((0, 2, 3)) / E4M3_MAX
             state = DeviceScales.on(device)._replace(scales=given)
-            out = fp8_attention(batch, scale, plan, Fp8("static", state=state))
-        else:
-            out = attention(batch, scale, plan)
+            fp8 = Fp8("static", state=state)
+        out = attention(batch, scale, plan, fp8)
         expected = attention_ref(q, k, v, cu_seqlens, longest, scale).float()
         errors = (out.float() - expected).norm(dim=(0, 2)) / expected.norm(dim=(0, 2))
         found = errors.tolist()

@@ -349,7 +349,7 @@ class _Check:
 
     def attend(self, layer: Any, attend: Attend, batch: Batch) -> torch.Tensor:
         """Return what the layer's own attention does, and compare FP8 with it."""
-        from vllm_flashinfer_vit.ops.attention import Fp8, fp8_attention
+        from vllm_flashinfer_vit.ops.attention import Fp8, attention
 
         out = attend(batch)
         scales = self._scales[layer.layer_name]
@@ -358,7 +358,7 @@ class _Check:
             sums += [(x.abs() > limit).sum(), torch.tensor(x.numel())]
         state = DeviceScales.on(scales.device)._replace(scales=scales)
         fp8 = Fp8("static", state=state)
-        fp8_out = fp8_attention(batch, layer.scale, self._plan, fp8)
+        fp8_out = attention(batch, layer.scale, self._plan, fp8)
         for x in (fp8_out.double() - out.double(), out.double()):
             sums.append(x.square().sum())
         total = self._sums[layer.layer_name]

@@ -250,10 +250,7 @@ class FlashInferViTAttention(MMEncoderAttention):
 
     def _attend(self, batch: Batch) -> torch.Tensor:
         self._check(batch)
-        fp8 = self._fp8()
-        if fp8 is None:
-            return ops.attention(batch, self.scale, self._plan)
-        return ops.fp8_attention(batch, self.scale, self._plan, fp8)
+        return ops.attention(batch, self.scale, self._plan, self._fp8())
 
     def prepare(
         self, batch: Batch, sequence_lengths: torch.Tensor | None = None

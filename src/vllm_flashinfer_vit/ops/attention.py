@@ -76,7 +76,9 @@ def rotate(
     return rope_ref(q, k, cos, sin, interleaved)
 
 
-def attention(batch: Batch, scale: float, plan: Plan) -> torch.Tensor:
+def attention(
+    batch: Batch, scale: float, plan: Plan, fp8: Fp8 | None = None
+) -> torch.Tensor:
     """Attend within each sequence, turning q and k first if cos and sin are given.
 
     In eager mode the op's function is called past the dispatcher, which takes 9 us a
@@ -86,45 +88,25 @@ def attention(batch: Batch, scale: float, plan: Plan) -> torch.Tensor:
         batch: The sequences.
         scale: Softmax scale.
         plan: Which kernel serves which batch.
+        fp8: Where scales come from, to attend in FP8 where the plan names an FP8
+            kernel; None to attend in q's dtype.
 
     Returns:
         `[T, H, D]`, contiguous, q's dtype.
     """
     # A fake tensor, like any other subclass, is the dispatcher's to handle.
     if torch.compiler.is_compiling() or type(batch.q) is not torch.Tensor:
-        given = _as_the_schema_has_it(batch)
-        return torch.ops.vllm_flashinfer_vit.attention(*given, scale, plan.text)
-    return prepare(batch, scale, plan)()
-
-
-def fp8_attention(batch: Batch, scale: float, plan: Plan, fp8: Fp8) -> torch.Tensor:
-    """Attend as `attention` does, in FP8 where the plan names an FP8 kernel.
-
-    Args:
-        batch: The sequences.
-        scale: Softmax scale.
-        plan: Which kernel serves which batch.
-        fp8: Where scales come from.
-
-    Returns:
-        `[T, H, D]`, contiguous, q's dtype.
-    """
-    if torch.compiler.is_compiling() or type(batch.q) is not torch.Tensor:
+        op, given = torch.ops.vllm_flashinfer_vit, _as_the_schema_has_it(batch)
+        if fp8 is None:
+            return op.attention(*given, scale, plan.text)
         state = fp8.state or (None,) * len(DeviceScales._fields)
-        return torch.ops.vllm_flashinfer_vit.fp8_attention(
-            *_as_the_schema_has_it(batch),
-            scale,
-            plan.text,
-            fp8.method,
-            fp8.save,
-            *state,
-        )
-    return _run_fp8(batch, scale, plan, fp8)
+        return op.fp8_attention(*given, scale, plan.text, fp8.method, fp8.save, *state)
+    return _run(batch, scale, plan, fp8)
 
 
-def _run_fp8(batch: Batch, scale: float, plan: Plan, fp8: Fp8) -> torch.Tensor:
+def _run(batch: Batch, scale: float, plan: Plan, fp8: Fp8 | None) -> torch.Tensor:
     call = prepare(batch, scale, plan, fp8)
-    return call() if fp8.state is None else call(fp8.state)
+    return call() if fp8 is None or fp8.state is None else call(fp8.state)
 
 
 def _as_the_schema_has_it(batch: Batch) -> Batch:
@@ -316,7 +298,7 @@ def _attention(
     plan: str,
 ) -> torch.Tensor:
     batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len, interleaved)
-    return prepare(batch, scale, Plan.decode(plan))()
+    return _run(batch, scale, Plan.decode(plan), None)
 
 
 def _fp8_attention(
@@ -346,7 +328,7 @@ def _fp8_attention(
         assert position is not None and clip_counts is not None
         state = DeviceScales(amax, history, position, scales, clip_counts)
     fp8 = Fp8(method, save, state)  # type: ignore[arg-type]
-    return _run_fp8(batch, scale, Plan.decode(plan), fp8)
+    return _run(batch, scale, Plan.decode(plan), fp8)
 
 
 def _fake(q: torch.Tensor, *args: Any) -> torch.Tensor:
