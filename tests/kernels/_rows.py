@@ -3,7 +3,7 @@
 
 import torch
 
-from vllm_flashinfer_vit.kernels.formats import MIN_ROW_SCALE
+from vllm_flashinfer_vit.kernels.formats import MIN_ROW_SCALE, num_groups
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Half a unit of e4m3, whose fraction has three bits. Triton's interpreter truncates.
@@ -18,6 +18,12 @@ def row_scales(rows: int, given: float | None) -> torch.Tensor:
     if given is None:
         return torch.full((rows, 1), float("nan"), device=DEVICE)
     return torch.tensor([given], device=DEVICE)
+
+
+def group_scales(rows: int, columns: int) -> torch.Tensor:
+    """Return room for one scale of each group of a row, in contiguous columns."""
+    shape = num_groups(columns), rows
+    return torch.full(shape, float("nan"), device=DEVICE).t()
 
 
 def distance(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

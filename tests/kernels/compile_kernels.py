@@ -27,7 +27,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import torch
@@ -55,7 +55,7 @@ from vllm_flashinfer_vit.kernels import (
 )
 from vllm_flashinfer_vit.kernels._launch import Launch, Slot
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS
-from vllm_flashinfer_vit.kernels.formats import DeviceScales
+from vllm_flashinfer_vit.kernels.formats import DeviceScales, RowScales, num_groups
 
 # The first with e4m3.
 FP8 = 89
@@ -71,6 +71,8 @@ TYPES = {
 }
 # Head dims of one part and of two, and the largest, that are compiled in every dtype.
 BOTH_TYPES = (80, 128)
+# Of scales of rows in e4m3.
+FORMS = get_args(RowScales)
 # Of towers with interleaved pairs, whose tables are fp32.
 INTERLEAVED = (64, 72, 128)
 HEADS, ROWS, LENGTH = 16, 512, 128
@@ -324,7 +326,7 @@ def sums(width: int, form: str) -> Iterator[Case]:
         x, weight = (
             torch.empty(s, dtype=torch.bfloat16) for s in ((ROWS, width), width)
         )
-        scales = scales_of(form)
+        scales = scales_of(form, width)
         bias = weight if normed == "layer" else None
         given = [[x, x, x], weight, bias, 1e-6, True, scales]
         layer_scales = (weight, weight) if scaled else ()
@@ -334,9 +336,11 @@ def sums(width: int, form: str) -> Iterator[Case]:
         )
 
 
-def scales_of(form: str) -> torch.Tensor | None:
+def scales_of(form: str, columns: int) -> torch.Tensor | None:
     if form == "none":
         return None
+    if form == "groups":
+        return torch.empty(num_groups(columns), ROWS).t()
     return torch.empty((ROWS, 1) if form == "own" else (1,))
 
 
@@ -348,12 +352,12 @@ def of_streams() -> Iterator[Case]:
 def of_fp8_streams() -> Iterator[Case]:
     """What writes rows in e4m3 beside attention, and what ends a pass with scales."""
     yield "update", functools.partial(absmax.update, DeviceScales.on("cpu"))
-    for width, form in itertools.product((1152, 1280), ("own", "one")):
+    for width, form in itertools.product((1152, 1280), FORMS):
         yield from sums(width, form)
     activations = ("swiglu", "quick_gelu", "tanh_gelu", "gelu")
     sizes = ((3420, 3424), (4304, 4304), (5120, 5120))
     for activation, form, (width, padded) in itertools.product(
-        activations, ("own", "one"), sizes
+        activations, FORMS, sizes
     ):
         columns = width * (1 + (activation == "swiglu"))
         values, bias = (
@@ -365,12 +369,12 @@ def of_fp8_streams() -> Iterator[Case]:
             f"{activation} {width} scales={form}",
             functools.partial(
                 act_quantize.act_quantize,
-                *(values, width, bias, activation, rows, scales_of(form)),
+                *(values, width, bias, activation, rows, scales_of(form, padded)),
             ),
         )
-    for form, width in itertools.product(("own", "one"), (1152, 1280)):
+    for form, width in itertools.product(FORMS, (1152, 1280)):
         values = torch.empty(ROWS, width, dtype=torch.bfloat16)
-        given = values, width, None, None, values.to(E4M3), scales_of(form)
+        given = values, width, None, None, values.to(E4M3), scales_of(form, width)
         run = functools.partial(act_quantize.act_quantize, *given)
         yield f"context {width} scales={form}", run
 

@@ -23,7 +23,7 @@ from vllm_flashinfer_vit.kernels._sigmoid import (
     gelu_tanh,
     over_one_plus_exp2,
 )
-from vllm_flashinfer_vit.kernels.formats import Activation, check_row_scales
+from vllm_flashinfer_vit.kernels.formats import GROUP, Activation, check_row_scales
 
 # Parts of a row, each of a power of two: 4304 columns fill 4096 and 256, where one part
 # would hold 8192, and the arithmetic of those that count for nothing would take longer
@@ -96,13 +96,16 @@ def _act_quantize_kernel(
     scale = row_scale(largest, scales_ptr, SCALES)
     to = rows_ptr + row * ROW
     offs_a = tl.arange(0, SIZE_A)
-    tl.store(to + offs_a, quantize(a, scale, SCALES), mask=offs_a < ROW)
+    a = quantize(a, scale, scales_ptr, 0, SIZE_A, ROW, SCALES)
+    tl.store(to + offs_a, a, mask=offs_a < ROW)
     if SIZE_B > 0:
         offs_b = B + tl.arange(0, SIZE_B)
-        tl.store(to + offs_b, quantize(b, scale, SCALES), mask=offs_b < ROW)
+        b = quantize(b, scale, scales_ptr, B, SIZE_B, ROW, SCALES)
+        tl.store(to + offs_b, b, mask=offs_b < ROW)
     if SIZE_C > 0:
         offs_c = C + tl.arange(0, SIZE_C)
-        tl.store(to + offs_c, quantize(c, scale, SCALES), mask=offs_c < ROW)
+        c = quantize(c, scale, scales_ptr, C, SIZE_C, ROW, SCALES)
+        tl.store(to + offs_c, c, mask=offs_c < ROW)
 
 
 def act_quantize(
@@ -123,7 +126,8 @@ def act_quantize(
         activation: What is computed; None for the values as they are.
         rows: `[T, Wp]` e4m3, contiguous, Wp from `width` on; written, with zeros from
             column `width` on.
-        scales: fp32: one for all rows, which is read, or `[T, 1]`, which is written.
+        scales: fp32: one for all rows, which is read, or `[T, 1]` or, in contiguous
+            columns, `[T, num_groups(Wp)]`, which is written.
 
     Raises:
         ValueError: A tensor breaks a demand above.
@@ -204,8 +208,10 @@ def _launch(
             f"rows must be [{len(values)}, {width} to {MAX_WIDTH}], contiguous and not "
             f"empty, got {tuple(rows.shape)} with strides {rows.stride()}"
         )
-    is_own = check_row_scales(rows, scales)
-    sizes = [*parts_of(rows.shape[1]), 0, 0]
+    form = check_row_scales(rows, scales)
+    # No group is in two parts.
+    unit = GROUP if form == "groups" else 1
+    sizes = [*(unit * part for part in parts_of(-(-rows.shape[1] // unit))), 0, 0]
     return Launch(
         _act_quantize_kernel,
         len(values),
@@ -217,7 +223,7 @@ def _launch(
         SIZE_C=sizes[2],
         ACTIVATION=activation or "none",
         HAS_BIAS=bias is not None,
-        SCALES="own" if is_own else "one",
+        SCALES=form,
         num_warps=warps_of(sizes[0]),
     )
 

@@ -78,7 +78,7 @@ def _sum_norm_kernel(
         found = normed.to(x_ptr.dtype.element_ty)
     else:
         scale = row_scale(tl.max(tl.abs(normed), axis=0), scales_ptr, SCALES)
-        found = quantize(normed, scale, SCALES)
+        found = quantize(normed, scale, scales_ptr, 0, C_PAD, C, SCALES)
     tl.store(norm_ptr + row + offs_c, found, mask=mask_c)
 
 
@@ -101,7 +101,8 @@ def sum_norm(
         eps: Added to the variance, or to the mean square.
         keep_sum: Whether the sum is wanted.
         scales: For a norm in e4m3, `x ~ rows * scales`: fp32, one for all rows, which
-            is read, or `[T, 1]`, which is written.
+            is read, or `[T, 1]` or, in contiguous columns, `[T, num_groups(C)]`, which
+            is written.
         layer_scales: `[C]` for each branch, which is multiplied by it, any floating
             dtype, contiguous; or none.
 
@@ -221,7 +222,7 @@ def _launch(
     width_pad = triton.next_power_of_2(width)
     form = "none"
     if scales is not None:
-        form = "own" if check_row_scales(normed, scales) else "one"
+        form = check_row_scales(normed, scales)
     elif normed.dtype != x.dtype:
         raise ValueError(f"the norm must be {x.dtype} like x, got {normed.dtype}")
     return Launch(

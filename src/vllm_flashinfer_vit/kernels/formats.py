@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 # Of an MLP; `swiglu` takes stacked [gate; up].
 Activation = Literal["swiglu", "quick_gelu", "tanh_gelu", "gelu"]
+# Scales of rows in e4m3: one for all, or each row, or each group of a row, its own.
+RowScales = Literal["one", "own", "groups"]
 # Tokens of a sequence that share a scale in `QuantizedQKV`.
 BLOCK = 128
+# Columns of a row that share a scale in "groups". A weight's blocks are as wide.
+GROUP = 128
 # Tokens of the longest sequence that the window kernel takes.
 MAX_WINDOW = 128
 # Passes that a dynamic scale remembers, as many as vLLM's own.
@@ -27,6 +31,8 @@ E4M3_MAX = 448.0
 # The least scale of a row in e4m3, as vLLM has it: `_FP8_MIN_SCALING_FACTOR` of its
 # vllm/model_executor/layers/quantization/input_quant_fp8.py.
 MIN_ROW_SCALE = 1.0 / (E4M3_MAX * 512.0)
+# The same of a group: `eps` of `per_token_group_quant_fp8` in its `fp8_utils.py`.
+MIN_GROUP_SCALE = 1e-10 / E4M3_MAX
 # The least normal number in fp32, and so the least scale.
 FP32_TINY = 2.0**-126
 
@@ -238,31 +244,40 @@ def check_sum_norm_inputs(
         )
 
 
-def check_row_scales(rows: torch.Tensor, scales: torch.Tensor) -> bool:
+def num_groups(columns: int) -> int:
+    """Return how many scales a row has in "groups"; its last group may be short."""
+    return -(-columns // GROUP)
+
+
+def check_row_scales(rows: torch.Tensor, scales: torch.Tensor) -> RowScales:
     """Check rows in e4m3 and their scales.
 
     Args:
         rows: `[..., C]`, T rows in all.
-        scales: One element in at most one dim for all rows, or `[T, 1]` for each its
-            own.
+        scales: One element in at most one dim for all rows, `[T, 1]` for each its own,
+            or `[T, num_groups(C)]` with contiguous columns for each group its own.
 
     Returns:
-        Whether each row has its own.
+        Which of these they are; "own" where a row is one group.
 
     Raises:
-        ValueError: They are of other dtypes or shapes.
+        ValueError: They are of other dtypes, shapes or strides.
     """
     import torch
 
-    num_rows = rows.numel() // rows.shape[-1]
-    is_own = tuple(scales.shape) == (num_rows, 1)
-    if (
-        rows.dtype != torch.float8_e4m3fn
-        or scales.dtype != torch.float32
-        or not (is_own or (scales.dim() < 2 and scales.numel() == 1))
-    ):
+    num_rows, groups = rows.numel() // rows.shape[-1], num_groups(rows.shape[-1])
+    form: RowScales | None = None
+    if scales.dim() < 2 and scales.numel() == 1:
+        form = "one"
+    elif tuple(scales.shape) == (num_rows, 1):
+        form = "own"
+    elif tuple(scales.shape) == (num_rows, groups) and scales.t().is_contiguous():
+        form = "groups"
+    is_typed = rows.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+    if form is None or not is_typed:
         raise ValueError(
-            f"rows must be e4m3, scales fp32 and one or [{num_rows}, 1], got "
-            f"{rows.dtype}, {scales.dtype} and {tuple(scales.shape)}"
+            f"rows must be e4m3, scales fp32 and one or [{num_rows}, 1] or, in "
+            f"contiguous columns, [{num_rows}, {groups}], got {rows.dtype}, "
+            f"{scales.dtype} and {tuple(scales.shape)} with strides {scales.stride()}"
         )
-    return is_own
+    return form

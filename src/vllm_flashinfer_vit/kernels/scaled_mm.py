@@ -3,11 +3,14 @@
 
 All take what `row_scales_ref.scaled_mm_ref` takes, write to memory that is there, and
 wait for nothing. Scales and the bias are applied in fp32, and the output rounded once.
+Where a weight has scales of blocks, vLLM's op takes no bias, which is then added to the
+rounded output, as vLLM does, and rounded once more.
 On Hopper the tensor cores keep fewer bits of a running sum of FP8 products than fp32
 has. vLLM's op leaves sums there to their end ("fast accumulation"), so PyTorch's is
 asked for the same. `tune` drops it where it is less exact than vLLM's op.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -52,12 +55,13 @@ def cutlass_op() -> Launch | None:
     return compiled_op(_CUTLASS_OP)
 
 
-def launch_of(gemm: str, device: torch.device) -> Launch:
+def launch_of(gemm: str, device: torch.device, has_blocks: bool = False) -> Launch:
     """Return a GEMM; on a CPU the reference stands for vLLM's.
 
     Args:
         gemm: One of `GEMMS`.
         device: Where it runs.
+        has_blocks: Whether its weights have scales of blocks, which vLLM's takes alone.
     """
     if gemm == TORCH:
         return torch_scaled_mm
@@ -65,4 +69,11 @@ def launch_of(gemm: str, device: torch.device) -> Launch:
         return scaled_mm_ref
     launch = cutlass_op()
     assert launch is not None
-    return launch
+    return functools.partial(_then_bias, launch) if has_blocks else launch
+
+
+def _then_bias(launch: Launch, out: torch.Tensor, *read: torch.Tensor | None) -> None:
+    *operands, bias = read
+    launch(out, *operands, None)
+    if bias is not None:
+        out.add_(bias)
