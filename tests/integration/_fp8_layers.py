@@ -17,6 +17,9 @@ from vllm.model_executor.kernels.linear.scaled_mm import (
     CutlassFP8ScaledMMLinearKernel,
     cutlass,
 )
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import (
+    CutlassFp8BlockScaledMMKernel,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (  # noqa: E501
     CompressedTensorsLinearMethod,
 )
@@ -24,13 +27,20 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Fp8,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm.model_executor.layers.quantization.online.fp8 import (
+    Fp8PerBlockOnlineLinearMethod,
+)
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
 )
+from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
 from vllm_flashinfer_vit.choices.gemms import GemmChoice
+from vllm_flashinfer_vit.kernels import formats
+from vllm_flashinfer_vit.kernels.row_scales_ref import spread
 from vllm_flashinfer_vit.towers.tower import Tower
 
 SCHEMES = ("tensor", "channel", "static")
@@ -45,6 +55,13 @@ class Kernel(CutlassFP8ScaledMMLinearKernel):
         key = kFp8StaticTensorSym if is_static else kFp8DynamicTokenSym
         self.config = SimpleNamespace(activation_quant_key=key)
         self.layer_param_names = "weight", "weight_scale", "input_scale", ""
+
+
+class BlockKernel(CutlassFp8BlockScaledMMKernel):
+    """vLLM's for scales of blocks, without its constructor."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(activation_quant_key=kFp8Dynamic128Sym)
 
 
 class Everywhere(dict[str, GemmChoice]):
@@ -81,6 +98,9 @@ def quantize_layers(tower: Tower, scheme: str, left_out: str = "no layer") -> No
 
 def quantize_layer(layer: Any, scheme: str) -> None:
     """Give a layer FP8 weights of its own weights, as a method of vLLM leaves them."""
+    if scheme == "block":
+        quantize_in_blocks(layer)
+        return
     weight = layer.weight.data
     dims = (1,) if scheme == "channel" else (0, 1)
     scale = weight.abs().amax(dims, keepdim=True).float() / E4M3.max
@@ -105,10 +125,28 @@ def quantize_layer(layer: Any, scheme: str) -> None:
         layer.quant_method.fp8_linear = kernel
 
 
+def quantize_in_blocks(layer: Any) -> None:
+    """Give a layer FP8 weights of its own with scales of blocks, by vLLM's function."""
+    layer.weight_block_size = [formats.GROUP, formats.GROUP]
+    # vLLM compiles it, which takes long here.
+    with torch.compiler.set_stance("force_eager"):
+        cast = per_block_cast_to_fp8(layer.weight.data, layer.weight_block_size)
+    weight, scales = cast
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
+    layer.input_scale = None
+    method: Any = Fp8PerBlockOnlineLinearMethod
+    layer.quant_method = method.__new__(method)
+    layer.quant_method.fp8_linear = BlockKernel()
+    layer.quant_method.fp8_linear.process_weights_after_loading(layer)
+
+
 def weights_of(layer: Any) -> torch.Tensor:
     """Return `[outputs, inputs]` fp32, or what a layer's FP8 weights stand for."""
     if layer.weight.dtype != torch.float8_e4m3fn:
         return layer.weight
+    if hasattr(layer, "weight_scale_inv"):
+        return layer.weight.float() * spread(layer.weight_scale_inv, layer.weight.shape)
     found = layer.weight.float() * layer.weight_scale.reshape(1, -1)
     return found[
         : layer.input_size_per_partition, : layer.output_size_per_partition
@@ -116,19 +154,23 @@ def weights_of(layer: Any) -> torch.Tensor:
 
 
 def served(
-    family: str, scheme: str, left_out: str = "no layer", off: tuple[str, ...] = ()
+    family: str,
+    scheme: str,
+    left_out: str = "no layer",
+    off: tuple[str, ...] = (),
+    **vision: Any,
 ) -> Tower:
     """Build a tower with FP8 layers; optimisations that are `off` are left out."""
     # Layers that vLLM builds for FP8 are not padded in 16 bits.
     with without("aligned", *off):
-        tower = build(family)
+        tower = build(family, **vision)
     quantize_layers(tower, scheme, left_out)
     return tower
 
 
-def in_16_bits(family: str, tower: Tower) -> Tower:
+def in_16_bits(family: str, tower: Tower, **vision: Any) -> Tower:
     """Return stock's tower with the weights that a quantised tower's stand for."""
-    stock = build(family, "TORCH_SDPA")
+    stock = build(family, "TORCH_SDPA", **vision)
     given = dict(layers_of(tower))
     for name, layer in layers_of(stock):
         layer.weight.data.copy_(weights_of(given[name]))

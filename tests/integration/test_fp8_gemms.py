@@ -81,8 +81,8 @@ def ran_gemms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The GEMMs that ran, with their numbers of rows, in order."""
     seen: list[tuple[str, int]] = []
 
-    def launch_of(gemm: str, device: torch.device) -> Callable[..., None]:
-        launch = scaled_mm.launch_of(gemm, device)
+    def launch_of(gemm: str, *where: Any) -> Callable[..., None]:
+        launch = scaled_mm.launch_of(gemm, *where)
 
         def noting(*operands: Any) -> None:
             seen.append((gemm, len(operands[0])))

@@ -25,7 +25,7 @@ from vllm_flashinfer_vit.towers.linear_layers import how_layers_run
 from vllm_flashinfer_vit.towers.spec import TowerError, resolve_spec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower, check_backend
 
-METHODS = ("fp8", "fp8_per_tensor", "fp8_per_channel")
+METHODS = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 MODELS = {
     "qwen2_vl": "Qwen/Qwen2-VL-7B-Instruct",
     "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
@@ -90,11 +90,29 @@ class TestOnAGpu:
         is_padded = family == "qwen2_5_vl" and method == "fp8_per_channel"
         if is_padded and Version(version("vllm")) < Version("0.26"):
             pytest.skip("vLLM 0.25.1 cannot pad channels that have scales of their own")
+        if method == "fp8_per_block":
+            if family == "qwen2_5_vl":
+                pytest.skip(
+                    "vLLM pads no layer with scales of blocks, and 3420 needs it"
+                )
+            if torch.cuda.get_device_capability() != (9, 0):
+                pytest.skip("other GPUs have scales of blocks in other layouts")
 
     def test_no_less_exact_than_stock(self, family: str, method: str) -> None:
         served = true_tower(family, quantization=method)
         assert kinds(served) == {("Fp8Linear",) * 4}
         check_error(family, served, method)
+
+    def test_about_as_exact_as_scales_of_channels(
+        self, family: str, method: str
+    ) -> None:
+        """Stock's own may not be a measure: its kernels assert against 4304."""
+        if method != "fp8_per_block":
+            pytest.skip("compared with stock")
+        exact = encode(true_tower(family, "TORCH_SDPA", torch.float32))
+        channels = encode(true_tower(family, quantization="fp8_per_channel"))
+        found = encode(true_tower(family, quantization=method))
+        assert relative_error(found, exact) <= 1.2 * relative_error(channels, exact)
 
     def test_graphs_have_the_same_bits(self, family: str, method: str) -> None:
         check_graph_bits(true_tower(family, quantization=method))

@@ -3,11 +3,14 @@
 
 Weights and scales are the layer's own. What is in front of a layer writes its rows in
 e4m3: a norm, or an MLP's activation; attention's output takes a launch of its own. A
-scale is given for the layer, or each token gets its own from its largest value.
+scale is given for the layer, or each token gets its own from its largest value; where
+the weight has scales of blocks, each group of a token's values.
 
 Methods of vLLM that end in its CUTLASS kernel are known here, by name. Where that runs,
 none of them has a dynamic scale for all tokens of a batch. What multiplies here is the
-GEMM that was measured fastest for so many rows, or that one; see `choices.gemms`.
+GEMM that was measured fastest for so many rows, or that one; see `choices.gemms`. With
+scales of blocks vLLM may prefer DeepGEMM, whose weights and scales are the same on
+Hopper: CUTLASS runs here for those, too, since it compiles nothing.
 """
 
 from collections.abc import Callable
@@ -20,7 +23,12 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
-from vllm_flashinfer_vit.kernels.formats import Activation, dtype_name
+from vllm_flashinfer_vit.kernels.formats import (
+    GROUP,
+    Activation,
+    dtype_name,
+    num_groups,
+)
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS, scales_of
 from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref, scaled_mm_ref
 from vllm_flashinfer_vit.kernels.scaled_mm import Launch, cutlass_op, launch_of
@@ -28,6 +36,7 @@ from vllm_flashinfer_vit.kernels.scaled_mm import Launch, cutlass_op, launch_of
 # Methods whose `apply` is no more than their kernel's.
 _METHODS = {
     "Fp8LinearMethod",
+    "Fp8PerBlockOnlineLinearMethod",
     "Fp8PerTensorOnlineLinearMethod",
     "Fp8PtpcOnlineLinearMethod",
     "CompressedTensorsLinearMethod",
@@ -36,9 +45,18 @@ _METHODS = {
     # From vLLM 0.32 on in place of both.
     "ModelOptLinearMethod",
 }
+_KERNELS = {"CutlassFP8ScaledMMLinearKernel"}
+# For scales of blocks: CUTLASS takes the weights and scales of all of these.
+_BLOCK_KERNELS = {
+    "CutlassFp8BlockScaledMMKernel",
+    "DeepGemmFp8BlockScaledMMKernel",
+    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+}
 # CUTLASS wants rows of whole 16 bytes.
 _UNIT = 16
-_TRIAL_ROWS = 16
+_TRIAL_ROWS = (16,)
+# For scales of blocks there is another kernel for few rows and for odd numbers.
+_BLOCK_TRIAL_ROWS = (17, 132)
 # Two roundings to bf16 are off by less.
 _TOLERANCE = 0.02
 
@@ -48,7 +66,8 @@ class Fp8Weights:
 
     Attributes:
         weight: `[K, N]` e4m3, columns contiguous; K and N with vLLM's padding.
-        weight_scale: fp32, one or `[1, N]`; the layer's own memory.
+        weight_scale: fp32, one or `[1, N]`, or of blocks, `[num_groups(K),
+            num_groups(N)]` with contiguous columns; the layer's own memory.
         bias: `[outputs]`, or None.
         input_scale: fp32, one, or None for scales of each token's own.
     """
@@ -56,12 +75,14 @@ class Fp8Weights:
     def __init__(self, layer: torch.nn.Module) -> None:
         """Take a layer that runs here, see `problem`."""
         self._parameters = layer._parameters
+        self._has_blocks = has_blocks(layer)
+        self._scale_name = _scale_name(layer)
         self.renew()
 
     @property
     def places(self) -> list[tuple[dict[str, Any], str]]:
         """Where the layer has its parameters."""
-        names = ("weight", "weight_scale", "bias", "input_scale")
+        names = ("weight", self._scale_name, "bias", "input_scale")
         found = self._parameters
         return [(found, name) for name in names if found.get(name) is not None]
 
@@ -71,11 +92,14 @@ class Fp8Weights:
             name: None if parameter is None else parameter.detach()
             for name, parameter in self._parameters.items()
         }
-        weight, weight_scale = found["weight"], found["weight_scale"]
+        weight, weight_scale = found["weight"], found[self._scale_name]
         assert weight is not None and weight_scale is not None
-        is_one = weight_scale.numel() == 1
-        self.weight = weight
-        self.weight_scale = weight_scale if is_one else weight_scale.view(1, -1)
+        if self._has_blocks:
+            # vLLM keeps both as checkpoints have them.
+            weight, weight_scale = weight.t(), weight_scale.t()
+        elif weight_scale.numel() > 1:
+            weight_scale = weight_scale.view(1, -1)
+        self.weight, self.weight_scale = weight, weight_scale
         self.bias = found.get("bias")
         self.input_scale = found.get("input_scale")
 
@@ -87,10 +111,16 @@ class Gemms:
         classes: Which serves how many rows, ascending; the last is unbounded.
     """
 
-    def __init__(self, classes: tuple[GemmClass, ...], device: torch.device) -> None:
-        """Take classes whose GEMMs can run on a device; see `trial`."""
+    def __init__(
+        self,
+        classes: tuple[GemmClass, ...],
+        device: torch.device,
+        has_blocks: bool = False,
+    ) -> None:
+        """Take classes whose GEMMs can run on a device; see `trial` and `launch_of`."""
         self.classes = classes
         self._device = device
+        self._has_blocks = has_blocks
 
     def launch_for(self, rows: int) -> Launch:
         """Return the GEMM for so many rows; see `kernels.scaled_mm`."""
@@ -99,7 +129,7 @@ class Gemms:
             for max_rows, gemm in self.classes
             if max_rows is None or rows <= max_rows
         )
-        return launch_of(next(served_by), self._device)
+        return launch_of(next(served_by), self._device, self._has_blocks)
 
 
 class Fp8Linear:
@@ -109,6 +139,7 @@ class Fp8Linear:
         weights: The layer's parameters.
         gemms: What multiplies them.
         is_static: Whether its rows are quantised by the layer's `input_scale`.
+        groups: Scales of each row, if its weight has scales of blocks, else 0.
     """
 
     def __init__(self, layer: Any, weights: Fp8Weights, gemms: Gemms) -> None:
@@ -121,6 +152,7 @@ class Fp8Linear:
         """
         self.weights, self.gemms = weights, gemms
         self.is_static = weights.input_scale is not None
+        self.groups = num_groups(self.inputs) if has_blocks(layer) else 0
         is_row_parallel = isinstance(layer, RowParallelLinear)
         self._is_summed = is_row_parallel and layer.tp_size > 1
         # The sum over ranks has it once.
@@ -144,7 +176,9 @@ class Fp8Linear:
     def rows(self, now: Pass) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where a pass has the layer's rows, `[T, inputs]`, and their scales."""
         given = self.weights.input_scale
-        return now.quantized(self.inputs), now.scales if given is None else given
+        if given is None:
+            given = now.group_scales(self.groups) if self.groups else now.scales
+        return now.quantized(self.inputs), given
 
     def __call__(
         self,
@@ -181,7 +215,8 @@ def quantize(x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> None:
     Args:
         x: `[T, K]` fp16 or bf16, contiguous.
         rows: `[T, K]` e4m3, contiguous; written.
-        scales: fp32: one, which is read, or `[T, 1]`, which is written.
+        scales: fp32: one, which is read, or `[T, 1]` or `[T, num_groups(K)]`, which is
+            written; see `kernels.formats.check_row_scales`.
     """
     if not x.is_cuda:
         quantize_rows_ref(x, rows, scales)
@@ -248,17 +283,34 @@ def can_launch(layer: Any, kernel: Any) -> bool:
     """Whether vLLM runs a layer by the GEMM that is launched here."""
     # Not on top: it brings all of vLLM's kernels, some of which start compilers, and a
     # server's processes without a model load this module, too.
-    from vllm.model_executor.kernels.linear.scaled_mm import (
-        CutlassFP8ScaledMMLinearKernel,
-    )
+    from vllm.model_executor.kernels import linear
 
-    is_cutlass = type(kernel) is CutlassFP8ScaledMMLinearKernel
-    return is_cutlass and cutlass_op() is not None and bool(layer.weight.is_cuda)
+    names = _BLOCK_KERNELS if has_blocks(layer) else _KERNELS
+    is_known = any(type(kernel) is getattr(linear, name, None) for name in names)
+    return is_known and cutlass_op() is not None and bool(layer.weight.is_cuda)
+
+
+def has_blocks(layer: Any) -> bool:
+    """Whether each block of a layer's weight has a scale, and each group of a row."""
+    return getattr(layer, "weight_block_size", None) is not None
+
+
+def _scale_name(layer: Any) -> str:
+    inverse = "weight_scale_inv"
+    return inverse if getattr(layer, inverse, None) is not None else "weight_scale"
+
+
+def _sizes(layer: Any) -> tuple[int, int]:
+    """Return a layer's inputs and outputs, with vLLM's padding."""
+    rows, columns = layer.weight.shape
+    return (columns, rows) if has_blocks(layer) else (rows, columns)
 
 
 def measured_as(layer: Any) -> GemmLayer | None:
     """Return what tables know a layer by, None if none has its kind of scales."""
-    (inputs, outputs), num_scales = layer.weight.shape, layer.weight_scale.numel()
+    if has_blocks(layer):
+        return None
+    (inputs, outputs), num_scales = _sizes(layer), layer.weight_scale.numel()
     scales = scales_of(_is_static(layer), num_scales)
     dtype = dtype_name(layer.params_dtype)
     return None if scales is None else GemmLayer(dtype, inputs, outputs, scales)
@@ -269,7 +321,8 @@ def alike(layer: Any) -> tuple[object, ...]:
     bias = _tried_bias(layer)
     return (
         *layer.weight.shape,
-        layer.weight_scale.numel(),
+        getattr(layer, _scale_name(layer)).numel(),
+        has_blocks(layer),
         layer.params_dtype,
         _is_static(layer),
         None if bias is None else bias.dtype,
@@ -295,41 +348,48 @@ def trial(layer: Any, gemm: str = CUTLASS) -> str | None:
     Returns:
         None if all is right, else why it cannot run here.
     """
-    weights = Fp8Weights(layer)
-    weight, given = weights.weight, weights.input_scale
-    inputs, outputs = weight.shape
-    bias = None if _tried_bias(layer) is None else weights.bias
-    x = torch.linspace(-1, 1, _TRIAL_ROWS * inputs, device=weight.device)
-    x = x.to(layer.params_dtype).view(_TRIAL_ROWS, inputs)
-    rows = torch.empty_like(x, dtype=weight.dtype)
-    scales = (
-        x.new_empty(_TRIAL_ROWS, 1, dtype=torch.float32) if given is None else given
-    )
-    out = x.new_empty(_TRIAL_ROWS, outputs)
     try:
-        quantize(x, rows, scales)
-        launch = launch_of(gemm, weight.device)
-        launch(out, rows, weight, scales, weights.weight_scale, bias)
-        right = torch.empty_like(out, dtype=torch.float32)
-        scaled_mm_ref(right, rows, weight, scales, weights.weight_scale, bias)
-        atol = _TOLERANCE * right.abs().max().item()
-        if not torch.allclose(out.float(), right, rtol=_TOLERANCE, atol=atol):
+        counts = _BLOCK_TRIAL_ROWS if has_blocks(layer) else _TRIAL_ROWS
+        if not all(_is_right(layer, gemm, count) for count in counts):
             return "its results are wrong"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
+def _is_right(layer: Any, gemm: str, count: int) -> bool:
+    """Run a layer's GEMM on so many rows, and compare it with fp32."""
+    weights = Fp8Weights(layer)
+    weight, scales = weights.weight, weights.input_scale
+    inputs, outputs = weight.shape
+    bias = None if _tried_bias(layer) is None else weights.bias
+    x = torch.linspace(-1, 1, count * inputs, device=weight.device)
+    x = x.to(layer.params_dtype).view(count, inputs)
+    rows = torch.empty_like(x, dtype=weight.dtype)
+    if has_blocks(layer):
+        scales = x.new_empty(num_groups(inputs), count, dtype=torch.float32).t()
+    elif scales is None:
+        scales = x.new_empty(count, 1, dtype=torch.float32)
+    out = x.new_empty(count, outputs)
+    quantize(x, rows, scales)
+    launch = launch_of(gemm, weight.device, has_blocks(layer))
+    launch(out, rows, weight, scales, weights.weight_scale, bias)
+    right = torch.empty_like(out, dtype=torch.float32)
+    scaled_mm_ref(right, rows, weight, scales, weights.weight_scale, bias)
+    atol = _TOLERANCE * right.abs().max().item()
+    return torch.allclose(out.float(), right, rtol=_TOLERANCE, atol=atol)
+
+
 def has_plain_inputs(layer: Any) -> bool:
     """Whether vLLM has not padded a layer's inputs."""
     size = getattr(layer, "input_size_per_partition", layer.input_size)
-    return bool(layer.weight.shape[0] == size)
+    return bool(_sizes(layer)[0] == size)
 
 
 def has_plain_outputs(layer: Any) -> bool:
     """Whether vLLM has not padded a layer's outputs."""
     size = getattr(layer, "output_size_per_partition", layer.output_size)
-    return bool(layer.weight.shape[1] == size)
+    return bool(_sizes(layer)[1] == size)
 
 
 def has_plain_sizes(layer: Any) -> bool:
@@ -339,7 +399,7 @@ def has_plain_sizes(layer: Any) -> bool:
 
 def _misfit(layer: Any, kernel: Any) -> str | None:
     """Say what of a layer is not as its GEMM is launched here, None if all is."""
-    weight, scale = layer.weight, getattr(layer, "weight_scale", None)
+    weight, scale = layer.weight, getattr(layer, _scale_name(layer), None)
     given = getattr(layer, "input_scale", None)
     if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or scale is None:
         return "its weight is no matrix in e4m3 with scales"
@@ -349,14 +409,20 @@ def _misfit(layer: Any, kernel: Any) -> str | None:
     else:
         is_plain = not (getattr(layer, "gather_output", False) and is_split)
     is_static = kernel.config.activation_quant_key.scale.static
+    if has_blocks(layer):
+        weight = weight.t()
+        is_scaled = tuple(scale.shape) == tuple(map(num_groups, layer.weight.shape))
+        is_scaled &= list(layer.weight_block_size) == [GROUP, GROUP]
+    else:
+        is_scaled = scale.numel() in (1, weight.shape[1])
     problems = {
         "it splits or gathers rows": not is_plain,
         f"its weight is not in columns of multiples of {_UNIT}": weight.stride(0) != 1
         or any(size % _UNIT for size in weight.shape),
-        "its weight has neither one scale nor one for each output": scale.dtype
-        != torch.float32
+        "its weight has neither one scale nor one for each output or block of "
+        f"{GROUP} x {GROUP}": scale.dtype != torch.float32
         or not scale.is_contiguous()
-        or scale.numel() not in (1, weight.shape[1]),
+        or not is_scaled,
         "its rows have neither one given scale nor each its own": (given is not None)
         != is_static
         or (given is not None and given.numel() != 1),

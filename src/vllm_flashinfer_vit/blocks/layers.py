@@ -26,6 +26,7 @@ from vllm_flashinfer_vit.blocks.tower_pass import TowerProgram
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.choices.gemms import STOCK, in_words
 from vllm_flashinfer_vit.choices.resolve import gemms_here
+from vllm_flashinfer_vit.kernels.formats import GROUP
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -122,6 +123,8 @@ class Layers(NamedTuple):
         gemms = self._gemms(path)
         step = Fp8Linear(layer, self.weights.add(Fp8Weights(layer)), gemms)
         scales = "the layer's scale" if step.is_static else "a scale for each token"
+        if step.groups:
+            scales = f"a scale for each {GROUP} values of a token"
         self.steps[path] = f"FP8 by {in_words(gemms.classes)}; {scales}"
         return step
 
@@ -132,7 +135,8 @@ class Layers(NamedTuple):
         key = device, fp8_linear.alike(layer)
         if (found := self.tower.gemms.get(key)) is None:
             classes = self._gemm_classes(path, layer)
-            found = self.tower.gemms[key] = Gemms(classes, device)
+            has_blocks = fp8_linear.has_blocks(layer)
+            found = self.tower.gemms[key] = Gemms(classes, device, has_blocks)
         return found
 
     def _gemm_classes(self, path: str, layer: Any) -> tuple[GemmClass, ...]:

@@ -33,10 +33,10 @@ class Mlp:
         acts: Whether `first` computes the activation, too.
         hidden: Columns of what the second layer gets.
         stacked: Columns of what the first returns, if the activation moves it, else 0.
-        quantized: Columns of rows in e4m3, 0 for none.
+        quantized: Its layers in FP8, if both are.
     """
 
-    quantized = 0
+    quantized: tuple[Fp8Linear, ...] = ()
 
     def __init__(self, spec: BlockSpec, layers: Layers) -> None:
         """Resolve the layers."""
@@ -117,7 +117,7 @@ class Fp8Mlp:
         """Resolve the layers."""
         self.first, self.second = layers.fp8(spec.first), layers.fp8(spec.second)
         self.stacked = self.first.outputs
-        self.quantized = max(self.first.inputs, self.second.inputs)
+        self.quantized = self.first, self.second
         self._width = layers.part(spec.second).input_size_per_partition
         self._activation = activation
 
@@ -127,7 +127,7 @@ class Fp8Mlp:
         values = now.first(first.outputs)
         first(now, *first.rows(now), values, with_bias=False)
         rows, scales = second.rows(now)
-        key = "quantising act", scales.dim()
+        key = "quantising act", scales.shape
         act = now.settled.get(key)
         if act is None:
             act = now.settled[key] = fp8_linear.prepare_rows(

@@ -98,7 +98,7 @@ class BlockProgram:
         """
         self.spec = spec
         self.steps: dict[str, str] = {}
-        self.widths = Widths(0, 0, 0, 0)
+        self.widths = Widths(0, 0, 0, 0, 0)
         self._block = block
         self._tower, self._index = place
         self._off = off
@@ -178,15 +178,15 @@ class BlockProgram:
         self._qkv, self._large_qkv = layers.qkv(spec.qkv)
         self._proj = layers.projection(spec.proj)
         self._mlp = mlp = build_mlp(spec, layers)
-        read = [
-            at.inputs for at in (self._qkv, self._proj) if isinstance(at, Fp8Linear)
-        ]
+        layers_here = self._qkv, self._proj, *mlp.quantized
+        quantized = [at for at in layers_here if isinstance(at, Fp8Linear)]
         self.widths = Widths(
             qkv=(attention.num_heads + 2 * attention.num_kv_heads)
             * attention.head_size,
             hidden=mlp.hidden,
             first=mlp.stacked,
-            quantized=max([mlp.quantized, *read]),
+            quantized=max((at.inputs for at in quantized), default=0),
+            groups=max((at.groups for at in quantized), default=0),
         )
         is_fused = "add_norm" not in self._off
         self._prepare_sum = norms.prepare if is_fused else norms.separate
@@ -302,7 +302,7 @@ class BlockProgram:
         `reader` is what gets the norm, in its own format.
         """
         normed, scales = _read_by(now, reader)
-        key = len(branches), norm.eps, None if scales is None else scales.dim()
+        key = len(branches), norm.eps, None if scales is None else scales.shape
         call = now.settled.get(key)
         if call is None:
             call = now.settled[key] = self._prepare_sum(
@@ -324,7 +324,7 @@ class BlockProgram:
         if not isinstance(self._proj, Fp8Linear):
             return run(settled, "proj", self._proj, context, now.attended)
         rows, scales = self._proj.rows(now)
-        key = "quantising context", scales.dim()
+        key = "quantising context", scales.shape
         found = settled.get(key)
         # Attention may return a tensor of its own each time.
         if found is None or found[0] is not context:

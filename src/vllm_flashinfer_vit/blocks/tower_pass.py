@@ -102,12 +102,14 @@ class Widths(NamedTuple):
         hidden: For what the MLP's second layer gets.
         first: For what its first layer returns, where the activation moves it.
         quantized: For rows in e4m3.
+        groups: For scales of these, where each group of a row has its own.
     """
 
     qkv: int
     hidden: int
     first: int
     quantized: int
+    groups: int
 
 
 class Settled(NamedTuple):
@@ -151,7 +153,7 @@ class Pass:
         """
         width = x.shape[-1]
         rows = x.numel() // width
-        qkv, hidden, first, quantized = map(max, zip(*widths, strict=True))
+        qkv, hidden, first, quantized, groups = map(max, zip(*widths, strict=True))
         # Attention's projection, which outlives q, k and v, lies before the MLP's.
         sizes = [width, hidden, first]
         tail = max(rows * qkv, sum(_aligned(rows * size) for size in sizes))
@@ -166,6 +168,7 @@ class Pass:
         e4m3, scaled = torch.float8_e4m3fn, rows if quantized else 0
         self._quantized = x.new_empty(rows * quantized, dtype=e4m3)
         self.scales = x.new_empty(scaled, 1, dtype=torch.float32)
+        self._group_scales = x.new_empty(rows * groups, dtype=torch.float32)
         self.normed = _rows(memory, 0, rows, width)
         self.qkv = _rows(memory, starts[1], rows, qkv)
         self.attended = _rows(memory, starts[1], rows, width)
@@ -235,6 +238,15 @@ class Pass:
         """Return `[T, width]` e4m3 for the rows that the next layer gets."""
         return self._view("quantized", width)
 
+    def group_scales(self, groups: int) -> torch.Tensor:
+        """Return `[T, groups]` fp32 in contiguous columns, of rows in e4m3."""
+        key = "groups", groups
+        found = self._views.get(key)
+        if found is None:
+            columns = _rows(self._group_scales, 0, groups, self._rows)
+            found = self._views[key] = columns.t()
+        return found
+
     def _view(self, name: str, width: int) -> torch.Tensor:
         # The same tensor each time: launches are settled for it.
         found = self._views.get((name, width))
@@ -250,7 +262,8 @@ class Pass:
         """About the memory that it holds, in bytes."""
         # Attention turns q and k, and returns, in as much memory as the projection's.
         attention = len(self.attention) * self.qkv.nbytes
-        return self._memory.nbytes + self._quantized.nbytes + attention
+        buffers = self._memory, self._quantized, self._group_scales
+        return sum(buffer.nbytes for buffer in buffers) + attention
 
 
 def _rows(memory: torch.Tensor, start: int, rows: int, columns: int) -> torch.Tensor:
