@@ -3,7 +3,8 @@
 
 `stock-flash_attn` is FLASH_ATTN with the FlashAttention that vLLM picks, on Hopper 3,
 and `stock-flash_attn4` with `attention_config.flash_attn_version=4`. With `-q8` at its
-end a provider's linear layers are quantised as by `--quantization fp8`.
+end a provider's linear layers are quantised as by `--quantization fp8`, with `-b8` as
+by `fp8_per_block`.
 
 Every provider has a process of its own, since the plugin would change stock. All hold
 the same tower, and take turns on one GPU, one at a time. Outputs are compared with the

@@ -7,7 +7,7 @@ All of them stay up, and take turns: one is asked at a time, by vLLM's own
 server has seen. A setup is a contender's name, as in contenders.py, and how its encoder
 runs: `graph` with vLLM's encoder CUDA graphs, stock's blocks compiled where that vLLM
 can, or `eager`, vLLM's default. With `-q8` at its end a contender serves
-`--quantization fp8`.
+`--quantization fp8`, with `-b8` `fp8_per_block`.
 
 A server in bf16 takes up to 30 GB, so a GPU of 80 GB holds two: stock's graphs and this
 package's with FP8 attention, unless others are asked for. Name one of stock's among

@@ -18,6 +18,8 @@ PLUGIN = "plugin"
 PLUGIN_FP8 = "plugin-fp8"
 # Ends the name of a provider whose linear layers are quantised, too.
 QUANTIZED = "-q8"
+# All such ends, and what each stands for as `--quantization`.
+QUANTIZATIONS = {QUANTIZED: "fp8", "-b8": "fp8_per_block"}
 # Rows that are equal in these measured the same.
 KEYS = ("model", "case", "provider", "mode", "dtype")
 # Rows of servers that were asked the same.
@@ -141,6 +143,11 @@ def speed_up(base: Row | None, row: Row | None, column: str = "p50_ms") -> float
     return float(base[column]) / float(row[column])
 
 
+def quantized_end(provider: str) -> str:
+    """Return the one of `QUANTIZATIONS` that ends a name, empty for 16-bit layers."""
+    return next((end for end in QUANTIZATIONS if provider.endswith(end)), "")
+
+
 class Best:
     """Stock's best time of all backends and modes, and this package's over it.
 
@@ -160,7 +167,7 @@ class Best:
             row
             for row in rows
             if what_is_timed(row["mode"]) in compared
-            and row["provider"].endswith(QUANTIZED) == quantized
+            and quantized_end(row["provider"]) == end
             and (row["provider"].startswith("stock-") or row["mode"] == own_mode)
         ]
         last = {

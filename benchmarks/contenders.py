@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from chosen_rows import QUANTIZED, what_is_timed
+from chosen_rows import QUANTIZATIONS, quantized_end, what_is_timed
 
 # How the blocks run: vLLM's default, its fused ops on as by `enforce_eager`, compiled.
 BLOCKS = ("eager", "fused", "compiled")
@@ -21,8 +21,6 @@ PACKAGE = "vllm_flashinfer_vit"
 REFERENCE = "reference"
 # A backend, and a version of FlashAttention where it is not vLLM's choice.
 STOCK = re.compile(r"stock-(\w*[a-z])((?<=-flash_attn)\d)?")
-# What `QUANTIZED` at a provider's end stands for, as `--quantization`.
-QUANTIZATION = "fp8"
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Contender:
         blocks: One of `BLOCKS`.
         attn_dtype: The engine's encoder attention dtype, None or `fp8`.
         flash_attn_version: FlashAttention's version, None for vLLM's choice.
-        quantization: As `--quantization`, None or `QUANTIZATION`.
+        quantization: As `--quantization`, None or one of `QUANTIZATIONS`.
         environment: Variables of the process.
     """
 
@@ -58,8 +56,8 @@ class Contender:
         Raises:
             ValueError: There is no such provider.
         """
-        tower = provider.removesuffix(QUANTIZED)
-        quantization = None if tower == provider else QUANTIZATION
+        end = quantized_end(provider)
+        tower, quantization = provider.removesuffix(end), QUANTIZATIONS.get(end)
         origin, _, kernel = tower.partition("-")
         if stock := STOCK.fullmatch(tower):
             backend, version = stock.groups()
@@ -90,8 +88,8 @@ class Contender:
             )
         raise ValueError(
             f"provider {provider!r}: use stock-<backend>, stock-flash_attn4, plugin, "
-            f"plugin-fp8 or plugin-<kernel>, and {QUANTIZED} after each for linear "
-            "layers in FP8"
+            f"plugin-fp8 or plugin-<kernel>, and {' or '.join(QUANTIZATIONS)} after "
+            "each for linear layers in FP8"
         )
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from contenders import QUANTIZATION
+from chosen_rows import QUANTIZATIONS, QUANTIZED
 from environment import device
 from failures import Failures
 from fp8_inputs import Images, Size
@@ -21,7 +21,7 @@ from fp8_inputs import Images, Size
 # Channels of each norm's output that are this many times as large as the others, as
 # LLMs and towers have them (Dettmers et al., LLM.int8(), arXiv:2208.07339).
 OUTLIER_CHANNELS, OUTLIER_FACTOR = 8, 30.0
-_BY_CHANNEL = "fp8_per_channel"
+_BY_TENSOR, _BY_CHANNEL = QUANTIZATIONS[QUANTIZED], "fp8_per_channel"
 
 
 class Method(NamedTuple):
@@ -39,9 +39,9 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "tensor, vLLM": Method(QUANTIZATION, is_stock=True),
-    "tensor": Method(QUANTIZATION),
-    "tensor, FP8 attention": Method(QUANTIZATION, attn_dtype="fp8"),
+    "tensor, vLLM": Method(_BY_TENSOR, is_stock=True),
+    "tensor": Method(_BY_TENSOR),
+    "tensor, FP8 attention": Method(_BY_TENSOR, attn_dtype="fp8"),
     "channel, vLLM": Method(_BY_CHANNEL, is_stock=True),
     "channel": Method(_BY_CHANNEL),
     "channel, FP8 attention": Method(_BY_CHANNEL, attn_dtype="fp8"),

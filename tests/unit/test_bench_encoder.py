@@ -178,10 +178,11 @@ def test_stock_runs_without_plugins_and_forced_kernels_by_setting():
     assert forced.attn_dtype == "fp8"
     assert forced.environment == {"VLLM_FLASHINFER_VIT_KERNEL": "triton_fp8"}
     for name in ("stock-flash_attn4", "plugin", "plugin-fp8", "plugin-cudnn"):
-        contender, plain = of(f"{name}-q8", "bf16"), of(name, "bf16")
-        assert (contender.quantization, plain.quantization) == ("fp8", None)
-        same = replace(plain, provider=f"{name}-q8", quantization="fp8")
-        assert contender == same
+        plain = of(name, "bf16")
+        assert plain.quantization is None
+        for end, method in (("-q8", "fp8"), ("-b8", "fp8_per_block")):
+            same = replace(plain, provider=name + end, quantization=method)
+            assert of(name + end, "bf16") == same
     odds = (
         "stock",
         "stock-",

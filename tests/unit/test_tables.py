@@ -71,6 +71,8 @@ def test_quantised_towers_are_compared_with_each_other():
         make_row(provider="plugin", samples_ms=[4.0]),
         make_row(provider="plugin-q8", samples_ms=[3.0]),
         make_row(provider="plugin-fp8-q8", samples_ms=[1.0]),
+        make_row(provider="stock-flash_attn-b8", samples_ms=[0.5]),
+        make_row(provider="plugin-b8", samples_ms=[0.25]),
     ]
     line = table.KINDS["best_quantized"](rows).splitlines()[2]
     assert line.endswith("| 1x4096 | 5 | flashinfer-q8 eager | 3 | 1.67 | 1 | 5.00 |")
