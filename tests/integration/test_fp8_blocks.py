@@ -145,6 +145,27 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_linear, "prepare_rows", rows)
 
 
+def keep_contexts(tower: Tower) -> None:
+    """Have attention write where it wrote before, as it does on a GPU."""
+    held: dict[torch.Size, torch.Tensor] = {}
+
+    def keep(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def settle(*args: Any) -> Callable[[], torch.Tensor]:
+            launch = prepare(*args)
+
+            def call() -> torch.Tensor:
+                found = launch()
+                place = held.setdefault(found.shape, torch.empty_like(found))
+                return place.copy_(found)
+
+            return call
+
+        return settle
+
+    for block in blocks(tower):
+        block.attn.attn.prepare = keep(block.attn.attn.prepare)
+
+
 @pytest.mark.parametrize("others", ["channel", "static"])
 @pytest.mark.parametrize("name", ["attn.qkv", "blocks.1."])
 def test_towers_with_other_scales_in_some_layers(
@@ -158,6 +179,7 @@ def test_towers_with_other_scales_in_some_layers(
     for program in programs(tower):
         program.build()
     assert kinds(tower) == {("Fp8Linear",) * 4}
+    keep_contexts(tower)
     found = outputs(tower)
     # A given scale is the less exact one, and cuts off.
     most = 0.08 if others == "static" else TOLERANCE
@@ -236,7 +258,7 @@ def test_sizes_that_cutlass_does_not_take(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(set(said)) == 1 and "multiples of 16" in said[0]
 
 
-@pytest.mark.parametrize("rows", fp8_linear._BLOCK_TRIAL_ROWS)
+@pytest.mark.parametrize("rows", [17, 132])
 def test_both_kernels_of_vllms_op_are_tried(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
