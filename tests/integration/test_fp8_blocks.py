@@ -123,6 +123,17 @@ def test_weights_loaded_anew_are_used() -> None:
     assert relative_error(found, exact_outputs("qwen2_vl", tower)) < TOLERANCE
 
 
+def test_scales_that_are_other_tensors_are_used() -> None:
+    tower = in_blocks("qwen3_vl")
+    before = outputs(tower)
+    for _, layer in layers_of(tower):
+        scales = 0.8 * layer.weight_scale_inv.detach()
+        layer.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
+    found = outputs(tower)
+    assert relative_error(found, before) > 0.1
+    assert relative_error(found, exact_outputs("qwen3_vl", tower)) < TOLERANCE
+
+
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have settled launches take scales of the settled shape alone, as on a GPU."""
