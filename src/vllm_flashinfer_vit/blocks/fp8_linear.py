@@ -9,8 +9,7 @@ the weight has scales of blocks, each group of a token's values.
 Methods of vLLM that end in its CUTLASS kernel are known here, by name. Where that runs,
 none of them has a dynamic scale for all tokens of a batch. What multiplies here is the
 GEMM that was measured fastest for so many rows, or that one; see `choices.gemms`. With
-scales of blocks vLLM may prefer DeepGEMM, whose weights and scales are the same on
-Hopper: CUTLASS runs here for those, too, since it compiles nothing.
+scales of blocks vLLM prefers DeepGEMM for many sizes: those layers stay vLLM's own.
 """
 
 from collections.abc import Callable
@@ -44,13 +43,6 @@ _METHODS = {
     "ModelOptFp8PcPtLinearMethod",
     # From vLLM 0.32 on in place of both.
     "ModelOptLinearMethod",
-}
-_KERNELS = {"CutlassFP8ScaledMMLinearKernel"}
-# For scales of blocks: CUTLASS takes the weights and scales of all of these.
-_BLOCK_KERNELS = {
-    "CutlassFp8BlockScaledMMKernel",
-    "DeepGemmFp8BlockScaledMMKernel",
-    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
 }
 # CUTLASS wants rows of whole 16 bytes.
 _UNIT = 16
@@ -283,10 +275,17 @@ def can_launch(layer: Any, kernel: Any) -> bool:
     """Whether vLLM runs a layer by the GEMM that is launched here."""
     # Not on top: it brings all of vLLM's kernels, some of which start compilers, and a
     # server's processes without a model load this module, too.
-    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm import (
+        CutlassFP8ScaledMMLinearKernel,
+    )
+    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import (
+        CutlassFp8BlockScaledMMKernel,
+    )
 
-    names = _BLOCK_KERNELS if has_blocks(layer) else _KERNELS
-    is_known = any(type(kernel) is getattr(linear, name, None) for name in names)
+    known: type = CutlassFP8ScaledMMLinearKernel
+    if has_blocks(layer):
+        known = CutlassFp8BlockScaledMMKernel
+    is_known = type(kernel) is known
     return is_known and cutlass_op() is not None and bool(layer.weight.is_cuda)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from vllm_flashinfer_vit.blocks import fp8_linear, quack
 from vllm_flashinfer_vit.blocks.aligned_linear import padded_inputs
+from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.layers import MIN_QUACK_ROWS, Layers
 from vllm_flashinfer_vit.blocks.linear import OwnLinear, Step, Weights, linear, run
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
