@@ -13,7 +13,9 @@ from _pages import H100_RESULTS, RESULTS, ROOT, rows, text_of
 
 import chosen_rows
 import tower_cases
+from vllm_flashinfer_vit.choices.lookup import fp8_choices_for, fp8_ranges
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS, fp8_names
+from vllm_flashinfer_vit.machine.stack import Gpu, Stack
 
 sys.path.insert(0, str(ROOT / "docs"))
 
@@ -125,6 +127,21 @@ def test_readme_says_what_an_h100_gains() -> None:
         for p in (chosen_rows.PLUGIN, chosen_rows.PLUGIN_FP8)
     )
     assert f"{bf16} times as fast in graphs, with FP8 {fp8}]" in text
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+def test_pages_say_from_which_length_on_fp8_runs(gpu: str) -> None:
+    stack = Stack(python="", vllm="0.33.0", gpus=(Gpu(gpu, (9, 0), None),))
+    # Head dims of Qwen3-VL-8B, of Qwen2-VL and Qwen2.5-VL, of Qwen3-VL-2B and 4B.
+    first = [
+        fp8_ranges(fp8_choices_for(stack, "bfloat16", head_dim))[0][0]
+        for head_dim in (72, 80, 64)
+    ]
+    readme = "Hopper: from {} on with Qwen3-VL-8B, {} with Qwen2-VL and Qwen2.5-VL, {}"
+    assert readme.format(*first) in text_of("README.md")
+    serving = "from {} patches on (Qwen3-VL-8B), {} (Qwen2-VL) or {} (Qwen3-VL-2B"
+    assert serving.format(*first) in text_of("serving.md")
+    assert f"from {first[0]} to {first[2]} tokens on" in text_of("choices.md")
 
 
 @pytest.mark.parametrize("vllm", ["0.25.1", "0.33.0"])
