@@ -25,7 +25,8 @@ from vllm_flashinfer_vit.towers.linear_layers import how_layers_run
 from vllm_flashinfer_vit.towers.spec import TowerError, resolve_spec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower, check_backend
 
-METHODS = ("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
+METHODS = ("fp8", "fp8_per_tensor", "fp8_per_channel")
+BLOCKS = "fp8_per_block"
 MODELS = {
     "qwen2_vl": "Qwen/Qwen2-VL-7B-Instruct",
     "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
@@ -61,7 +62,7 @@ def encode(tower: Tower) -> torch.Tensor:
 def check_error(family: str, served: Tower, method: str) -> None:
     """Compare a quantised tower's error with stock's, and a second run's bits."""
     exact = encode(true_tower(family, "TORCH_SDPA", torch.float32))
-    stock = encode(true_tower(family, "FLASH_ATTN", quantization=method))
+    stock = encode(true_tower(family, "FLASH_ATTN", served.dtype, quantization=method))
     found = encode(served)
     assert relative_error(found, exact) <= 1.02 * relative_error(stock, exact)
     assert torch.equal(encode(served), found)
@@ -90,29 +91,11 @@ class TestOnAGpu:
         is_padded = family == "qwen2_5_vl" and method == "fp8_per_channel"
         if is_padded and Version(version("vllm")) < Version("0.26"):
             pytest.skip("vLLM 0.25.1 cannot pad channels that have scales of their own")
-        if method == "fp8_per_block":
-            if family == "qwen2_5_vl":
-                pytest.skip(
-                    "vLLM pads no layer with scales of blocks, and 3420 needs it"
-                )
-            if torch.cuda.get_device_capability() != (9, 0):
-                pytest.skip("other GPUs have scales of blocks in other layouts")
 
     def test_no_less_exact_than_stock(self, family: str, method: str) -> None:
         served = true_tower(family, quantization=method)
         assert kinds(served) == {("Fp8Linear",) * 4}
         check_error(family, served, method)
-
-    def test_about_as_exact_as_scales_of_channels(
-        self, family: str, method: str
-    ) -> None:
-        """Stock's own may not be a measure: its kernels assert against 4304."""
-        if method != "fp8_per_block":
-            pytest.skip("compared with stock")
-        exact = encode(true_tower(family, "TORCH_SDPA", torch.float32))
-        channels = encode(true_tower(family, quantization="fp8_per_channel"))
-        found = encode(true_tower(family, quantization=method))
-        assert relative_error(found, exact) <= 1.2 * relative_error(channels, exact)
 
     def test_graphs_have_the_same_bits(self, family: str, method: str) -> None:
         check_graph_bits(true_tower(family, quantization=method))
@@ -134,6 +117,63 @@ class TestOnAGpu:
         assert kinds(served) == {(plain, plain, "Fp8Linear", "Fp8Linear")}
         text = how_layers_run(served)
         assert "4 run in this package's block program" in text and "16 bits" in text
+        assert encode(served).isfinite().all()
+
+
+@pytest.mark.gpu
+class TestScalesOfBlocks:
+    """vLLM runs every size by CUTLASS in fp16, and most by DeepGEMM in bf16.
+
+    Stock's kernels assert against the 4304 of Qwen3-VL's MLP, and it is no measure.
+    """
+
+    @pytest.fixture(autouse=True)
+    def hopper(self) -> None:
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("other GPUs have scales of blocks in other layouts")
+
+    @pytest.fixture
+    def deep_gemm(self) -> None:
+        from vllm.utils.deep_gemm import is_deep_gemm_supported
+
+        if not is_deep_gemm_supported():
+            pytest.skip("vLLM has no DeepGEMM here")
+
+    @pytest.mark.parametrize("family", ["qwen2_vl", "glm4v"])
+    def test_no_less_exact_than_stock(self, family: str) -> None:
+        served = true_tower(family, dtype=torch.float16, quantization=BLOCKS)
+        assert kinds(served) == {("Fp8Linear",) * 4}
+        check_error(family, served, BLOCKS)
+
+    def test_about_as_exact_as_scales_of_channels(self) -> None:
+        given = "qwen3_vl", "FLASHINFER", torch.float16
+        exact = encode(true_tower("qwen3_vl", "TORCH_SDPA", torch.float32))
+        channels = encode(true_tower(*given, quantization="fp8_per_channel"))
+        served = true_tower(*given, quantization=BLOCKS)
+        assert kinds(served) == {("Fp8Linear",) * 4}
+        error = relative_error(encode(served), exact)
+        assert error <= 1.2 * relative_error(channels, exact)
+
+    def test_beside_deep_gemm(self, deep_gemm: None) -> None:
+        served = true_tower("qwen3_vl", quantization=BLOCKS)
+        assert kinds(served) == {("OwnLinear", "OwnLinear", "Fp8Linear", "Fp8Linear")}
+        exact = encode(true_tower("qwen3_vl", "TORCH_SDPA", torch.float32))
+        channels = encode(true_tower("qwen3_vl", quantization="fp8_per_channel"))
+        # DeepGEMM's scales are powers of two, for which weights are rounded anew.
+        error = relative_error(encode(served), exact)
+        assert error <= 1.5 * relative_error(channels, exact)
+
+    @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v"])
+    def test_graphs_have_the_same_bits(self, family: str) -> None:
+        check_graph_bits(true_tower(family, dtype=torch.float16, quantization=BLOCKS))
+
+    def test_graphs_beside_deep_gemm(self, deep_gemm: None) -> None:
+        check_graph_bits(true_tower("qwen3_vl", quantization=BLOCKS))
+
+    def test_layers_that_deep_gemm_takes_may_be_left_out(self) -> None:
+        unquantized = ["re:.*attn.*"]
+        served = true_tower("qwen3_vl", quantization=BLOCKS, unquantized=unquantized)
+        assert kinds(served) == {("LtGemm", "LtGemm", "Fp8Linear", "Fp8Linear")}
         assert encode(served).isfinite().all()
 
 
@@ -164,7 +204,7 @@ class TestPytorchsGemm:
 
 @cpu_only
 @pytest.mark.parametrize("family", SPECS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, BLOCKS])
 def test_vllm_takes_the_settings(family: str, method: str) -> None:
     check_backend("FLASHINFER", torch.device("cpu"), torch.bfloat16)
     config, _, _ = tower_config(
