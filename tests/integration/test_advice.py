@@ -116,6 +116,16 @@ def test_graphs_that_enforce_eager_leaves_out_are_said(
 
 
 @cpu_only
+def test_a_tower_without_a_model_enforces_nothing(
+    config_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of()
+    config.compilation_config.cudagraph_mm_encoder = True
+    monkeypatch.setattr(config, "model_config", None)
+    assert not list(ignored(config))
+
+
+@cpu_only
 @pytest.mark.parametrize("text", ["graphs are off", None])
 def test_the_layer_says_it(text: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     tower = small_tower("qwen2_vl")

@@ -428,7 +428,8 @@ class TestStockBackend:
 
 
 @pytest.mark.parametrize(
-    ("graphs", "v2", "warned"), [(True, True, True), (True, False, False), (False,) * 3]
+    ("graphs", "v2", "warned"),
+    [(True, True, True), (True, False, False), (False, True, False)],
 )
 def test_a_runner_without_graphs_is_named(
     graphs: bool, v2: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
