@@ -11,6 +11,7 @@ import pytest
 import torch
 from _image_processors import applied_anew, build, drawn
 from vllm.config import ModelConfig
+from vllm.multimodal import inputs
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.utils.torch_utils import set_default_torch_num_threads
@@ -114,6 +115,20 @@ def test_images_of_several_requests_are_one_batch(checkpoint):
     assert (count, batch["pixel_values"].shape[0]) == (len(SIZES), rows)
 
 
+def test_a_device_gets_one_frame(checkpoint, monkeypatch):
+    """The other one is made there."""
+    moved = []
+    original = inputs._nested_tensors_h2d
+
+    def noting(data, *args, **kwargs):
+        moved.append(data)
+        return original(data, *args, **kwargs)
+
+    monkeypatch.setattr(inputs, "_nested_tensors_h2d", noting)
+    batches(prepared(build(checkpoint), {"image": drawn(SIZES)}))
+    assert {data.dim() for data in moved if data.dtype == torch.uint8} == {5}
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_images_that_another_process_has_cut_twice(checkpoint, is_first):
     """They are one batch with those that are sent once."""
@@ -205,6 +220,13 @@ def test_a_processor_that_fails_leaves_nothing_behind(checkpoint, monkeypatch):
 )
 def test_other_data_is_left_alone(data):
     assert not image_frames._holds_one_frame(data)
+
+
+def test_items_of_a_batch_are_no_patches():
+    data = torch.zeros(4, 3, 1, 8, 8).byte()
+    field = inputs.MultiModalBatchedField()
+    elems = field.build_elems("image", "pixel_values", data)
+    assert field.reduce_data(elems).shape == data.shape
 
 
 def test_no_patches_at_all():
