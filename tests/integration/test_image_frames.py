@@ -151,6 +151,22 @@ def test_bytes_and_floats_in_one_request(checkpoint):
     assert batches(found) == batches(prepared(processor, data))
 
 
+def test_an_image_and_a_video_in_one_request(checkpoint):
+    """The video is as it was."""
+    video = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), np.uint8)
+    frames = {"fps": 2.0, "frames_indices": [0, 1, 2, 3], "total_num_frames": 4}
+    processor = build(checkpoint)
+    data = {"image": drawn(SIZES[:1]), "video": [(video, frames)]}
+    found = dict(prepared(processor, data))
+    revert_group(PATCHES)
+    whole = dict(prepared(processor, data))
+    apply_fitting(PATCHES)
+    videos = [items["video"]["pixel_values_videos"].data for items in (found, whole)]
+    assert torch.equal(*videos)
+    once, twice = ([("image", items["image"])] for items in (found, whole))
+    assert is_once(once) and batches(once) == batches(twice)
+
+
 @pytest.mark.parametrize(
     ("backend", "disabled"),
     [("TORCH_SDPA", "")] + [("FLASHINFER", patch.name) for patch in (*PATCHES,)],

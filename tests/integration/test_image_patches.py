@@ -129,6 +129,33 @@ def test_with_several_threads_the_processors_own_method_cuts(monkeypatch):
     assert not image_patches._fits(other_order)
 
 
+@pytest.mark.parametrize(
+    ("x", "temporal", "is_once"),
+    [
+        (pixels(1, 3, 16, 16), 2, True),
+        (pixels(1, 3, 16, 16), 1, False),
+        (pixels(1, 3, 16, 16), 3, False),
+        (pixels(1, 3, 16, 16).float(), 2, False),
+        (pixels(1, 4, 3, 16, 16), 2, False),
+    ],
+    ids=["an image", "one frame", "three frames", "normalised", "a video"],
+)
+def test_which_images_are_once_in_their_patches(x, temporal, is_once):
+    original = own_method(processor_class("Qwen2VLImageProcessor"))
+    served = image_patches._by_runs(original)
+    whole, *_ = served(None, x, 4, 2, temporal)
+    frame = image_patches.Frame()
+    token = image_patches.ONE_FRAME.set(frame)
+    try:
+        found, *_ = served(None, x, 4, 2, temporal)
+    finally:
+        image_patches.ONE_FRAME.reset(token)
+    assert frame.shape == ((3, 1, 4, 4) if is_once else None)
+    if is_once:
+        whole = whole.unflatten(-1, (3, 2, 16))[..., 0, :].flatten(-2)
+    assert torch.equal(found, whole)
+
+
 def test_a_default_of_the_processors_own_method_counts():
     served = image_patches._by_runs(recorded)
     patches, rows, columns = served(None, pixels(1, 3, 16, 16), 4, merge_size=2)
