@@ -39,8 +39,10 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 
 from cases import relative_error
 from vllm_flashinfer_vit.blocks import fp8_linear, layers
-from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
+from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Fp8Weights, Gemms
 from vllm_flashinfer_vit.blocks.linear import OwnLinear
+from vllm_flashinfer_vit.choices.gemm_table import GemmClass
+from vllm_flashinfer_vit.kernels.gemms import CUTLASS
 
 pytestmark = [cpu_only, pytest.mark.usefixtures("fp8")]
 
@@ -256,6 +258,83 @@ def test_what_is_not_known_is_left_alone(
     assert kinds(tower) == {("OwnLinear", *("Fp8Linear",) * 3)}
     assert any("attn.qkv" in line and reason in line for line in lines)
     assert "vLLM's own" in programs(tower)[0].steps["attn.qkv"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "is_whole"),
+    [
+        ("qkv", {"gather_output": True}, True),
+        ("qkv", {"tp_size": 2}, True),
+        ("qkv", {"tp_size": 2, "gather_output": True}, False),
+        ("proj", {"reduce_results": False}, True),
+        ("proj", {"tp_size": 2}, True),
+        ("proj", {"tp_size": 2, "reduce_results": False}, False),
+        ("proj", {"input_is_parallel": False}, False),
+    ],
+)
+def test_what_ranks_split_or_gather_otherwise_is_vllms(
+    name: str, changes: dict[str, Any], is_whole: bool
+) -> None:
+    layer = getattr(blocks(served("qwen2_vl", "tensor"))[0].attn, name)
+    vars(layer).update(changes)
+    problem = None if is_whole else "it splits or gathers rows"
+    assert fp8_linear.problem(layer) == problem
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+@pytest.mark.parametrize("name", ["qkv", "proj"])
+def test_a_rank_of_two(
+    name: str, tp_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ranks add up has the bias once; what has their own outputs is no sum."""
+    layer = getattr(blocks(served("qwen2_vl", "channel"))[0].attn, name)
+    layer.bias.data.fill_(1.0)
+    monkeypatch.setattr(
+        fp8_linear, "tensor_model_parallel_all_reduce", lambda part: 10 * part
+    )
+    rows, scales = torch.ones(3, 64).to(torch.float8_e4m3fn), torch.ones(3, 1)
+
+    def run() -> torch.Tensor:
+        gemms = Gemms((GemmClass(None, CUTLASS),), rows.device)
+        linear = Fp8Linear(layer, Fp8Weights(layer), gemms)
+        now: Any = SimpleNamespace(settled={})
+        return linear(now, rows, scales, torch.empty(3, linear.outputs))
+
+    whole = run()
+    layer.tp_size, layer.tp_rank = 2, tp_rank
+    expected = whole if name == "qkv" else 10 * (whole - tp_rank)
+    torch.testing.assert_close(run(), expected)
+
+
+NO_MATRIX = "its weight is no matrix in e4m3 with scales"
+NO_ROWS = "its rows have neither one given scale nor each its own"
+NO_SCALES = "its weight has neither one scale nor one for each output or block"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "change", "reason"),
+    [
+        ("tensor", "weight", lambda weight: weight.to(torch.float8_e5m2), NO_MATRIX),
+        ("tensor", "weight", lambda weight: weight[None], NO_MATRIX),
+        ("tensor", "weight_scale", lambda scale: None, NO_MATRIX),
+        ("tensor", "weight_scale", lambda scale: scale.half(), NO_SCALES),
+        ("channel", "weight_scale", lambda scale: scale.repeat(2, 1)[::2], NO_SCALES),
+        ("channel", "weight_scale", lambda scale: scale[1:], NO_SCALES),
+        ("tensor", "input_scale", lambda _: torch.ones(()), NO_ROWS),
+        ("static", "input_scale", lambda scale: None, NO_ROWS),
+        ("static", "input_scale", lambda scale: scale.repeat(2), NO_ROWS),
+    ],
+)
+def test_parameters_in_other_forms_are_vllms(
+    scheme: str, name: str, change: Callable[[Any], Any], reason: str
+) -> None:
+    layer = blocks(served("qwen2_vl", scheme))[0].attn.qkv
+    assert fp8_linear.problem(layer) is None
+    found = change(getattr(layer, name))
+    if found is not None:
+        found = nn.Parameter(found, requires_grad=False)
+    setattr(layer, name, found)
+    assert str(fp8_linear.problem(layer)).startswith(reason)
 
 
 def fails(*args: Any) -> None:
