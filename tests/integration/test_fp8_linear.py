@@ -43,6 +43,7 @@ from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Fp8Weights, Gemms
 from vllm_flashinfer_vit.blocks.linear import OwnLinear
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS
+from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 
 pytestmark = [cpu_only, pytest.mark.usefixtures("fp8")]
 
@@ -153,11 +154,14 @@ def test_padded_weights_stay_the_layers_own() -> None:
     )
 
 
-@pytest.mark.parametrize("inputs, is_plain", [(32, True), (24, False)])
-def test_layers_that_ranks_replicate(inputs: int, is_plain: bool) -> None:
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "is_plain"),
+    [(32, 32, True), (24, 32, False), (32, 24, False)],
+)
+def test_layers_that_ranks_replicate(inputs: int, outputs: int, is_plain: bool) -> None:
     """Llama 4 has them with data-parallel encoders."""
     with build().running():
-        layer = ReplicatedLinear(inputs, 32)
+        layer = ReplicatedLinear(inputs, outputs)
     layer.weight.data.fill_(1.0)
     quantize_layer(layer, "channel")
     assert fp8_linear.problem(layer) is None
@@ -356,6 +360,31 @@ def test_a_gemm_that_cannot_run(
     monkeypatch.setattr(fp8_linear, "launch_of", lambda *_: kernel)
     assert kinds(served("qwen3_vl", "tensor")) == {("OwnLinear",) * 4}
     assert any("attn.qkv" in line and reason in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("factor", "shift", "is_right"),
+    [(1.03, 0.0, True), (1.05, 0.0, False), (1.0, 0.01, True), (1.0, 0.05, False)],
+)
+def test_results_may_be_rounded_otherwise(
+    factor: float, shift: float, is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inexact(out: torch.Tensor, *read: Any) -> None:
+        scaled_mm_ref(out, *read)
+        out.mul_(factor).add_(shift * out.abs().max())
+
+    layer = blocks(served("qwen2_vl", "tensor"))[0].attn.qkv
+    monkeypatch.setattr(fp8_linear, "launch_of", lambda *_: inexact)
+    problem = None if is_right else "its results are wrong"
+    assert fp8_linear.trial(layer) == problem
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "block"])
+def test_layers_of_models_in_bf16_are_tried(scheme: str) -> None:
+    layer = blocks(served("qwen2_vl", scheme))[0].attn.qkv
+    layer.params_dtype = torch.bfloat16
+    layer.bias.data = layer.bias.data.bfloat16()
+    assert fp8_linear.trial(layer) is None
 
 
 def test_a_gpu_kernel_is_not_launched_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
