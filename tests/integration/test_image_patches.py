@@ -3,6 +3,7 @@
 
 import inspect
 from types import SimpleNamespace
+from unittest import mock
 
 import cv2
 import numpy as np
@@ -70,10 +71,12 @@ def test_bits_are_the_processors_own(name, leading, sizes):
     side = sizes[0] * sizes[1]
     for channels in (1, 3, 4):
         planes = pixels(*leading, channels, 2 * side, 3 * side)
+        wide = pixels(*leading, channels, 2 * side, 4 * side)
         layouts = {
             "planes": planes,
             "channels side by side": channels_side_by_side(planes),
-            "a part": pixels(*leading, channels, 2 * side, 4 * side)[..., : 3 * side],
+            "a part": wide[..., : 3 * side],
+            "a part of those": channels_side_by_side(wide)[..., : 3 * side],
         }
         for layout, x in layouts.items():
             theirs, *grid = original(None, x, *sizes)
@@ -189,6 +192,10 @@ def other_arguments(self, images, patch_size):
     return images, patch_size
 
 
+def other_names(self, images, patch, merge, temporal):
+    return qwen(self, images, patch, merge, temporal)
+
+
 def needs_its_processor(self, images, patch_size, merge_size, temporal_patch_size):
     return self.cut(images)
 
@@ -196,7 +203,7 @@ def needs_its_processor(self, images, patch_size, merge_size, temporal_patch_siz
 @pytest.mark.parametrize(
     "method",
     [other_order, other_sizes, other_dtype, other_grid, other_arguments]
-    + [needs_its_processor],
+    + [other_names, needs_its_processor],
 )
 def test_other_processors_are_left_alone(method):
     cls = type("Processor", (), {"patchify": method})
@@ -222,9 +229,11 @@ def test_a_class_is_served_once_and_put_back():
     original = vars(cls)["patchify"]
     # It inherits the method.
     processor = SimpleNamespace(image_processor=type("Derived", (cls,), {})())
-    for _ in range(2):
-        image_patches.serve(processor)
-        assert vars(cls)["patchify"].__wrapped__ is original
+    with mock.patch.object(image_patches.logger, "info_once") as said:
+        for _ in range(2):
+            image_patches.serve(processor)
+            assert vars(cls)["patchify"].__wrapped__ is original
+    assert [call.args[1] for call in said.call_args_list] == [cls.__name__]
     image_patches.PATCH.revert()
     assert vars(cls)["patchify"] is original
 
