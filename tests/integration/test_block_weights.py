@@ -192,6 +192,7 @@ class TestAligned:
             )
         assert addresses(built) == before
         assert torch.equal(outputs(built), outputs(source))
+        assert not any(hasattr(p, "weight_loader") for p in built.visual.parameters())
 
 
 @pytest.mark.usefixtures("either")
