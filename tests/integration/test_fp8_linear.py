@@ -5,6 +5,7 @@ The GEMM and the quantising of attention's output are vLLM's on a GPU, and refer
 here; how weights are padded is vLLM's here, too.
 """
 
+import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -215,6 +216,30 @@ def test_it_can_be_switched_off() -> None:
 def test_adapters_get_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
     allow_lora(True, monkeypatch)
     assert kinds(served("qwen2_vl", "tensor")) == {("OwnLinear",) * 4}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "holds"),
+    [
+        ("fp8", "Fp8LinearMethod", "fp8_linear"),
+        ("online.fp8", "Fp8PerBlockOnlineLinearMethod", "fp8_linear"),
+        ("online.fp8", "Fp8PerTensorOnlineLinearMethod", "fp8_linear"),
+        ("online.fp8", "Fp8PtpcOnlineLinearMethod", "fp8_linear"),
+        # These two are one from vLLM 0.32 on.
+        ("modelopt", "ModelOptFp8LinearMethod", "fp8_linear"),
+        ("modelopt", "ModelOptFp8PcPtLinearMethod", "fp8_linear"),
+        ("modelopt", "ModelOptLinearMethod", "kernel"),
+    ],
+)
+def test_methods_of_vllm_that_are_known(module: str, name: str, holds: str) -> None:
+    where = f"vllm.model_executor.layers.quantization.{module}"
+    methods = vars(importlib.import_module(where))
+    has_one = "ModelOptLinearMethod" in methods
+    if module == "modelopt" and has_one is not (holds == "kernel"):
+        pytest.skip("this vLLM has it under another name")
+    method = object.__new__(methods[name])
+    setattr(method, holds, kernel := object())
+    assert fp8_linear.kernel_of(SimpleNamespace(quant_method=method)) is kernel
 
 
 def other_method(layer: Any) -> None:

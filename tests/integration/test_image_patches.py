@@ -126,6 +126,8 @@ def test_the_processors_own_method_cuts_the_rest(images):
 
 def test_with_several_threads_the_processors_own_method_cuts(monkeypatch):
     served = image_patches._by_runs(recorded)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert served(None, pixels(1, 3, 16, 16), 4, 2)[0] != "the processor's own"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert served(None, pixels(1, 3, 16, 16), 4, 2)[0] == "the processor's own"
     # A trial is of what fewer threads cut by.
@@ -236,6 +238,7 @@ def test_a_class_is_served_once_and_put_back():
     assert [call.args[1] for call in said.call_args_list] == [cls.__name__]
     image_patches.PATCH.revert()
     assert vars(cls)["patchify"] is original
+    assert not image_patches.PATCH.applied
 
 
 @pytest.mark.parametrize(
