@@ -99,9 +99,10 @@ def test_norms(width, has_bias, num_terms):
     assert relative_error(total, sum(terms)) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_reference(width):
-    x = draw(5, width, dtype=torch.float32)
+def test_the_reference(width, dtype):
+    x = draw(5, width, dtype=dtype)
     rows, scales = torch.empty_like(x, dtype=E4M3), group_scales(5, width)
     quantize_rows_ref(x, rows, scales)
     assert_grouped(rows, scales, x)
