@@ -115,8 +115,9 @@ def recorded(self, images, patch_size, merge_size, temporal_patch_size=2):
         pixels(1, 3, 16, 16).to("meta"),
         pixels(0, 3, 16, 16),
         pixels(1, 3, 16, 12),
+        pixels(1, 3, 12, 16),
     ],
-    ids=["normalised", "on a device", "none", "of another size"],
+    ids=["normalised", "on a device", "none", "of another width", "height"],
 )
 def test_the_processors_own_method_cuts_the_rest(images):
     served = image_patches._by_runs(recorded)
