@@ -5,7 +5,7 @@ vLLM's CUTLASS kernel is for GPUs. Its padding is applied here all the same, and
 multiplies is computed by the references.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -177,3 +177,21 @@ def in_16_bits(family: str, tower: Tower, **vision: Any) -> Tower:
         if layer.bias is not None:
             layer.bias.data.copy_(given[name].bias)
     return stock
+
+
+def contexts_of(block: Any) -> list[torch.Tensor]:
+    """Return a list that gets what a block's attention returns, from now on."""
+    contexts: list[torch.Tensor] = []
+    attend = block.attn.attn.prepare
+
+    def prepare(*args: Any) -> Callable[[], torch.Tensor]:
+        launch = attend(*args)
+
+        def call() -> torch.Tensor:
+            contexts.append(launch().clone())
+            return contexts[-1]
+
+        return call
+
+    block.attn.attn.prepare = prepare
+    return contexts

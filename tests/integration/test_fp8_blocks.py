@@ -13,7 +13,14 @@ import pytest
 import torch
 from _blocks import blocks, call, image, kinds, log_of, outputs, programs, stream
 from _blocks import tables as tables_of
-from _fp8_layers import in_16_bits, layers_of, quantize_layer, served, weights_of
+from _fp8_layers import (
+    contexts_of,
+    in_16_bits,
+    layers_of,
+    quantize_layer,
+    served,
+    weights_of,
+)
 from _towers import cpu_only
 from torch import nn
 from vllm.model_executor.kernels import linear as kernels
@@ -69,19 +76,7 @@ def test_a_block_step_by_step() -> None:
     """Each group of a row has the scale of its largest value."""
     tower = in_blocks("qwen2_5_vl")
     block, x, with_ = blocks(tower)[0], stream(tower), tables_of(tower)
-    contexts: list[torch.Tensor] = []
-    attend = block.attn.attn.prepare
-
-    def prepare(*args: Any) -> Callable[[], torch.Tensor]:
-        launch = attend(*args)
-
-        def call() -> torch.Tensor:
-            contexts.append(launch().clone())
-            return contexts[-1]
-
-        return call
-
-    block.attn.attn.prepare = prepare
+    contexts = contexts_of(block)
     programs(tower)[0]._tower.blocks.pop(1)
     found = call(tower, 0, x, with_).view(24, -1)
 

@@ -28,6 +28,7 @@ from _blocks import (
 )
 from _fp8_layers import (
     SCHEMES,
+    contexts_of,
     in_16_bits,
     layers_of,
     quantize_layer,
@@ -99,19 +100,7 @@ def test_a_block_step_by_step(scheme: str) -> None:
     """What is quantised, by which scale, and where the bias is added."""
     tower = served("qwen2_5_vl", scheme)
     block, x, with_ = blocks(tower)[0], stream(tower), tables(tower)
-    contexts: list[torch.Tensor] = []
-    attend = block.attn.attn.prepare
-
-    def prepare(*args: Any) -> Callable[[], torch.Tensor]:
-        launch = attend(*args)
-
-        def call() -> torch.Tensor:
-            contexts.append(launch().clone())
-            return contexts[-1]
-
-        return call
-
-    block.attn.attn.prepare = prepare
+    contexts = contexts_of(block)
     # Its last block's: both branches are added, nothing is normalised.
     programs(tower)[0]._tower.blocks.pop(1)
     found = call(tower, 0, x, with_).view(24, -1)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows in e4m3 with scales, and how exact they must be."""
 
+from typing import NamedTuple
+
 import torch
 
 from vllm_flashinfer_vit.kernels.formats import MIN_ROW_SCALE, num_groups
@@ -11,6 +13,17 @@ UNIT = 2.0**-4 if DEVICE == "cuda" else 2.0**-3
 LOOSE = {"rtol": 1e-5, "atol": 0.0}
 # The least positive number in e4m3.
 LEAST = 2.0**-9
+
+
+class Operands(NamedTuple):
+    """What a GEMM of such rows takes, in its order."""
+
+    out: torch.Tensor
+    rows: torch.Tensor
+    weight: torch.Tensor
+    scales: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor | None
 
 
 def row_scales(rows: int, given: float | None) -> torch.Tensor:

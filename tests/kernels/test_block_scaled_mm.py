@@ -4,10 +4,9 @@
 On a CPU the reference stands for vLLM's op.
 """
 
-from typing import NamedTuple
-
 import pytest
 import torch
+from _rows import Operands
 
 from cases import relative_error
 from vllm_flashinfer_vit.choices.clock import capture
@@ -37,15 +36,6 @@ pytestmark = [
     pytest.mark.usefixtures("nan_empty"),
 ]
 on_a_gpu = pytest.mark.gpu
-
-
-class Operands(NamedTuple):
-    out: torch.Tensor
-    rows: torch.Tensor
-    weight: torch.Tensor
-    scales: torch.Tensor
-    weight_scale: torch.Tensor
-    bias: torch.Tensor | None
 
 
 def draw(rows, inputs, outputs, dtype, has_bias=True, seed=0):
