@@ -11,7 +11,7 @@ leave out:
     until       the last one, if there is a newer release without
     head_dims   those that no code of this repository builds at true size
     length      the longest length, as it is handed over
-    blocks      what runs of them, if it is no program of this package
+    blocks      what runs of them, if it is no program of this package, and why
     graphs      vLLM's classes whose encoder graphs it captures, and since when; a model
                 that derives from one is captured as that
     encoders    names in `tests/integration/_encoders.py`
