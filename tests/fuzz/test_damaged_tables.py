@@ -35,9 +35,9 @@ TABLE = Table(
     measurements=(Measurement("bfloat16", 80, 64, 4, {"cudnn": 9.5, "triton": 8}),),
     left_out=("cudnn",),
     gemms={
-        "bfloat16/64x48/rows": (GemmClass(512, "torch"), GemmClass(None, "cutlass"))
+        "bfloat16/64x48/rows": (GemmClass(512, "cublaslt"), GemmClass(None, "cutlass"))
     },
-    gemm_measurements=(GemmMeasurement("bfloat16/64x48/rows", 64, {"torch": 4.5}),),
+    gemm_measurements=(GemmMeasurement("bfloat16/64x48/rows", 64, {"cublaslt": 4.5}),),
 )
 DOCUMENT = json.loads(tuned.dumps(TABLE))
 

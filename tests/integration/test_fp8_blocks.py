@@ -26,6 +26,7 @@ from torch import nn
 from vllm.model_executor.kernels import linear as kernels
 
 from cases import relative_error
+from stand_in import StandIn
 from vllm_flashinfer_vit.blocks import fp8_linear, layers, norms
 from vllm_flashinfer_vit.kernels import formats, row_scales_ref
 from vllm_flashinfer_vit.towers.tower import Tower
@@ -99,12 +100,12 @@ def test_a_block_step_by_step() -> None:
 def test_weights_and_scales_stay_the_layers_own() -> None:
     tower = in_blocks("qwen3_vl")
     for block, program in zip(blocks(tower), programs(tower), strict=True):
-        layer, weights = block.mlp.linear_fc2, program._mlp.second.weights
-        assert weights.weight.data_ptr() == layer.weight.data_ptr()
-        assert weights.weight_scale.data_ptr() == layer.weight_scale_inv.data_ptr()
-        assert tuple(weights.weight.shape) == (48, 64)
-        assert tuple(weights.weight_scale.shape) == (2, 2)
-        assert weights.weight.stride(0) == weights.weight_scale.stride(0) == 1
+        layer, scaled = block.mlp.linear_fc2, program._mlp.second.weights.scaled
+        assert scaled.weight.data_ptr() == layer.weight.data_ptr()
+        assert scaled.scale.data_ptr() == layer.weight_scale_inv.data_ptr()
+        assert tuple(scaled.weight.shape) == (48, 64)
+        assert tuple(scaled.scale.shape) == (2, 2)
+        assert scaled.weight.stride(0) == scaled.scale.stride(0) == 1
 
 
 def test_weights_loaded_anew_are_used() -> None:
@@ -274,7 +275,7 @@ def test_both_kernels_of_vllms_op_are_tried(
             out.zero_()
 
     lines = log_of(layers, monkeypatch)
-    monkeypatch.setattr(fp8_linear, "launch_of", lambda *_: fails)
+    monkeypatch.setattr(fp8_linear, "scaled_gemm", lambda *_: StandIn(fails))
     assert kinds(in_blocks("qwen3_vl")) == {("OwnLinear",) * 4}
     assert any("attn.qkv" in line and "wrong" in line for line in lines)
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers in FP8 run the GEMM that a table names for their size, scales and rows."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +23,15 @@ from _fp8_layers import Everywhere, in_16_bits, layers_of, served
 from _towers import cpu_only
 
 from cases import relative_error
+from stand_in import StandIn
 from vllm_flashinfer_vit.blocks import fp8_linear, layers
 from vllm_flashinfer_vit.blocks.fp8_linear import Gemms
 from vllm_flashinfer_vit.choices import resolve
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
 from vllm_flashinfer_vit.kernels import scaled_mm
-from vllm_flashinfer_vit.kernels.gemms import CUTLASS, TORCH
+from vllm_flashinfer_vit.kernels.cublaslt import Problems
+from vllm_flashinfer_vit.kernels.gemms import CUBLASLT, CUTLASS
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Gpu
@@ -38,32 +39,17 @@ from vllm_flashinfer_vit.settings import ENV_KERNEL, ENV_TUNED_DIR
 
 pytestmark = [cpu_only, pytest.mark.usefixtures("fp8")]
 
-ALWAYS = (GemmClass(None, TORCH),)
-FEW = (GemmClass(24, TORCH), GemmClass(None, CUTLASS))
-TOLERANCE = {"channel": 0.05, "static": 0.08}
-# By one scale PyTorch's GEMM for CPUs takes a quarter of a second for 300.
+ALWAYS = (GemmClass(None, CUBLASLT),)
+FEW = (GemmClass(24, CUBLASLT), GemmClass(None, CUTLASS))
+TOLERANCE = {"tensor": 0.05, "channel": 0.05, "static": 0.08}
 FEW_ROWS = 24
 
 
 @pytest.fixture
 def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
-    """Have FP8 layers run as on a GPU, by references and PyTorch's own GEMM."""
+    """Have FP8 layers run as on a GPU, by references."""
     monkeypatch.setattr(fp8_linear, "can_launch", lambda layer, kernel: True)
-    if not takes_row_scales():
-        monkeypatch.setattr(scaled_mm, "torch_scaled_mm", scaled_mm_ref)
-
-
-@functools.cache
-def takes_row_scales() -> bool:
-    """Whether PyTorch's GEMM for CPUs does: from a release after 2.11 on."""
-    rows = torch.ones(16, 16).to(torch.float8_e4m3fn)
-    out = torch.empty(16, 16, dtype=torch.bfloat16)
-    scales = torch.ones(16, 1)
-    try:
-        scaled_mm.torch_scaled_mm(out, rows, rows.t(), scales, scales.t(), None)
-    except RuntimeError:
-        return False
-    return True
+    monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: StandIn(scaled_mm_ref))
 
 
 @pytest.fixture
@@ -81,22 +67,20 @@ def ran_gemms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The GEMMs that ran, with their numbers of rows, in order."""
     seen: list[tuple[str, int]] = []
 
-    def launch_of(gemm: str, *where: Any) -> Callable[..., None]:
-        launch = scaled_mm.launch_of(gemm, *where)
+    def scaled_gemm(name: str, *alike: Any) -> StandIn:
+        def noting(out: torch.Tensor, *read: Any) -> None:
+            seen.append((name, len(out)))
+            scaled_mm_ref(out, *read)
 
-        def noting(*operands: Any) -> None:
-            seen.append((gemm, len(operands[0])))
-            launch(*operands)
+        return StandIn(noting)
 
-        return noting
-
-    monkeypatch.setattr(fp8_linear, "launch_of", launch_of)
+    monkeypatch.setattr(fp8_linear, "scaled_gemm", scaled_gemm)
     return seen
 
 
 @pytest.mark.parametrize("scheme", TOLERANCE)
 @pytest.mark.parametrize("family", SPECS)
-def test_towers_are_as_exact_with_pytorchs(
+def test_towers_are_as_exact_with_cublaslts(
     family: str,
     scheme: str,
     choose: Callable[..., None],
@@ -108,7 +92,7 @@ def test_towers_are_as_exact_with_pytorchs(
     ran_gemms.clear()
     found = image(tower, FEW_ROWS)
     expected = image(in_16_bits(family, tower), FEW_ROWS)
-    assert {gemm for gemm, _ in ran_gemms} == {TORCH}
+    assert {gemm for gemm, _ in ran_gemms} == {CUBLASLT}
     assert relative_error(found, expected) < TOLERANCE[scheme]
     # Sums in another order may round a value to e4m3's next one.
     assert relative_error(found, by_cutlass) < TOLERANCE[scheme]
@@ -132,8 +116,8 @@ def test_rows_decide(
 
     # A pass of each size is kept, with what it chose.
     for _ in range(2):
-        assert ran(23) == {(TORCH, 23)}
-        assert ran(24) == {(TORCH, 24)}
+        assert ran(23) == {(CUBLASLT, 23)}
+        assert ran(24) == {(CUBLASLT, 24)}
         assert ran(25) == {(CUTLASS, 25)}
 
 
@@ -143,13 +127,13 @@ def test_a_pass_decides_once_for_all_layers_that_are_alike(
     choose(FEW)
     tower = served("qwen2_vl", "channel")
     asked: list[int] = []
-    launch_for = Gemms.launch_for
+    for_rows = Gemms.for_rows
 
-    def noting(self: Gemms, rows: int) -> Callable[..., None]:
+    def noting(self: Gemms, rows: int) -> scaled_mm.ScaledGemm:
         asked.append(rows)
-        return launch_for(self, rows)
+        return for_rows(self, rows)
 
-    monkeypatch.setattr(Gemms, "launch_for", noting)
+    monkeypatch.setattr(Gemms, "for_rows", noting)
     outputs(tower)
     # Four layers a block, in two blocks.
     assert len(asked) == 4
@@ -164,9 +148,9 @@ def test_layers_of_other_sizes_have_vllms(
     tower = served("qwen2_vl", "channel")
     ran_gemms.clear()
     call(tower, 0, stream(tower), tables(tower))
-    assert [gemm for gemm, _ in ran_gemms] == [TORCH, CUTLASS, CUTLASS, CUTLASS]
+    assert [gemm for gemm, _ in ran_gemms] == [CUBLASLT, CUTLASS, CUTLASS, CUTLASS]
     steps = programs(tower)[0].steps
-    assert steps["attn.qkv"] == "FP8 by torch._scaled_mm; a scale for each token"
+    assert steps["attn.qkv"] == "FP8 by cuBLASLt; a scale for each token"
     assert steps["attn.proj"] == "FP8 by CUTLASS; a scale for each token"
 
 
@@ -176,17 +160,8 @@ def test_steps_say_which_gemm_serves_how_many_rows(
     choose(FEW)
     steps = programs(served("qwen2_vl", "static"))[0].steps
     assert steps["mlp.fc1"] == (
-        "FP8 by torch._scaled_mm up to 24 rows, CUTLASS; the layer's scale"
+        "FP8 by cuBLASLt up to 24 rows, CUTLASS; the layer's scale"
     )
-
-
-def test_mixed_scales_have_vllms(
-    choose: Callable[..., None], ran_gemms: list[tuple[str, int]]
-) -> None:
-    """Tokens have scales of their own, and the weight has one."""
-    choose(ALWAYS)
-    outputs(served("qwen2_vl", "tensor"))
-    assert {gemm for gemm, _ in ran_gemms} == {CUTLASS}
 
 
 def test_it_can_be_switched_off(
@@ -203,6 +178,10 @@ def fails(*args: Any) -> None:
     raise RuntimeError("no algorithm for this GPU")
 
 
+def tried(layer: Any) -> str | None:
+    return fp8_linear.trial(layer, CUBLASLT, Problems())
+
+
 def forgets_the_bias(*args: Any) -> None:
     scaled_mm_ref(*args[:5], None)
 
@@ -212,11 +191,11 @@ def test_what_cannot_run_is_found_before_a_request(
 ) -> None:
     choose(FEW)
     lines = log_of(layers, monkeypatch)
-    monkeypatch.setattr(scaled_mm, "torch_scaled_mm", fails)
+    monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: StandIn(fails))
     tower = served("qwen3_vl", "channel")
     assert programs(tower)[0].steps["attn.qkv"].startswith("FP8 by CUTLASS;")
     assert any(
-        "attn.qkv" in line and "torch._scaled_mm cannot: RuntimeError: no algo" in line
+        "attn.qkv" in line and "cuBLASLt cannot: RuntimeError: no algo" in line
         for line in lines
     )
     assert outputs(tower).isfinite().all()
@@ -230,11 +209,12 @@ def test_the_bias_is_tried_where_a_gemm_adds_it(
     for layer in (block.attn.qkv, block.mlp.gate_up_proj):
         layer.bias.data.fill_(1e3)
     with monkeypatch.context() as broken:
-        broken.setattr(scaled_mm, "torch_scaled_mm", forgets_the_bias)
-        assert fp8_linear.trial(block.attn.qkv, TORCH) == "its results are wrong"
+        forgetful = StandIn(forgets_the_bias)
+        broken.setattr(scaled_mm, "CublasLt", lambda *_: forgetful)
+        assert tried(block.attn.qkv) == "its results are wrong"
         # The activation adds it: outputs are padded, and the bias is not.
-        assert fp8_linear.trial(block.mlp.gate_up_proj, TORCH) is None
-    assert fp8_linear.trial(block.attn.qkv, TORCH) is None
+        assert tried(block.mlp.gate_up_proj) is None
+    assert tried(block.attn.qkv) is None
 
 
 def test_layers_are_tried_together_only_if_they_are_alike() -> None:
@@ -271,7 +251,7 @@ def test_what_layers_are_looked_up_by() -> None:
     static = blocks(served("qwen2_vl", "static"))[0].attn.qkv
     assert fp8_linear.measured_as(static) == GemmLayer("float32", 64, 192, "tensor")
     mixed = blocks(served("qwen2_vl", "tensor"))[0].attn.qkv
-    assert fp8_linear.measured_as(mixed) is None
+    assert fp8_linear.measured_as(mixed) == GemmLayer("float32", 64, 192, "tokens")
 
 
 def test_the_users_table_is_read_for_the_gpu_that_is_there(
@@ -288,5 +268,5 @@ def test_the_users_table_is_read_for_the_gpu_that_is_there(
     table = tuned.Table(made_by, {}, gemms={key: FEW})
     tuned.write(table, tmp_path / tuned.file_name(gpu.name))
     steps = programs(served("qwen2_vl", "channel"))[0].steps
-    assert steps["attn.qkv"].startswith("FP8 by torch._scaled_mm up to 24 rows, ")
+    assert steps["attn.qkv"].startswith("FP8 by cuBLASLt up to 24 rows, ")
     assert steps["attn.proj"].startswith("FP8 by CUTLASS;")

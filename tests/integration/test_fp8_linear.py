@@ -40,10 +40,12 @@ from torch import nn
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
 from cases import relative_error
+from stand_in import StandIn
 from vllm_flashinfer_vit.blocks import fp8_linear, layers
-from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Fp8Weights, Gemms
+from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
 from vllm_flashinfer_vit.blocks.linear import OwnLinear
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
+from vllm_flashinfer_vit.kernels.cublaslt import Problems
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 
@@ -139,7 +141,7 @@ def test_padded_weights_stay_the_layers_own() -> None:
     tower = served("qwen2_5_vl", "channel")
     layer = blocks(tower)[0].mlp.down_proj
     assert (layer.input_size_per_partition, layer.weight.shape[0]) == (44, 48)
-    assert programs(tower)[0]._mlp.second.weights.weight.data_ptr() == (
+    assert programs(tower)[0]._mlp.second.weights.scaled.weight.data_ptr() == (
         layer.weight.data_ptr()
     )
 
@@ -313,8 +315,9 @@ def test_a_rank_of_two(
     rows, scales = torch.ones(3, 64).to(torch.float8_e4m3fn), torch.ones(3, 1)
 
     def run() -> torch.Tensor:
-        gemms = Gemms((GemmClass(None, CUTLASS),), rows.device)
-        linear = Fp8Linear(layer, Fp8Weights(layer), gemms)
+        gemm = fp8_linear.gemm_of(layer, CUTLASS, Problems())
+        gemms = Gemms((GemmClass(None, CUTLASS),), {CUTLASS: gemm})
+        linear = Fp8Linear(layer, gemms)
         now: Any = SimpleNamespace(settled={})
         return linear(now, rows, scales, torch.empty(3, linear.outputs))
 
@@ -371,7 +374,7 @@ def test_a_gemm_that_cannot_run(
 ) -> None:
     """Before a request needs it, it is tried once for each size."""
     lines = log_of(layers, monkeypatch)
-    monkeypatch.setattr(fp8_linear, "launch_of", lambda *_: kernel)
+    monkeypatch.setattr(fp8_linear, "scaled_gemm", lambda *_: StandIn(kernel))
     assert kinds(served("qwen3_vl", "tensor")) == {("OwnLinear",) * 4}
     assert any("attn.qkv" in line and reason in line for line in lines)
 
@@ -388,9 +391,9 @@ def test_results_may_be_rounded_otherwise(
         out.mul_(factor).add_(shift * out.abs().max())
 
     layer = blocks(served("qwen2_vl", "tensor"))[0].attn.qkv
-    monkeypatch.setattr(fp8_linear, "launch_of", lambda *_: inexact)
+    monkeypatch.setattr(fp8_linear, "scaled_gemm", lambda *_: StandIn(inexact))
     problem = None if is_right else "its results are wrong"
-    assert fp8_linear.trial(layer) == problem
+    assert fp8_linear.trial(layer, CUTLASS, Problems()) == problem
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "block"])
@@ -398,7 +401,7 @@ def test_layers_of_models_in_bf16_are_tried(scheme: str) -> None:
     layer = blocks(served("qwen2_vl", scheme))[0].attn.qkv
     layer.params_dtype = torch.bfloat16
     layer.bias.data = layer.bias.data.bfloat16()
-    assert fp8_linear.trial(layer) is None
+    assert fp8_linear.trial(layer, CUTLASS, Problems()) is None
 
 
 def test_a_gpu_kernel_is_not_launched_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

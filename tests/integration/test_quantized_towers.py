@@ -15,7 +15,8 @@ from cases import relative_error
 from vllm_flashinfer_vit.blocks import layers
 from vllm_flashinfer_vit.choices.clock import capture
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
-from vllm_flashinfer_vit.kernels.gemms import TORCH
+from vllm_flashinfer_vit.kernels import cublaslt
+from vllm_flashinfer_vit.kernels.gemms import CUBLASLT
 from vllm_flashinfer_vit.towers.config import (
     current_config,
     model_arguments,
@@ -61,7 +62,7 @@ def encode(tower: Tower) -> torch.Tensor:
 
 def check_error(family: str, served: Tower, method: str) -> None:
     """Compare a quantised tower's error with stock's, and a second run's bits."""
-    exact = encode(true_tower(family, "TORCH_SDPA", torch.float32))
+    exact = encode(true_tower(family, "CUBLASLT_SDPA", torch.float32))
     stock = encode(true_tower(family, "FLASH_ATTN", served.dtype, quantization=method))
     found = encode(served)
     assert relative_error(found, exact) <= 1.02 * relative_error(stock, exact)
@@ -101,7 +102,7 @@ class TestOnAGpu:
         check_graph_bits(true_tower(family, quantization=method))
 
     def test_attention_in_fp8_too(self, family: str, method: str) -> None:
-        exact = encode(true_tower(family, "TORCH_SDPA", torch.float32))
+        exact = encode(true_tower(family, "CUBLASLT_SDPA", torch.float32))
         stock = encode(true_tower(family, "FLASH_ATTN", quantization=method))
         served = true_tower(family, quantization=method, attn_dtype="fp8")
         assert relative_error(encode(served), exact) <= (
@@ -147,7 +148,7 @@ class TestScalesOfBlocks:
 
     def test_about_as_exact_as_scales_of_channels(self) -> None:
         given = "qwen3_vl", "FLASHINFER", torch.float16
-        exact = encode(true_tower("qwen3_vl", "TORCH_SDPA", torch.float32))
+        exact = encode(true_tower("qwen3_vl", "CUBLASLT_SDPA", torch.float32))
         channels = encode(true_tower(*given, quantization="fp8_per_channel"))
         served = true_tower(*given, quantization=BLOCKS)
         assert kinds(served) == {("Fp8Linear",) * 4}
@@ -157,7 +158,7 @@ class TestScalesOfBlocks:
     def test_beside_deep_gemm(self, deep_gemm: None) -> None:
         served = true_tower("qwen3_vl", quantization=BLOCKS)
         assert kinds(served) == {("OwnLinear", "OwnLinear", "Fp8Linear", "Fp8Linear")}
-        exact = encode(true_tower("qwen3_vl", "TORCH_SDPA", torch.float32))
+        exact = encode(true_tower("qwen3_vl", "CUBLASLT_SDPA", torch.float32))
         channels = encode(true_tower("qwen3_vl", quantization="fp8_per_channel"))
         # DeepGEMM's scales are powers of two, for which weights are rounded anew.
         error = relative_error(encode(served), exact)
@@ -178,28 +179,31 @@ class TestScalesOfBlocks:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not cublaslt.takes_fp8(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("method", ["fp8_per_tensor", "fp8_per_channel"])
 @pytest.mark.parametrize("family", SPECS)
-class TestPytorchsGemm:
-    """With a scale for each row and each output, at any number of rows."""
+class TestCublasLtsGemm:
+    """With a scale for each row, at any number of rows."""
 
     @pytest.fixture(autouse=True)
-    def chosen(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        if family == "qwen2_5_vl" and Version(version("vllm")) < Version("0.26"):
+    def chosen(self, family: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        is_old = Version(version("vllm")) < Version("0.26")
+        if family == "qwen2_5_vl" and method == "fp8_per_channel" and is_old:
             pytest.skip("vLLM 0.25.1 cannot pad channels that have scales of their own")
-        table = Everywhere((GemmClass(None, TORCH),))
+        table = Everywhere((GemmClass(None, CUBLASLT),))
         monkeypatch.setattr(layers, "gemms_here", lambda folder: table)
 
-    def test_no_less_exact_than_stock(self, family: str) -> None:
-        served = true_tower(family, quantization="fp8_per_channel")
+    def test_no_less_exact_than_stock(self, family: str, method: str) -> None:
+        served = true_tower(family, quantization=method)
         steps = programs(served)[0].steps.values()
-        assert sum("torch._scaled_mm" in step for step in steps) == 4
-        check_error(family, served, "fp8_per_channel")
+        assert sum("FP8 by cuBLASLt" in step for step in steps) == 4
+        check_error(family, served, method)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    def test_graphs_have_the_same_bits(self, family: str, dtype: torch.dtype) -> None:
-        check_graph_bits(
-            true_tower(family, dtype=dtype, quantization="fp8_per_channel")
-        )
+    def test_graphs_have_the_same_bits(
+        self, family: str, method: str, dtype: torch.dtype
+    ) -> None:
+        check_graph_bits(true_tower(family, dtype=dtype, quantization=method))
 
 
 @cpu_only

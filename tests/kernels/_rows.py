@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_flashinfer_vit.kernels.formats import MIN_ROW_SCALE, num_groups
+from vllm_flashinfer_vit.kernels.scaled_mm import ScaledGemm, ScaledWeight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Half a unit of e4m3, whose fraction has three bits. Triton's interpreter truncates.
@@ -24,6 +25,17 @@ class Operands(NamedTuple):
     scales: torch.Tensor
     weight_scale: torch.Tensor
     bias: torch.Tensor | None
+
+
+def scaled_weight(given: Operands) -> ScaledWeight:
+    """Return the part of operands that a layer has."""
+    return ScaledWeight(given.weight, given.weight_scale, given.bias)
+
+
+def multiply(gemm: ScaledGemm, given: Operands) -> None:
+    """Settle a GEMM for operands, and launch it."""
+    weight = scaled_weight(given)
+    gemm.prepare(weight, given.rows, given.scales, given.out)(weight, given.scales)
 
 
 def row_scales(rows: int, given: float | None) -> torch.Tensor:

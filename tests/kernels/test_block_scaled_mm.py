@@ -6,15 +6,14 @@ On a CPU the reference stands for vLLM's op.
 
 import pytest
 import torch
-from _rows import Operands
+from _rows import Operands, multiply
 
 from cases import relative_error
 from vllm_flashinfer_vit.choices.clock import capture
 from vllm_flashinfer_vit.kernels import scaled_mm
 from vllm_flashinfer_vit.kernels.formats import num_groups
-from vllm_flashinfer_vit.kernels.gemms import CUTLASS
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
-from vllm_flashinfer_vit.kernels.scaled_mm import launch_of
+from vllm_flashinfer_vit.kernels.scaled_mm import Cutlass
 
 HAS_GPU = torch.cuda.is_available()
 CAN_RUN = HAS_GPU and torch.cuda.get_device_capability() >= (9, 0)
@@ -87,13 +86,13 @@ def test_the_reference_block_by_block():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 def test_products_are_those_of_fp32(inputs, outputs, dtype, has_bias) -> None:
-    launch = launch_of(CUTLASS, DEVICE, has_blocks=True)
+    gemm = Cutlass(DEVICE, has_blocks=True)
     for rows in ROWS:
         given = draw(rows, inputs, outputs, dtype, has_bias)
-        launch(*given)
+        multiply(gemm, given)
         assert relative_error(given.out, exact(given)) < TOLERANCE[dtype], rows
         first = given.out.clone()
-        launch(*given._replace(out=given.out.fill_(float("nan"))))
+        multiply(gemm, given._replace(out=given.out.fill_(float("nan"))))
         assert torch.equal(given.out, first)
 
 
@@ -105,31 +104,30 @@ def test_vllms_op_gets_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
         out.fill_(2.0)
 
     monkeypatch.setattr(scaled_mm, "cutlass_op", lambda: op)
-    launch = launch_of(CUTLASS, torch.device("cuda"), has_blocks=True)
+    gemm = Cutlass(torch.device("cuda"), has_blocks=True)
     given = draw(3, 256, 16, torch.bfloat16)
-    launch(*given)
+    multiply(gemm, given)
     assert torch.equal(given.out, 2 + given.bias.expand(3, -1))
-    launch(*given._replace(bias=None))
+    multiply(gemm, given._replace(bias=None))
     assert (given.out == 2).all()
-    assert launch_of(CUTLASS, torch.device("cuda")) is op
 
 
 @on_a_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(1280, 3840), (4304, 1152)])
 def test_in_a_graph(inputs, outputs, dtype) -> None:
-    launch = launch_of(CUTLASS, DEVICE, has_blocks=True)
+    gemm = Cutlass(DEVICE, has_blocks=True)
     for rows in ROWS:
         given = draw(rows, inputs, outputs, dtype)
 
         def run(given: Operands = given) -> torch.Tensor:
-            launch(*given)
+            multiply(gemm, given)
             return given.out
 
         replay = capture(run)
         for seed in (1, 2):
             new = draw(rows, inputs, outputs, dtype, seed=seed)
-            launch(*new)
+            multiply(gemm, new)
             for old, value in zip(given[1:], new[1:], strict=True):
                 old.copy_(value)
             given.out.fill_(float("nan"))
@@ -139,8 +137,8 @@ def test_in_a_graph(inputs, outputs, dtype) -> None:
 @on_a_gpu
 def test_on_a_side_stream() -> None:
     given, new = (draw(1000, 1280, 3840, torch.bfloat16, seed=at) for at in (0, 1))
-    launch = launch_of(CUTLASS, DEVICE, has_blocks=True)
-    launch(*new)
+    gemm = Cutlass(DEVICE, has_blocks=True)
+    multiply(gemm, new)
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
@@ -148,7 +146,7 @@ def test_on_a_side_stream() -> None:
         torch.cuda._sleep(100_000_000)
         for old, value in zip(given[1:], new[1:], strict=True):
             old.copy_(value)
-        launch(*given)
+        multiply(gemm, given)
     side.synchronize()
     assert torch.equal(given.out, new.out)
 
@@ -156,11 +154,11 @@ def test_on_a_side_stream() -> None:
 @on_a_gpu
 def test_the_host_does_not_wait() -> None:
     given = draw(1000, 1280, 3840, torch.bfloat16)
-    launch = launch_of(CUTLASS, DEVICE, has_blocks=True)
-    launch(*given)
+    gemm = Cutlass(DEVICE, has_blocks=True)
+    multiply(gemm, given)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        launch(*given)
+        multiply(gemm, given)
     finally:
         torch.cuda.set_sync_debug_mode("default")

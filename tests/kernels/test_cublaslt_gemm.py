@@ -10,9 +10,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from vllm_flashinfer_vit.blocks import cublaslt
-from vllm_flashinfer_vit.blocks.cublaslt import LayerWeights, Problems
 from vllm_flashinfer_vit.blocks.linear import BlockWeights, LtGemm, Weights
+from vllm_flashinfer_vit.kernels import cublaslt
+from vllm_flashinfer_vit.kernels.cublaslt import Problems
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -40,22 +40,22 @@ ROWS = [1, 7, 64, 256, 400, 1024, 4096, 8000]
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-class Layer(NamedTuple):
+class Given(NamedTuple):
     """A layer's parameters, and how settled GEMMs take them."""
 
     weight: torch.Tensor
     bias: torch.Tensor
-    lt: LayerWeights
+    lt: cublaslt.Layer
 
 
-def make_layer(outputs: int, inputs: int, dtype, gelu: bool, seed: int = 0) -> Layer:
+def make_layer(outputs: int, inputs: int, dtype, gelu: bool, seed: int = 0) -> Given:
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
     weight, bias = random(outputs, inputs) * inputs**-0.5, random(outputs)
-    return Layer(weight, bias, LayerWeights(weight, bias, gelu))
+    return Given(weight, bias, cublaslt.Layer(weight, bias, gelu))
 
 
 def make_x(rows: int, inputs: int, dtype, seed: int = 1) -> torch.Tensor:
@@ -63,18 +63,18 @@ def make_x(rows: int, inputs: int, dtype, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, inputs, generator=generator, device="cuda").to(dtype)
 
 
-def pytorchs(x: torch.Tensor, layer: Layer, gelu: bool) -> torch.Tensor:
+def pytorchs(x: torch.Tensor, layer: Given, gelu: bool) -> torch.Tensor:
     if gelu:
         return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
     return torch.addmm(layer.bias, x, layer.weight.t())
 
 
 def settle(
-    x: torch.Tensor, layer: Layer, gelu: bool, problems: Problems | None = None
-) -> tuple[Callable[[LayerWeights], None], torch.Tensor]:
+    x: torch.Tensor, layer: Given, problems: Problems | None = None
+) -> tuple[Callable[[cublaslt.Layer], None], torch.Tensor]:
     out = x.new_empty(len(x), len(layer.weight))
     problems = problems or Problems()
-    call = problems.prepare(x, layer.weight, layer.bias, layer.lt, out, gelu)
+    call = problems.prepare(x, layer.lt, out)
     return call, out
 
 
@@ -91,7 +91,7 @@ def test_the_bits_are_pytorchs(outputs, inputs, dtype, gelu) -> None:
     differing = []
     for rows in ROWS:
         x = make_x(rows, inputs, dtype)
-        call, out = settle(x, layer, gelu, problems)
+        call, out = settle(x, layer, problems)
         call(layer.lt)
         if not torch.equal(out, pytorchs(x, layer, gelu)):
             differing.append(rows)
@@ -102,7 +102,7 @@ def test_the_bits_are_pytorchs(outputs, inputs, dtype, gelu) -> None:
 def test_one_settled_call_serves_two_layers(gelu) -> None:
     layers = [make_layer(3456, 1152, torch.bfloat16, gelu, seed) for seed in (0, 1)]
     x = make_x(400, 1152, torch.bfloat16)
-    call, out = settle(x, layers[0], gelu)
+    call, out = settle(x, layers[0])
     for seed in (2, 3):
         x.copy_(make_x(400, 1152, torch.bfloat16, seed))
         for layer in layers:
@@ -116,11 +116,11 @@ def test_in_a_graph(gelu) -> None:
     layers = [make_layer(4304, 1152, torch.bfloat16, gelu, seed) for seed in (0, 1)]
     x = make_x(1024, 1152, torch.bfloat16)
     problems = Problems()
-    settle(x, layers[0], gelu, problems)[0](layers[0].lt)
+    settle(x, layers[0], problems)[0](layers[0].lt)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call, out = settle(x, layers[0], gelu, problems)
+        call, out = settle(x, layers[0], problems)
         outs = []
         for layer in layers:
             call(layer.lt)
@@ -141,7 +141,7 @@ def test_on_a_side_stream() -> None:
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        call, out = settle(x, layer, False, problems)
+        call, out = settle(x, layer, problems)
         # A launch on another stream would not wait for the new contents.
         torch.cuda._sleep(100_000_000)
         x.copy_(new)
@@ -149,7 +149,7 @@ def test_on_a_side_stream() -> None:
     side.synchronize()
     assert torch.equal(out, pytorchs(new, layer, False))
     # Settled again on the first stream, with the algorithm that was found.
-    call, out = settle(x, layer, False, problems)
+    call, out = settle(x, layer, problems)
     call(layer.lt)
     assert torch.equal(out, pytorchs(x, layer, False))
     assert len(problems._found) == 1
@@ -190,7 +190,7 @@ def test_on_a_second_device() -> None:
             layer = make_layer(3456, 1152, torch.bfloat16, False)
             # Problems of one tower are on one device.
             x = make_x(400, 1152, torch.bfloat16)
-            call, out = settle(x, layer, False)
+            call, out = settle(x, layer)
             call(layer.lt)
             assert torch.equal(out, pytorchs(x, layer, False))
             assert out.device.index == device

@@ -25,13 +25,13 @@ TABLE = Table(
     left_out=('cudnn at "4 x 64"',),
     gemms={
         "bfloat16/1152x3456/tensor": (
-            GemmClass(512, "torch"),
+            GemmClass(512, "cublaslt"),
             GemmClass(None, "cutlass"),
         ),
         "bfloat16/1152x3456/rows": (GemmClass(None, "cutlass"),),
     },
     gemm_measurements=(
-        GemmMeasurement("bfloat16/1152x3456/rows", 64, {"cutlass": 5, "torch": 4.5}),
+        GemmMeasurement("bfloat16/1152x3456/rows", 64, {"cutlass": 5, "cublaslt": 4.5}),
     ),
 )
 
@@ -126,7 +126,7 @@ def _with_gemms(*rows: Any, name: str = "bfloat16/64x48/rows") -> dict[str, Any]
     return {"gemms": {name: found}}
 
 
-def _gemm(max_rows: Any, gemm: str = "torch") -> dict[str, Any]:
+def _gemm(max_rows: Any, gemm: str = "cublaslt") -> dict[str, Any]:
     return {"max_rows": max_rows, "gemm": gemm}
 
 
@@ -227,7 +227,7 @@ def _row(
         pytest.param(_with_gemms(True, None), "max_rows is True", id="bool-rows"),
         pytest.param(
             _with_gemms(_gemm(None, "deep_gemm")),
-            "gemm is 'deep_gemm': known are cutlass, torch",
+            "gemm is 'deep_gemm': known are cutlass, cublaslt",
             id="gemm",
         ),
         pytest.param(

@@ -146,7 +146,7 @@ def test_a_file_of_choices_that_is_refused_is_one_fatal_problem(
 class TestGemms:
     @pytest.fixture
     def env(self, tmp_path: Path) -> dict[str, str]:
-        few = (GemmClass(512, "torch"), GemmClass(None, "cutlass"))
+        few = (GemmClass(512, "cublaslt"), GemmClass(None, "cutlass"))
         entries = {
             "bfloat16/1152x3456/tensor": few,
             "bfloat16/1152x1152/tensor": few,
@@ -171,13 +171,13 @@ class TestGemms:
             "reason": reason,
         }
         assert rows[:2] == [
-            {**layer, "max_rows": 512, "gemm": "torch"},
+            {**layer, "max_rows": 512, "gemm": "cublaslt"},
             {**layer, "max_rows": None, "gemm": "cutlass"},
         ]
         text = text_of(report)
         (line,) = (line for line in text.splitlines() if "1152x3456, 1152x1152" in line)
         assert line.split(None, 2)[:2] == ["bfloat16", "tensor"]
-        assert line.rstrip().endswith("torch._scaled_mm up to 512 rows, CUTLASS")
+        assert line.rstrip().endswith("cuBLASLt up to 512 rows, CUTLASS")
         assert "GEMMs of linear layers in FP8" in text
         assert "Layers of other sizes or scales run by CUTLASS." in text
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GEMMs of layers in FP8: the look-up, how classes follow from times, the measuring."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 import torch
 from _tuning import CPU, ToldClock
 
+from stand_in import StandIn
 from vllm_flashinfer_vit.choices import gemms, measure_gemms
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.derive import TuneError, derive_gemm_classes
@@ -24,13 +25,13 @@ from vllm_flashinfer_vit.choices.gemm_table import (
 )
 from vllm_flashinfer_vit.choices.lookup import is_measured
 from vllm_flashinfer_vit.kernels import scaled_mm
-from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS, TORCH
+from vllm_flashinfer_vit.kernels.gemms import CUBLASLT, CUTLASS, GEMMS, SCALES
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 
 LAYER = GemmLayer("bfloat16", 32, 48, "rows")
 GPU = HOPPER.name
-FEW = (GemmClass(512, TORCH), GemmClass(None, CUTLASS))
-ALWAYS = (GemmClass(None, TORCH),)
+FEW = (GemmClass(512, CUBLASLT), GemmClass(None, CUTLASS))
+ALWAYS = (GemmClass(None, CUBLASLT),)
 
 
 def put(folder: Path, torch: str = "2.11.0+cu130", **entries: Any) -> None:
@@ -89,7 +90,7 @@ class TestLookUp:
         assert not is_measured(ADA.name, tmp_path)
 
     def test_in_words(self) -> None:
-        assert gemms.in_words(FEW) == "torch._scaled_mm up to 512 rows, CUTLASS"
+        assert gemms.in_words(FEW) == "cuBLASLt up to 512 rows, CUTLASS"
         assert gemms.in_words(gemms.STOCK) == "CUTLASS"
 
     def test_a_layers_name(self) -> None:
@@ -98,8 +99,8 @@ class TestLookUp:
 
 def derive(times: Mapping[int, tuple[float, float]]) -> list[tuple[int | None, str]]:
     rows = [
-        GemmMeasurement(LAYER.key, n, {CUTLASS: cutlass, TORCH: torch_})
-        for n, (cutlass, torch_) in times.items()
+        GemmMeasurement(LAYER.key, n, {CUTLASS: cutlass, CUBLASLT: cublaslt_us})
+        for n, (cutlass, cublaslt_us) in times.items()
     ]
     return [(c.max_rows, c.gemm) for c in derive_gemm_classes(rows)]
 
@@ -107,36 +108,43 @@ def derive(times: Mapping[int, tuple[float, float]]) -> list[tuple[int | None, s
 class TestDerive:
     def test_each_number_of_rows_gets_its_fastest(self) -> None:
         times = {16384: (10.0, 9.0), 8192: (9.0, 5.0), 32768: (30.0, 40.0)}
-        assert derive(times) == [(16384, TORCH), (None, CUTLASS)]
+        assert derive(times) == [(16384, CUBLASLT), (None, CUTLASS)]
 
-    def test_few_rows_which_wait_for_the_host_have_vllms_own(self) -> None:
-        times = {4096: (9.0, 5.0), 8192: (9.0, 5.0)}
-        assert derive(times) == [(4096, CUTLASS), (None, TORCH)]
+    def test_for_few_rows_the_host_counts_too(self) -> None:
+        # CUTLASS takes it 20 us, and cuBLASLt 14.
+        times = {256: (8.0, 9.0), 512: (8.0, 14.0), 1024: (16.0, 15.0)}
+        expected = [(256, CUBLASLT), (512, CUTLASS), (None, CUBLASLT)]
+        assert derive(times) == expected
 
     def test_near_ties_make_no_classes(self) -> None:
-        times = {8192: (10.0, 9.9), 16384: (10.0, 11.0), 32768: (20.0, 19.7)}
+        times = {8192: (100.0, 99.0), 16384: (100.0, 110.0), 32768: (200.0, 197.0)}
         assert derive(times) == [(None, CUTLASS)]
 
     def test_beyond_a_tie_there_are_classes(self) -> None:
-        times = {8192: (10.3, 10.0), 16384: (10.0, 10.3), 32768: (20.6, 20.0)}
-        assert derive(times) == [(8192, TORCH), (16384, CUTLASS), (None, TORCH)]
+        times = {8192: (103.0, 100.0), 16384: (100.0, 103.0), 32768: (206.0, 200.0)}
+        assert derive(times) == [(8192, CUBLASLT), (16384, CUTLASS), (None, CUBLASLT)]
 
     def test_what_did_not_run_has_none(self) -> None:
         alone = [GemmMeasurement(LAYER.key, 64, {CUTLASS: 9.0})]
         assert derive_gemm_classes(alone) == gemms.STOCK
-        (found,) = derive_gemm_classes([alone[0]._replace(us={TORCH: 9.0})])
-        assert found.gemm == TORCH
+        (found,) = derive_gemm_classes([alone[0]._replace(us={CUBLASLT: 9.0})])
+        assert found.gemm == CUBLASLT
         with pytest.raises(TuneError, match="no GEMM"):
             derive_gemm_classes([])
 
 
-TIMES = {CUTLASS: lambda rows: 10.0, TORCH: lambda rows: rows / 4.0}
+TIMES = {CUTLASS: lambda rows: 10.0, CUBLASLT: lambda rows: rows / 4.0}
 
 
 @pytest.fixture
-def exact_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's GEMM for CPUs rounds more often than GPUs'."""
-    monkeypatch.setattr(scaled_mm, "torch_scaled_mm", scaled_mm_ref)
+def cublaslt(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the reference, or what this is called with, be cuBLASLt's GEMM."""
+
+    def be(function: Callable[..., None]) -> None:
+        monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: StandIn(function))
+
+    be(scaled_mm_ref)
+    return be
 
 
 def measure(
@@ -147,9 +155,9 @@ def measure(
     )
 
 
-@pytest.mark.usefixtures("exact_torch")
+@pytest.mark.usefixtures("cublaslt")
 class TestMeasure:
-    @pytest.mark.parametrize("scales", ["rows", "tensor"])
+    @pytest.mark.parametrize("scales", SCALES)
     def test_every_number_of_rows_is_timed(self, scales: str) -> None:
         layer, clock, seen = LAYER._replace(scales=scales), ToldClock(TIMES), []
         found, left_out = measure_gemms.measure_gemms(
@@ -164,13 +172,13 @@ class TestMeasure:
         assert seen == ["8 rows", "64 rows"]
         assert clock.cells == [(8, 48), (64, 48)]
         assert found == [
-            GemmMeasurement(layer.key, 8, {CUTLASS: 10.0, TORCH: 2.0}),
-            GemmMeasurement(layer.key, 64, {CUTLASS: 10.0, TORCH: 16.0}),
+            GemmMeasurement(layer.key, 8, {CUTLASS: 10.0, CUBLASLT: 2.0}),
+            GemmMeasurement(layer.key, 64, {CUTLASS: 10.0, CUBLASLT: 16.0}),
         ]
         assert left_out == []
 
     def test_a_gemm_gets_what_the_layer_has(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, cublaslt: Callable[..., None]
     ) -> None:
         given: dict[str, tuple[torch.Tensor, ...]] = {}
 
@@ -178,13 +186,14 @@ class TestMeasure:
             given[scales] = operands
             scaled_mm_ref(*operands)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(scaled_mm, "torch_scaled_mm", note)
-        for scales in ("rows", "tensor"):
+        cublaslt(note)
+        for scales in SCALES:
             measure(layer=LAYER._replace(scales=scales), dtype=torch.float16)
         shapes = {name: [tuple(t.shape) for t in all_] for name, all_ in given.items()}
         first = [(64, 48), (64, 32), (32, 48)]
         assert shapes["rows"] == [*first, (64, 1), (1, 48), (48,)]
         assert shapes["tensor"] == [*first, (1,), (1,), (48,)]
+        assert shapes["tokens"] == [*first, (64, 1), (1,), (48,)]
         out, rows, weight, scale, weight_scale, bias = given["rows"]
         assert {out.dtype, bias.dtype} == {torch.float16}
         assert {rows.dtype, weight.dtype} == {torch.float8_e4m3fn}
@@ -193,51 +202,51 @@ class TestMeasure:
         # Outputs as large as a bias, so that either shows in the error.
         assert 0.5 < float(out.float().std()) < 4
 
-    def test_pytorchs_must_be_as_exact_as_vllms(
-        self, monkeypatch: pytest.MonkeyPatch
+    def test_cublaslts_must_be_as_exact_as_vllms(
+        self, cublaslt: Callable[..., None]
     ) -> None:
         def off(out: torch.Tensor, *operands: Any) -> None:
             exact = torch.empty_like(out, dtype=torch.float32)
             scaled_mm_ref(exact, *operands)
             out.copy_(exact * 1.01)
 
-        monkeypatch.setattr(scaled_mm, "torch_scaled_mm", off)
+        cublaslt(off)
         found, left_out = measure()
         assert [set(m.us) for m in found] == [{CUTLASS}] * 3
         (reason,) = left_out
-        assert reason.startswith("torch from 8 rows on: WrongResultError: wrong")
+        assert reason.startswith("cublaslt from 8 rows on: WrongResultError: wrong")
 
     def test_a_wrong_one_loses_all_of_its_times(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, cublaslt: Callable[..., None]
     ) -> None:
         def few_only(out: torch.Tensor, *operands: Any) -> None:
             if len(out) < 64:
                 scaled_mm_ref(out, *operands)
 
-        monkeypatch.setattr(scaled_mm, "torch_scaled_mm", few_only)
+        cublaslt(few_only)
         found, left_out = measure()
         assert [set(m.us) for m in found] == [{CUTLASS}] * 3
         # What it did not write is NaN.
-        assert "torch from 64 rows on" in left_out[0] and "error nan" in left_out[0]
+        assert "cublaslt from 64 rows on" in left_out[0] and "error nan" in left_out[0]
 
-    def test_one_that_fails_is_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_that_fails_is_left_out(self, cublaslt: Callable[..., None]) -> None:
         def fail(*operands: Any) -> None:
             raise RuntimeError("no algorithm\nand a long story")
 
-        monkeypatch.setattr(scaled_mm, "torch_scaled_mm", fail)
+        cublaslt(fail)
         found, left_out = measure()
         assert [set(m.us) for m in found] == [{CUTLASS}] * 3
-        assert left_out == ["torch from 8 rows on: RuntimeError: no algorithm"]
+        assert left_out == ["cublaslt from 8 rows on: RuntimeError: no algorithm"]
 
     def test_rows_that_memory_does_not_hold_are_skipped(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, cublaslt: Callable[..., None]
     ) -> None:
         def small_only(out: torch.Tensor, *operands: Any) -> None:
             if len(out) == 16:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             scaled_mm_ref(out, *operands)
 
-        monkeypatch.setattr(scaled_mm, "torch_scaled_mm", small_only)
+        cublaslt(small_only)
         found, left_out = measure()
         assert [m.rows for m in found] == [8, 64]
         assert all(len(m.us) == 2 for m in found)

@@ -25,7 +25,8 @@ from _tuning import (
     use_two_kernels,
 )
 
-from vllm_flashinfer_vit.choices import derive, gemms, measure_gemms
+from stand_in import StandIn
+from vllm_flashinfer_vit.choices import gemms, measure_gemms
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.derive import TuneError, derive_gemm_classes
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
@@ -34,17 +35,17 @@ from vllm_flashinfer_vit.commands.cli import main
 from vllm_flashinfer_vit.commands.tune import Options
 from vllm_flashinfer_vit.commands.tune_text import render, to_json
 from vllm_flashinfer_vit.kernels import scaled_mm
-from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS, TORCH
+from vllm_flashinfer_vit.kernels.gemms import CUBLASLT, CUTLASS, GEMMS, SCALES
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 
 GPU = HOPPER.name
-FEW = (GemmClass(512, TORCH), GemmClass(None, CUTLASS))
-TIMES = {CUTLASS: lambda rows: 10.0, TORCH: lambda rows: rows / 4.0}
+FEW = (GemmClass(512, CUBLASLT), GemmClass(None, CUTLASS))
+TIMES = {CUTLASS: lambda rows: 10.0, CUBLASLT: lambda rows: rows / 4.0}
 
 
 def test_layers_are_those_of_three_towers_by_default() -> None:
     layers = Options().layers()
-    assert len(layers) == len(set(layers)) == 2 * 10 * 2
+    assert len(layers) == len(set(layers)) == 2 * 10 * 3
     assert {dtype for dtype, _ in layers} == {torch.bfloat16, torch.float16}
     keys = {layer.key for _, layer in layers}
     assert {"bfloat16/1280x6848/rows", "float16/4304x1152/tensor"} <= keys
@@ -61,8 +62,10 @@ def test_sizes_are_measured_once_each() -> None:
     layers = Options(dtypes="fp16,fp16", gemms="32x48, 32x48,048x32").layers()
     assert [layer.key for _, layer in layers] == [
         "float16/32x48/tensor",
+        "float16/32x48/tokens",
         "float16/32x48/rows",
         "float16/48x32/tensor",
+        "float16/48x32/tokens",
         "float16/48x32/rows",
     ]
 
@@ -117,15 +120,12 @@ def test_the_noted_command_can_be_given(options: Options) -> None:
 @pytest.fixture
 def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return what runs the command on a CPU, with a clock that is told."""
-    # PyTorch's GEMM for CPUs rounds more often than GPUs'.
-    monkeypatch.setattr(scaled_mm, "torch_scaled_mm", scaled_mm_ref)
+    monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: StandIn(scaled_mm_ref))
     replace_kernels(monkeypatch)
     use_two_kernels(monkeypatch)
     on_this_gpu(monkeypatch)
     measure_fewer(monkeypatch, lengths=(8, 64), counts=(1,), rows=(8, 64))
     monkeypatch.setattr(tuning, "gemm_candidates", lambda stack: tuple(GEMMS))
-    # Few rows are a matter of `derive`'s own tests.
-    monkeypatch.setattr(derive, "HOST_BOUND_ROWS", 0)
     times = {"flash_attn": lambda n: 10.0, "cudnn": lambda n: n / 4.0, **TIMES}
     monkeypatch.setattr(tuning, "GraphClock", lambda device: ToldClock(times))
     path = tmp_path / "h200.json"
@@ -149,9 +149,11 @@ class TestCommand:
         assert result.exit_code == 0, result.output
         table = read(tmp_path)
         assert list(table.classes) == ["bfloat16/80"]
+        few = GemmClass(8, CUBLASLT), GemmClass(None, CUTLASS)
         assert dict(table.gemms) == {
-            "bfloat16/32x48/tensor": (GemmClass(8, TORCH), GemmClass(None, CUTLASS)),
-            "bfloat16/32x48/rows": (GemmClass(8, TORCH), GemmClass(None, CUTLASS)),
+            "bfloat16/32x48/tensor": few,
+            "bfloat16/32x48/tokens": few,
+            "bfloat16/32x48/rows": few,
         }
         assert [(m.layer, m.rows) for m in table.gemm_measurements] == [
             (layer, rows) for layer in table.gemms for rows in (8, 64)
@@ -159,14 +161,14 @@ class TestCommand:
         assert table.made_by["command"] == (
             "vllm-flashinfer-vit tune --dtypes bf16 --head-dims 80 --gemms 32x48"
         )
-        assert "torch._scaled_mm up to 8 rows, CUTLASS" in result.stdout
+        assert "cuBLASLt up to 8 rows, CUTLASS" in result.stdout
 
     def test_gemms_alone(self, tune: Callable[..., Any], tmp_path: Path) -> None:
         result = tune("--only", "gemms", "--gemms", "32x48,48x32")
         assert result.exit_code == 0, result.output
         table = read(tmp_path)
         assert not table.classes and not table.measurements
-        assert len(table.gemms) == 4
+        assert len(table.gemms) == 6
         assert table.made_by["command"] == (
             "vllm-flashinfer-vit tune --dtypes bf16 --only gemms --gemms 32x48,48x32"
         )
@@ -216,17 +218,17 @@ class TestCommand:
     ) -> None:
         tune("--head-dims", "80", "--gemms", "32x48,48x32")
         before = read(tmp_path)
-        slow = {CUTLASS: lambda rows: 1.0, TORCH: lambda rows: 9.0}
+        slow = {CUTLASS: lambda rows: 1.0, CUBLASLT: lambda rows: 9.0}
         monkeypatch.setattr(tuning, "GraphClock", lambda device: ToldClock(slow))
         assert tune("--add", "--only", "gemms", "--gemms", "48x32").exit_code == 0
         table = read(tmp_path)
         assert table.classes == before.classes
         assert table.measurements == before.measurements
-        for scales in ("tensor", "rows"):
+        for scales in SCALES:
             kept = f"bfloat16/32x48/{scales}"
             assert table.gemms[kept] == before.gemms[kept]
             assert table.gemms[f"bfloat16/48x32/{scales}"] == gemms.STOCK
-        assert len(table.gemm_measurements) == len(before.gemm_measurements) == 8
+        assert len(table.gemm_measurements) == len(before.gemm_measurements) == 12
         for name, classes in table.gemms.items():
             rows = [m for m in table.gemm_measurements if m.layer == name]
             assert derive_gemm_classes(rows) == classes
@@ -254,8 +256,9 @@ class TestCommand:
         table = read(tmp_path)
         assert list(table.gemms) == ["bfloat16/32x48/tensor"]
         assert len(table.gemm_measurements) == 2
-        (reason,) = table.left_out
-        assert reason.startswith("bfloat16/32x48/rows: the time limit of 3 s passed")
+        limit = "the time limit of 3 s passed"
+        for scales, reason in zip(SCALES[1:], table.left_out, strict=True):
+            assert reason.startswith(f"bfloat16/32x48/{scales}: {limit}")
         # What is measured later is no longer said to be left out.
         assert tune("--add", *sizes).exit_code == 0
         assert read(tmp_path).left_out == ()
@@ -293,7 +296,7 @@ class TestCommand:
     def test_its_json_has_gemms(self, tune: Callable[..., Any]) -> None:
         result = tune("--only", "gemms", "--gemms", "32x48", "--json")
         assert json.loads(result.stdout)["gemms"]["bfloat16/32x48/rows"] == [
-            {"max_rows": 8, "gemm": "torch"},
+            {"max_rows": 8, "gemm": "cublaslt"},
             {"max_rows": None, "gemm": "cutlass"},
         ]
 
@@ -304,7 +307,7 @@ def test_what_many_lack_for_one_reason_is_one_line() -> None:
         f"bfloat16/96: {reason}",
         "bfloat16/80: cudnn: out of memory",
         *(f"bfloat16/{n}x16/rows: {reason}" for n in (16, 32, 48)),
-        "bfloat16/64x16/rows: TORCH: out of memory",
+        "bfloat16/64x16/rows: CUBLASLT: out of memory",
         "no colon",
     )
     made_by = {"gpu": GPU, "vllm": "0.33.0"}
@@ -317,7 +320,7 @@ def test_what_many_lack_for_one_reason_is_one_line() -> None:
     assert [line for line in text.splitlines() if line.startswith("left out")] == [
         f"left out: bfloat16/96, 3 layers in FP8: {reason}",
         "left out: bfloat16/80: cudnn: out of memory",
-        "left out: bfloat16/64x16/rows: TORCH: out of memory",
+        "left out: bfloat16/64x16/rows: CUBLASLT: out of memory",
         "left out: no colon",
     ]
     # Programs and the file get each.
@@ -338,7 +341,7 @@ def test_layers_with_vllms_own_are_one_line() -> None:
     text = text_of({"bfloat16/48x32/rows": gemms.STOCK})
     assert "all " in text and "all others" not in text and "CUTLASS" in text
     text = text_of(entries)
-    assert "torch._scaled_mm up to 512 rows, CUTLASS" in text
+    assert "cuBLASLt up to 512 rows, CUTLASS" in text
     assert "all others" in text and "48x32" not in text
 
 

@@ -12,7 +12,7 @@ GEMM that was measured fastest for so many rows, or that one; see `choices.gemms
 scales of blocks vLLM prefers DeepGEMM for many sizes: those layers stay vLLM's own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,15 +22,21 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
+from vllm_flashinfer_vit.kernels.cublaslt import Problems
 from vllm_flashinfer_vit.kernels.formats import (
     GROUP,
     Activation,
     dtype_name,
     num_groups,
 )
-from vllm_flashinfer_vit.kernels.gemms import CUTLASS, scales_of
+from vllm_flashinfer_vit.kernels.gemms import scales_of
 from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref, scaled_mm_ref
-from vllm_flashinfer_vit.kernels.scaled_mm import Launch, cutlass_op, launch_of
+from vllm_flashinfer_vit.kernels.scaled_mm import (
+    ScaledGemm,
+    ScaledWeight,
+    cutlass_op,
+    scaled_gemm,
+)
 
 # Methods whose `apply` is no more than their kernel's.
 _METHODS = {
@@ -57,16 +63,16 @@ class Fp8Weights:
     """A layer's parameters as its GEMM takes them, see `linear.Weights`.
 
     Attributes:
-        weight: `[K, N]` e4m3, columns contiguous; K and N with vLLM's padding.
-        weight_scale: fp32, one or `[1, N]`, or of blocks, `[num_groups(K),
-            num_groups(N)]` with contiguous columns; the layer's own memory.
+        scaled: Weight, its scales and what the GEMM adds, in the layer's own memory; K
+            and N with vLLM's padding.
         bias: `[outputs]`, or None.
         input_scale: fp32, one, or None for scales of each token's own.
     """
 
-    def __init__(self, layer: torch.nn.Module) -> None:
-        """Take a layer that runs here, see `problem`."""
+    def __init__(self, layer: torch.nn.Module, adds_bias: bool = True) -> None:
+        """Take a layer that runs here, see `problem`, and whether its GEMM adds."""
         self._parameters = layer._parameters
+        self._adds_bias = adds_bias
         self._has_blocks = has_blocks(layer)
         self._scale_name = _scale_name(layer)
         self.renew()
@@ -91,9 +97,10 @@ class Fp8Weights:
             weight, weight_scale = weight.t(), weight_scale.t()
         elif weight_scale.numel() > 1:
             weight_scale = weight_scale.view(1, -1)
-        self.weight, self.weight_scale = weight, weight_scale
         self.bias = found.get("bias")
         self.input_scale = found.get("input_scale")
+        added = self.bias if self._adds_bias else None
+        self.scaled = ScaledWeight(weight, weight_scale, added)
 
 
 class Gemms:
@@ -104,24 +111,20 @@ class Gemms:
     """
 
     def __init__(
-        self,
-        classes: tuple[GemmClass, ...],
-        device: torch.device,
-        has_blocks: bool = False,
+        self, classes: tuple[GemmClass, ...], gemms: Mapping[str, ScaledGemm]
     ) -> None:
-        """Take classes whose GEMMs can run on a device; see `trial` and `launch_of`."""
+        """Take classes, and their GEMMs by name; see `trial`."""
         self.classes = classes
-        self._device = device
-        self._has_blocks = has_blocks
+        self._gemms = gemms
 
-    def launch_for(self, rows: int) -> Launch:
-        """Return the GEMM for so many rows; see `kernels.scaled_mm`."""
+    def for_rows(self, rows: int) -> ScaledGemm:
+        """Return the GEMM for so many rows."""
         served_by = (
             gemm
             for max_rows, gemm in self.classes
             if max_rows is None or rows <= max_rows
         )
-        return launch_of(next(served_by), self._device, self._has_blocks)
+        return self._gemms[next(served_by)]
 
 
 class Fp8Linear:
@@ -132,38 +135,31 @@ class Fp8Linear:
         gemms: What multiplies them.
         is_static: Whether its rows are quantised by the layer's `input_scale`.
         groups: Scales of each row, if its weight has scales of blocks, else 0.
+        inputs: Values in a row, padding included.
+        outputs: Columns that the GEMM writes, padding included.
     """
 
-    def __init__(self, layer: Any, weights: Fp8Weights, gemms: Gemms) -> None:
+    def __init__(self, layer: Any, gemms: Gemms, with_bias: bool = True) -> None:
         """Take a layer that runs here, see `problem`.
 
         Args:
             layer: The layer.
-            weights: Its parameters.
             gemms: GEMMs that can run it.
+            with_bias: Whether the GEMM adds the layer's bias.
         """
-        self.weights, self.gemms = weights, gemms
-        self.is_static = weights.input_scale is not None
-        self.groups = num_groups(self.inputs) if has_blocks(layer) else 0
         is_row_parallel = isinstance(layer, RowParallelLinear)
         self._is_summed = is_row_parallel and layer.tp_size > 1
         # The sum over ranks has it once.
-        self._adds_bias = not (self._is_summed and layer.tp_rank > 0)
+        adds_bias = with_bias and not (self._is_summed and layer.tp_rank > 0)
+        self.weights, self.gemms = Fp8Weights(layer, adds_bias), gemms
+        self.is_static = self.weights.input_scale is not None
+        self.inputs, self.outputs = self.weights.scaled.weight.shape
+        self.groups = num_groups(self.inputs) if has_blocks(layer) else 0
 
     @property
     def bias(self) -> torch.Tensor | None:
         """`[outputs]` without padding, or None."""
         return self.weights.bias
-
-    @property
-    def inputs(self) -> int:
-        """Values in a row, padding included."""
-        return self.weights.weight.shape[0]
-
-    @property
-    def outputs(self) -> int:
-        """Columns that the GEMM writes, padding included."""
-        return self.weights.weight.shape[1]
 
     def rows(self, now: Pass) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where a pass has the layer's rows, `[T, inputs]`, and their scales."""
@@ -173,31 +169,26 @@ class Fp8Linear:
         return now.quantized(self.inputs), given
 
     def __call__(
-        self,
-        now: Pass,
-        rows: torch.Tensor,
-        scales: torch.Tensor,
-        out: torch.Tensor,
-        with_bias: bool = True,
+        self, now: Pass, rows: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
         """Multiply, and add over ranks where the layer is split along its inputs.
 
         Args:
-            now: The pass, which keeps which GEMM it runs.
+            now: The pass, which keeps the settled GEMM.
             rows: `[T, inputs]` e4m3, contiguous.
             scales: What they were quantised by.
             out: `[T, outputs]` fp16 or bf16, rows of whole 16 bytes.
-            with_bias: Whether to add the bias.
 
         Returns:
             `out`, or a tensor like it with the ranks' sum.
         """
-        launch = now.settled.get(self.gemms)
-        if launch is None:
-            launch = now.settled[self.gemms] = self.gemms.launch_for(len(rows))
-        weights = self.weights
-        bias = weights.bias if with_bias and self._adds_bias else None
-        launch(out, rows, weights.weight, scales, weights.weight_scale, bias)
+        scaled, key = self.weights.scaled, (self.gemms, id(out))
+        found = now.settled.get(key)
+        # An id is another tensor's once its own has died.
+        if found is None or found[0] is not out:
+            gemm = self.gemms.for_rows(len(rows))
+            found = now.settled[key] = out, gemm.prepare(scaled, rows, scales, out)
+        found[1](scaled, scales)
         return tensor_model_parallel_all_reduce(out) if self._is_summed else out
 
 
@@ -328,6 +319,23 @@ def alike(layer: Any) -> tuple[object, ...]:
     )
 
 
+def gemm_of(layer: Any, name: str, problems: Problems) -> ScaledGemm:
+    """Return a GEMM by its name for layers that are like a loaded one.
+
+    Args:
+        layer: A layer that has no `problem`.
+        name: One of `GEMMS`.
+        problems: Keeps cuBLASLt's algorithms.
+
+    Raises:
+        RuntimeError: It cannot run here.
+    """
+    kind = scales_of(_is_static(layer), getattr(layer, _scale_name(layer)).numel())
+    _, outputs = _sizes(layer)
+    device = layer.weight.device
+    return scaled_gemm(name, kind, outputs, device, problems, has_blocks(layer))
+
+
 def _is_static(layer: Any) -> bool:
     return getattr(layer, "input_scale", None) is not None
 
@@ -337,17 +345,19 @@ def _tried_bias(layer: Any) -> torch.Tensor | None:
     return layer._parameters.get("bias") if has_plain_outputs(layer) else None
 
 
-def trial(layer: Any, gemm: str = CUTLASS) -> str | None:
+def trial(layer: Any, name: str, problems: Problems) -> str | None:
     """Run a layer that has no `problem` on a few rows.
 
     Args:
         layer: The layer, its weights loaded.
-        gemm: What multiplies.
+        name: What multiplies, one of `GEMMS`.
+        problems: Keeps cuBLASLt's algorithms.
 
     Returns:
         None if all is right, else why it cannot run here.
     """
     try:
+        gemm = gemm_of(layer, name, problems)
         counts = _BLOCK_TRIAL_ROWS if has_blocks(layer) else _TRIAL_ROWS
         if not all(_is_right(layer, gemm, count) for count in counts):
             return "its results are wrong"
@@ -356,25 +366,23 @@ def trial(layer: Any, gemm: str = CUTLASS) -> str | None:
     return None
 
 
-def _is_right(layer: Any, gemm: str, count: int) -> bool:
+def _is_right(layer: Any, gemm: ScaledGemm, count: int) -> bool:
     """Run a layer's GEMM on so many rows, and compare it with fp32."""
-    weights = Fp8Weights(layer)
-    weight, scales = weights.weight, weights.input_scale
-    inputs, outputs = weight.shape
-    bias = None if _tried_bias(layer) is None else weights.bias
-    x = torch.linspace(-1, 1, count * inputs, device=weight.device)
+    weights = Fp8Weights(layer, adds_bias=_tried_bias(layer) is not None)
+    scaled, scales = weights.scaled, weights.input_scale
+    inputs, outputs = scaled.weight.shape
+    x = torch.linspace(-1, 1, count * inputs, device=scaled.weight.device)
     x = x.to(layer.params_dtype).view(count, inputs)
-    rows = torch.empty_like(x, dtype=weight.dtype)
+    rows = torch.empty_like(x, dtype=scaled.weight.dtype)
     if has_blocks(layer):
         scales = x.new_empty(num_groups(inputs), count, dtype=torch.float32).t()
     elif scales is None:
         scales = x.new_empty(count, 1, dtype=torch.float32)
     out = x.new_empty(count, outputs)
     quantize(x, rows, scales)
-    launch = launch_of(gemm, weight.device, has_blocks(layer))
-    launch(out, rows, weight, scales, weights.weight_scale, bias)
+    gemm.prepare(scaled, rows, scales, out)(scaled, scales)
     right = torch.empty_like(out, dtype=torch.float32)
-    scaled_mm_ref(right, rows, weight, scales, weights.weight_scale, bias)
+    scaled_mm_ref(right, rows, scaled.weight, scales, scaled.scale, scaled.bias)
     atol = _TOLERANCE * right.abs().max().item()
     return torch.allclose(out.float(), right, rtol=_TOLERANCE, atol=atol)
 

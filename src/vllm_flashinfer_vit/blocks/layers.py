@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
 from vllm_flashinfer_vit.blocks import fp8_linear, quack
-from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Fp8Weights, Gemms
+from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
 from vllm_flashinfer_vit.blocks.linear import (
     BlockWeights,
     OwnLinear,
@@ -92,7 +92,7 @@ class Layers(NamedTuple):
         """Try a GEMM once for all layers that are like this one."""
         trials, sizes = self.tower.trials, ("fp8", gemm, *fp8_linear.alike(layer))
         if sizes not in trials:
-            trials[sizes] = fp8_linear.trial(layer, gemm)
+            trials[sizes] = fp8_linear.trial(layer, gemm, self.tower.problems)
         return trials[sizes]
 
     def own(self, path: str) -> OwnLinear:
@@ -117,11 +117,11 @@ class Layers(NamedTuple):
         self.steps[path] = "cuBLAS"
         return gemm(weights, self.tower.problems, gelu), weights
 
-    def fp8(self, path: str) -> Fp8Linear:
-        """Return a layer that `is_fp8`."""
-        layer = self.part(path)
+    def fp8(self, path: str, with_bias: bool = True) -> Fp8Linear:
+        """Return a layer that `is_fp8`, whose GEMM adds its bias or does not."""
         gemms = self._gemms(path)
-        step = Fp8Linear(layer, self.weights.add(Fp8Weights(layer)), gemms)
+        step = Fp8Linear(self.part(path), gemms, with_bias)
+        self.weights.add(step.weights)
         scales = "the layer's scale" if step.is_static else "a scale for each token"
         if step.groups:
             scales = f"a scale for each {GROUP} values of a token"
@@ -131,12 +131,12 @@ class Layers(NamedTuple):
     def _gemms(self, path: str) -> Gemms:
         """Return the GEMMs of a layer that `is_fp8`, the same object for all alike."""
         layer = self.part(path)
-        device = layer.weight.device
-        key = device, fp8_linear.alike(layer)
+        key = layer.weight.device, fp8_linear.alike(layer)
         if (found := self.tower.gemms.get(key)) is None:
-            classes = self._gemm_classes(path, layer)
-            has_blocks = fp8_linear.has_blocks(layer)
-            found = self.tower.gemms[key] = Gemms(classes, device, has_blocks)
+            classes, problems = self._gemm_classes(path, layer), self.tower.problems
+            names = {name for _, name in classes}
+            gemms = {n: fp8_linear.gemm_of(layer, n, problems) for n in names}
+            found = self.tower.gemms[key] = Gemms(classes, gemms)
         return found
 
     def _gemm_classes(self, path: str, layer: Any) -> tuple[GemmClass, ...]:

@@ -16,8 +16,9 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
-from vllm_flashinfer_vit.blocks import cublaslt, quack
+from vllm_flashinfer_vit.blocks import quack
 from vllm_flashinfer_vit.blocks.aligned_linear import AlignedLinearMethod
+from vllm_flashinfer_vit.kernels import cublaslt
 
 
 class Step(Protocol):
@@ -168,24 +169,19 @@ class LtGemm:
         self._weights, self._problems, self._gelu = weights, problems, gelu
 
     @property
-    def layer(self) -> cublaslt.LayerWeights:
+    def layer(self) -> cublaslt.Layer:
         """See `Step`."""
         made = self._weights.made
         if (found := made.get("lt")) is None:
             weight, bias = self._weights.weight, self._weights.bias
-            assert bias is not None
-            found = made["lt"] = cublaslt.LayerWeights(weight, bias, self._gelu)
+            found = made["lt"] = cublaslt.Layer(weight, bias, self._gelu)
         return found
 
     def prepare(
         self, x: torch.Tensor, out: torch.Tensor
-    ) -> Callable[[cublaslt.LayerWeights], object]:
+    ) -> Callable[[cublaslt.Layer], object]:
         """See `Step`."""
-        layer, weights = self.layer, self._weights
-        assert weights.bias is not None
-        return self._problems.prepare(
-            x, weights.weight, weights.bias, layer, out, self._gelu
-        )
+        return self._problems.prepare(x, self.layer, out)
 
 
 class QuackGemm:

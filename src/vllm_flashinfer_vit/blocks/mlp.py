@@ -116,7 +116,8 @@ class Fp8Mlp:
 
     def __init__(self, spec: BlockSpec, layers: Layers, activation: Activation) -> None:
         """Resolve the layers."""
-        self.first, self.second = layers.fp8(spec.first), layers.fp8(spec.second)
+        self.first = layers.fp8(spec.first, with_bias=False)
+        self.second = layers.fp8(spec.second)
         self.stacked = self.first.outputs
         self.quantized = self.first, self.second
         self._width = layers.part(spec.second).input_size_per_partition
@@ -126,7 +127,7 @@ class Fp8Mlp:
         """Return the MLP's output, `[T, C]`, of the rows that the first layer reads."""
         first, second = self.first, self.second
         values = now.first(first.outputs)
-        first(now, *first.rows(now), values, with_bias=False)
+        first(now, *first.rows(now), values)
         rows, scales = second.rows(now)
         key = "quantising act", scales.shape
         act = now.settled.get(key)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_flashinfer_vit.blocks.cublaslt import Problems
 from vllm_flashinfer_vit.blocks.rotary import Tables, repeated, tables
 from vllm_flashinfer_vit.blocks.spec import Rotary
+from vllm_flashinfer_vit.kernels.cublaslt import Problems
 from vllm_flashinfer_vit.ops.batch import row_offsets
 
 # Passes that are kept: some of up to 3000 patches each, where the host's time counts.

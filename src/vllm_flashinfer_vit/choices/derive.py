@@ -10,7 +10,7 @@ from typing import NamedTuple
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmMeasurement
 from vllm_flashinfer_vit.choices.table import Measurement, Table
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
-from vllm_flashinfer_vit.kernels.gemms import CUTLASS
+from vllm_flashinfer_vit.kernels.gemms import HOST_US
 from vllm_flashinfer_vit.ops.plan import Class
 
 # Kernels this close are equal, so that noise makes no classes.
@@ -18,10 +18,6 @@ _TIE = 1.02
 # A kernel that builds plans must win by 5 %: each new shape costs tens of milliseconds
 # on the host.
 _PLAN_HANDICAP = 1.05
-# PyTorch's GEMM asks cuBLASLt for an algorithm in each call: 11 us more of an H200's
-# host than a launch (`blocks.cublaslt`). Up to about this many rows eager mode waits
-# for the host (docs/results_0.33.0.md), whose time a table does not have.
-HOST_BOUND_ROWS = 4096
 
 
 class TuneError(ValueError):
@@ -69,7 +65,8 @@ def derive_gemm_classes(
     """Choose the fewest classes whose GEMM is nowhere noticeably slower than another.
 
     A number of rows between two measured ones takes the larger one's GEMM; numbers
-    above the last take its. Few rows have vLLM's own, where that was measured.
+    above the last take its. A GEMM takes a graph as long as the device needs, and eager
+    mode at least as long as the host: the geometric mean of both counts.
 
     Args:
         measurements: Of one layer, see `GemmLayer`. A number of rows that no GEMM ran
@@ -80,9 +77,9 @@ def derive_gemm_classes(
     """
     slowdowns: dict[int, dict[str, float]] = {}
     for row in sorted(measurements, key=lambda m: m.rows):
-        times = row.us
-        if row.rows <= HOST_BOUND_ROWS and CUTLASS in times:
-            times = {CUTLASS: times[CUTLASS]}
+        times = {
+            gemm: math.sqrt(us * max(us, HOST_US[gemm])) for gemm, us in row.us.items()
+        }
         best = min(times.values())
         slowdowns[row.rows] = {gemm: us / best for gemm, us in times.items()}
     if not slowdowns:

@@ -3,11 +3,11 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, NamedTuple, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from vllm_flashinfer_vit.kernels.gemms import GEMMS, SCALES
+from vllm_flashinfer_vit.kernels.gemms import GEMMS, SCALES, Scales
 from vllm_flashinfer_vit.machine.json_files import one_of
 
 
@@ -24,7 +24,7 @@ class GemmLayer(NamedTuple):
     dtype: str
     inputs: int
     outputs: int
-    scales: str
+    scales: Scales
 
     @property
     def size(self) -> str:
@@ -41,7 +41,7 @@ class GemmLayer(NamedTuple):
         """Return the layers of a key that a table was read with."""
         dtype, sizes, scales = key.split("/")
         inputs, outputs = map(int, sizes.split("x"))
-        return cls(dtype, inputs, outputs, scales)
+        return cls(dtype, inputs, outputs, cast(Scales, scales))
 
 
 class GemmClass(NamedTuple):

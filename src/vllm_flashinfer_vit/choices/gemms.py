@@ -58,7 +58,7 @@ def measured_gemms(
 
 
 def in_words(classes: tuple[GemmClass, ...]) -> str:
-    """Say which serves how many rows: `torch._scaled_mm up to 512 rows, CUTLASS`."""
+    """Say which serves how many rows: `cuBLASLt up to 512 rows, CUTLASS`."""
     return ", ".join(
         GEMMS[gemm] + ("" if max_rows is None else f" up to {max_rows} rows")
         for max_rows, gemm in classes

@@ -12,15 +12,18 @@ import torch
 
 from vllm_flashinfer_vit.choices.clock import Clock, Run
 from vllm_flashinfer_vit.choices.compare import compare, relative_error
-from vllm_flashinfer_vit.choices.derive import HOST_BOUND_ROWS
 from vllm_flashinfer_vit.choices.gemm_table import GemmLayer, GemmMeasurement
+from vllm_flashinfer_vit.kernels.cublaslt import Problems
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
-from vllm_flashinfer_vit.kernels.scaled_mm import cutlass_op, launch_of
+from vllm_flashinfer_vit.kernels.scaled_mm import (
+    ScaledWeight,
+    cutlass_op,
+    scaled_gemm,
+)
 from vllm_flashinfer_vit.machine.stack import Stack
 
-# Fewer have vLLM's own whatever they take.
-ROWS = tuple(HOST_BOUND_ROWS * 2**i for i in range(4))
+ROWS = tuple(128 * 4**i for i in range(3)) + tuple(4096 * 2**i for i in range(4))
 # Inputs and outputs of the QKV projection, attention's projection and the MLP's layers,
 # with vLLM's padding: of Qwen2-VL, of Qwen2.5-VL where they differ, and of Qwen3-VL.
 SIZES = (
@@ -46,14 +49,12 @@ _CAPABILITY = (8, 9)
 
 
 class _Operands(NamedTuple):
-    """What a GEMM takes, in this order; see `scaled_mm.torch_scaled_mm`."""
+    """What a GEMM takes; see `scaled_mm.ScaledGemm`."""
 
-    out: torch.Tensor
+    weight: ScaledWeight
     rows: torch.Tensor
-    weight: torch.Tensor
     scales: torch.Tensor
-    weight_scale: torch.Tensor
-    bias: torch.Tensor
+    out: torch.Tensor
 
 
 def gemm_candidates(stack: Stack) -> tuple[str, ...]:
@@ -96,7 +97,7 @@ def measure_gemms(
     times, left_out = compare(
         gemms,
         {f"{rows} rows": rows for rows in row_counts},
-        lambda rows: _Inputs(_draw(layer, dtype, rows, device)),
+        lambda rows: _Inputs(layer, _draw(layer, dtype, rows, device)),
         clock,
         device,
         advance,
@@ -108,21 +109,25 @@ def measure_gemms(
 class _Inputs:
     """Operands, as `compare` takes them."""
 
-    def __init__(self, operands: _Operands) -> None:
-        self._operands, self._limit = operands, _GATE
+    def __init__(self, layer: GemmLayer, operands: _Operands) -> None:
+        self._layer, self._operands, self._limit = layer, operands, _GATE
         self._expected: torch.Tensor | None = None
-        if len(operands.rows) <= _GATE_MAX_ROWS:
-            self._expected = torch.empty_like(operands.out, dtype=torch.float32)
-            scaled_mm_ref(self._expected, *operands[1:])
+        weight, rows, scales, out = operands
+        if len(rows) <= _GATE_MAX_ROWS:
+            self._expected = torch.empty_like(out, dtype=torch.float32)
+            read = rows, weight.weight, scales, weight.scale, weight.bias
+            scaled_mm_ref(self._expected, *read)
 
-    def call(self, gemm: str) -> Run:
-        launch = launch_of(gemm, self._operands.out.device)
+    def call(self, name: str) -> Run:
+        layer, (weight, rows, scales, out) = self._layer, self._operands
+        gemm = scaled_gemm(name, layer.scales, layer.outputs, out.device, Problems())
         # Each has an output of its own, that none is found right by another's.
-        out = torch.full_like(self._operands.out, float("nan"))
+        own = torch.full_like(out, float("nan"))
 
         def run() -> torch.Tensor:
-            launch(out, *self._operands[1:])
-            return out
+            # Each time, since it is for the current stream.
+            gemm.prepare(weight, rows, scales, own)(weight, scales)
+            return own
 
         return run
 
@@ -148,12 +153,15 @@ def _draw(
 
     e4m3 = torch.float8_e4m3fn
     inputs, outputs = layer.inputs, layer.outputs
-    is_one = layer.scales == "tensor"
-    return _Operands(
-        torch.empty(rows, outputs, dtype=dtype, device=device),
-        normal(rows, inputs).to(e4m3),
+    has_one = layer.scales != "rows"
+    weight = ScaledWeight(
         normal(outputs, inputs).to(e4m3).t(),
-        scale(1) if is_one else scale(rows, 1),
-        (scale(1) if is_one else scale(1, outputs)) * inputs**-0.5,
+        (scale(1) if has_one else scale(1, outputs)) * inputs**-0.5,
         normal(outputs).to(dtype),
+    )
+    return _Operands(
+        weight,
+        normal(rows, inputs).to(e4m3),
+        scale(1) if layer.scales == "tensor" else scale(rows, 1),
+        torch.empty(rows, outputs, dtype=dtype, device=device),
     )

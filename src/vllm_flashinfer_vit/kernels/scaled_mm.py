@@ -1,79 +1,190 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMMs of rows in FP8, scales and bias included: vLLM's CUTLASS op, and PyTorch's.
+"""GEMMs of rows in FP8, scales and bias included: vLLM's CUTLASS op, and cuBLASLt's.
 
-All take what `row_scales_ref.scaled_mm_ref` takes, write to memory that is there, and
+All compute what `row_scales_ref.scaled_mm_ref` does, write to memory that is there, and
 wait for nothing. Scales and the bias are applied in fp32, and the output rounded once.
 Where a weight has scales of blocks, vLLM's op takes no bias, which is then added to the
 rounded output, as vLLM does, and rounded once more.
 On Hopper the tensor cores keep fewer bits of a running sum of FP8 products than fp32
-has. vLLM's op leaves sums there to their end ("fast accumulation"), so PyTorch's is
+has. vLLM's op leaves sums there to their end ("fast accumulation"), so cuBLASLt is
 asked for the same. `tune` drops it where it is less exact than vLLM's op.
 """
 
-import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
+from vllm_flashinfer_vit.kernels import cublaslt
 from vllm_flashinfer_vit.kernels._vllm_ops import compiled_op
-from vllm_flashinfer_vit.kernels.gemms import TORCH
+from vllm_flashinfer_vit.kernels.gemms import CUTLASS, Scales
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 
-Launch = Callable[..., None]
 _CUTLASS_OP = "cutlass_scaled_mm"
 
 
-def torch_scaled_mm(
-    out: torch.Tensor,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> None:
-    """Multiply FP8 rows by an FP8 weight, by `torch._scaled_mm`.
+@dataclass(frozen=True)
+class ScaledWeight:
+    """A layer's parameters as GEMMs of rows in FP8 take them.
 
-    Args:
-        out: `[T, N]` fp16 or bf16, contiguous; written.
-        rows: `[T, K]` e4m3, contiguous.
+    Attributes:
         weight: `[K, N]` e4m3, columns contiguous; K and N multiples of 16.
-        scales: fp32, `[T, 1]`, or one.
-        weight_scale: fp32, `[1, N]` if `scales` are `[T, 1]`, else one.
-        bias: `[N]` of the dtype of `out`, or None.
-
-    Raises:
-        RuntimeError: PyTorch or cuBLASLt refuses.
-        ValueError: Scales are of other shapes.
+        scale: fp32, contiguous: one, or `[1, N]`, or of blocks, `[num_groups(K),
+            num_groups(N)]` with contiguous columns.
+        bias: `[N]` of the output's dtype, what is added, or None.
+        made: What was made of their addresses.
     """
-    torch._scaled_mm(
-        rows, weight, scales, weight_scale, bias=bias, use_fast_accum=True, out=out
-    )
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None
+    made: dict[object, Any] = field(default_factory=dict)
 
 
-def cutlass_op() -> Launch | None:
+# Launches the GEMM of a layer like the one that it was settled for, given its rows'
+# scales.
+Launch = Callable[[ScaledWeight, torch.Tensor], None]
+
+
+class ScaledGemm(Protocol):
+    """A GEMM that layers of the same sizes and kind of scales run."""
+
+    def prepare(
+        self,
+        like: ScaledWeight,
+        rows: torch.Tensor,
+        scales: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Launch:
+        """Settle it for buffers.
+
+        Args:
+            like: A layer's parameters.
+            rows: `[T, K]` e4m3, contiguous. Launches read what it holds by then.
+            scales: fp32, of the rows: one, `[T, 1]`, or `[T, num_groups(K)]`.
+            out: `[T, N]` fp16 or bf16, contiguous; each launch overwrites it.
+        """
+
+
+class Cutlass:
+    """vLLM's op; on a CPU the reference stands for it."""
+
+    def __init__(self, device: torch.device, has_blocks: bool = False) -> None:
+        """Take where it runs, and whether weights have scales of blocks."""
+        op = scaled_mm_ref if device.type != "cuda" else cutlass_op()
+        assert op is not None
+        self._op = op
+        # The reference adds a bias to any.
+        self._adds_apart = has_blocks and device.type == "cuda"
+
+    def prepare(
+        self,
+        like: ScaledWeight,
+        rows: torch.Tensor,
+        scales: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Launch:
+        """See `ScaledGemm`."""
+        op = self._op
+
+        def launch(layer: ScaledWeight, scales: torch.Tensor) -> None:
+            op(out, rows, layer.weight, scales, layer.scale, layer.bias)
+
+        def launch_then_add(layer: ScaledWeight, scales: torch.Tensor) -> None:
+            op(out, rows, layer.weight, scales, layer.scale, None)
+            if layer.bias is not None:
+                out.add_(layer.bias)
+
+        return launch_then_add if self._adds_apart else launch
+
+
+class CublasLt:
+    """cuBLASLt's, settled beforehand."""
+
+    def __init__(
+        self,
+        kind: Scales,
+        outputs: int,
+        device: torch.device,
+        problems: cublaslt.Problems,
+    ) -> None:
+        """Take what layers have alike.
+
+        Args:
+            kind: Kind of their scales.
+            outputs: N.
+            device: Where they are.
+            problems: Keeps the algorithms.
+
+        Raises:
+            RuntimeError: There is no cuBLASLt here that takes rows in FP8.
+        """
+        if not cublaslt.takes_fp8():
+            raise RuntimeError("no cuBLASLt for rows in FP8 was found on a Hopper GPU")
+        self._kind, self._problems = kind, problems
+        self._constants = torch.ones(outputs + 1, device=device)
+        self._constants[-1] = 0
+
+    def prepare(
+        self,
+        like: ScaledWeight,
+        rows: torch.Tensor,
+        scales: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Launch:
+        """See `ScaledGemm`.
+
+        Raises:
+            RuntimeError: cuBLASLt refuses.
+        """
+        multiply = self._problems.prepare(rows, self._layer(like, scales), out)
+
+        def launch(weight: ScaledWeight, scales: torch.Tensor) -> None:
+            multiply(self._layer(weight, scales))
+
+        return launch
+
+    def _layer(self, weight: ScaledWeight, scales: torch.Tensor) -> cublaslt.Layer:
+        """Describe a layer once, and have it read the scales of its rows."""
+        layer = weight.made.get(self)
+        if layer is None:
+            scaling = cublaslt.Scaling(self._kind, weight.scale, self._constants)
+            layer = cublaslt.Layer(weight.weight.t(), weight.bias, scaling=scaling)
+            weight.made[self] = layer
+        # Those of tokens are a pass's, and one for all rows is the layer's.
+        if layer.row_scales != (address := scales.data_ptr()):
+            layer.read(address)
+        return layer
+
+
+def cutlass_op() -> Callable[..., None] | None:
     """Return vLLM's `cutlass_scaled_mm`, None without it in this process or CUDA."""
     return compiled_op(_CUTLASS_OP)
 
 
-def launch_of(gemm: str, device: torch.device, has_blocks: bool = False) -> Launch:
-    """Return a GEMM; on a CPU the reference stands for vLLM's.
+def scaled_gemm(
+    name: str,
+    kind: Scales | None,
+    outputs: int,
+    device: torch.device,
+    problems: cublaslt.Problems,
+    has_blocks: bool = False,
+) -> ScaledGemm:
+    """Return a GEMM by its name, one of `GEMMS`, for layers that are alike.
 
     Args:
-        gemm: One of `GEMMS`.
-        device: Where it runs.
-        has_blocks: Whether its weights have scales of blocks, which vLLM's takes alone.
+        name: Its name.
+        kind: Kind of their scales, None for those that vLLM's takes alone.
+        outputs: N.
+        device: Where they are.
+        problems: Keeps cuBLASLt's algorithms.
+        has_blocks: Whether weights have scales of blocks, which vLLM's takes alone.
+
+    Raises:
+        RuntimeError: It cannot run here.
     """
-    if gemm == TORCH:
-        return torch_scaled_mm
-    if device.type != "cuda":
-        return scaled_mm_ref
-    launch = cutlass_op()
-    assert launch is not None
-    return functools.partial(_then_bias, launch) if has_blocks else launch
-
-
-def _then_bias(launch: Launch, out: torch.Tensor, *read: torch.Tensor | None) -> None:
-    *operands, bias = read
-    launch(out, *operands, None)
-    if bias is not None:
-        out.add_(bias)
+    if name == CUTLASS:
+        return Cutlass(device, has_blocks)
+    assert kind is not None and not has_blocks
+    return CublasLt(kind, outputs, device, problems)

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_flashinfer_vit.blocks import cublaslt
-from vllm_flashinfer_vit.blocks.cublaslt import LayerWeights, Problems
 from vllm_flashinfer_vit.blocks.linear import BlockWeights, LtGemm, Weights
+from vllm_flashinfer_vit.kernels import cublaslt
+from vllm_flashinfer_vit.kernels.cublaslt import Layer, Problems, Scaling
+from vllm_flashinfer_vit.kernels.gemms import SCALES, Scales
+from vllm_flashinfer_vit.kernels.scaled_mm import CublasLt, ScaledWeight
 
 HANDLE, STREAM = 11, 77
 
@@ -92,9 +94,9 @@ def tensors(
 
 
 def prepare(
-    problems: Problems, t: SimpleNamespace, layer: LayerWeights, gelu: bool = False
-) -> Callable[[LayerWeights], None]:
-    return problems.prepare(t.x, t.weight, t.bias, layer, t.out, gelu)
+    problems: Problems, t: SimpleNamespace, layer: Layer
+) -> Callable[[Layer], None]:
+    return problems.prepare(t.x, layer, t.out)
 
 
 def test_the_heuristics_result_is_as_large_as_cublass() -> None:
@@ -162,7 +164,7 @@ def test_which_layers_fit() -> None:
 @pytest.mark.parametrize(("gelu", "epilogue"), [(False, 4), (True, 36)])
 def test_a_layer_is_described_once(library: Library, gelu, epilogue) -> None:
     t = tensors()
-    layer = LayerWeights(t.weight, t.bias, gelu)
+    layer = Layer(t.weight, t.bias, gelu)
     # Sums and the scale of the product in fp32.
     assert library.of("MatmulDescCreate") == [(101, 68, 0)]
     assert layer.operation.value == 101
@@ -183,7 +185,7 @@ def test_a_layer_is_described_once(library: Library, gelu, epilogue) -> None:
 def test_matrices_are_described_as_columns(library: Library, dtype, number) -> None:
     t = tensors(dtype=dtype)
     problems = Problems()
-    prepare(problems, t, LayerWeights(t.weight, t.bias, False))
+    prepare(problems, t, Layer(t.weight, t.bias, False))
     # Rows, columns and the rows between two columns: W^T, x^T and y^T.
     assert library.of("MatrixLayoutCreate") == [
         (102, number, 16, 8, 16),
@@ -205,7 +207,7 @@ def test_an_algorithm_is_asked_for_as_pytorch_asks(library: Library) -> None:
     t.x = room[start + 256 + 8 : start + 256 + 56].view(3, 16)
     t.out = room[start + 512 + 32 : start + 512 + 56].view(3, 8)
     t.bias = room[start + 1024 + 16 : start + 1024 + 24]
-    layer = LayerWeights(t.weight, t.bias, False)
+    layer = Layer(t.weight, t.bias, False)
     prepare(Problems(), t, layer)
     (asked,) = library.of("MatmulAlgoGetHeuristic")
     assert asked[:8] == (HANDLE, 101, 102, 103, 104, 104, 105, 1)
@@ -224,9 +226,9 @@ def test_an_algorithm_is_asked_for_as_pytorch_asks(library: Library) -> None:
 
 def test_a_call_hands_over_addresses_of_its_layer(library: Library) -> None:
     t, other = tensors(), tensors()
-    layers = [LayerWeights(y.weight, y.bias, True) for y in (t, other)]
+    layers = [Layer(y.weight, y.bias, True) for y in (t, other)]
     problems = Problems()
-    call = prepare(problems, t, layers[0], gelu=True)
+    call = prepare(problems, t, layers[0])
     assert not library.of("Matmul")
     for layer in layers:
         call(layer)
@@ -245,7 +247,7 @@ def test_a_call_hands_over_addresses_of_its_layer(library: Library) -> None:
 
 def test_a_call_holds_what_it_needs(library: Library) -> None:
     t = tensors()
-    layer = LayerWeights(t.weight, t.bias, False)
+    layer = Layer(t.weight, t.bias, False)
     problems = Problems()
     call = prepare(problems, t, layer)
     x, out, workspace = call.held
@@ -266,7 +268,7 @@ def test_a_stream_has_one_workspace_and_each_captured_gemm_its_own(
 
     def workspace(rows: int) -> torch.Tensor:
         t = tensors(rows)
-        call = prepare(problems, t, LayerWeights(t.weight, t.bias, False))
+        call = prepare(problems, t, Layer(t.weight, t.bias, False))
         return call.held[2]
 
     shared = workspace(3)
@@ -285,7 +287,7 @@ def test_a_stream_has_one_workspace_and_each_captured_gemm_its_own(
 
 def test_an_algorithm_is_asked_for_once_for_its_sizes(library: Library) -> None:
     t = tensors()
-    layer, gelu = (LayerWeights(t.weight, t.bias, x) for x in (False, True))
+    layer, gelu = (Layer(t.weight, t.bias, x) for x in (False, True))
     problems = Problems()
 
     def asked() -> int:
@@ -294,7 +296,7 @@ def test_an_algorithm_is_asked_for_once_for_its_sizes(library: Library) -> None:
     for _ in range(2):
         prepare(problems, t, layer)
     assert asked() == 1
-    prepare(problems, t, gelu, gelu=True)
+    prepare(problems, t, gelu)
     assert asked() == 2
     t.x, t.out = t.x[:2], t.out[:2]
     prepare(problems, t, layer)
@@ -311,7 +313,7 @@ def test_the_latest_problems_are_kept(
     monkeypatch.setattr(cublaslt, "_MAX_PROBLEMS", 2)
     problems = Problems()
     t = tensors(rows=4)
-    layer = LayerWeights(t.weight, t.bias, False)
+    layer = Layer(t.weight, t.bias, False)
     for rows in (1, 2, 1, 3, 1, 2):
         prepare(problems, SimpleNamespace(**vars(t) | {"x": t.x[:rows]}), layer)
         assert len(problems._found) <= 2
@@ -334,10 +336,10 @@ def test_a_layer_that_is_refused(library: Library, name, message) -> None:
     library.statuses[name] = 7
     t = tensors()
     with pytest.raises(RuntimeError, match=rf"({message}).*: status 7"):
-        LayerWeights(t.weight, t.bias, False)
+        Layer(t.weight, t.bias, False)
 
 
-SIZES = r"Sizes\(rows=3, outputs=8, inputs=16, dtype=torch.float16, gelu=False"
+SIZES = r"Sizes\(rows=3, outputs=8, inputs=16, form=Form\(dtype=torch.float16"
 
 
 @pytest.mark.parametrize(("status", "count"), [(15, 1), (0, 0)])
@@ -346,7 +348,7 @@ def test_an_algorithm_that_is_not_found(library: Library, status, count) -> None
     library.count = count
     t = tensors()
     problems = Problems()
-    layer = LayerWeights(t.weight, t.bias, False)
+    layer = Layer(t.weight, t.bias, False)
     with pytest.raises(RuntimeError, match=f"find an algorithm for {SIZES}.*status"):
         prepare(problems, t, layer)
     # Nothing is kept of it, and it may be asked for again.
@@ -359,7 +361,7 @@ def test_an_algorithm_that_is_not_found(library: Library, status, count) -> None
 
 def test_a_launch_that_is_refused(library: Library) -> None:
     t = tensors()
-    layer = LayerWeights(t.weight, t.bias, False)
+    layer = Layer(t.weight, t.bias, False)
     call = prepare(Problems(), t, layer)
     library.statuses["cublasLtMatmul"] = 13
     with pytest.raises(RuntimeError, match=f"multiply {SIZES}.*status 13"):
@@ -389,3 +391,109 @@ def test_a_layer_is_described_anew_where_its_weights_move(library: Library) -> N
     del first, second
     gc.collect()
     assert library.of("MatmulDescDestroy") == [(101,), (102,)]
+
+
+def in_fp8(
+    kind: Scales, has_bias: bool = True, rows: int = 3
+) -> tuple[SimpleNamespace, Layer]:
+    t = tensors(rows, 16, 32, torch.bfloat16)
+    t.x, t.weight = t.x.to(torch.float8_e4m3fn), t.weight.to(torch.float8_e4m3fn)
+    t.scale = torch.ones(16 if kind == "rows" else 1)
+    t.constants = torch.ones(17)
+    scaling = Scaling(kind, t.scale, t.constants)
+    return t, Layer(t.weight, t.bias if has_bias else None, scaling=scaling)
+
+
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "plain"])
+@pytest.mark.parametrize("kind", SCALES)
+def test_a_layer_in_fp8_is_described_once(library: Library, kind, has_bias) -> None:
+    t, layer = in_fp8(kind, has_bias)
+    expected = {3: (1, 4), 25: (1, 1)}
+    if has_bias:
+        # Its dtype is not the operands'.
+        expected |= {7: (4, 4), 8: (t.bias.data_ptr(), 8), 26: (14, 4)}
+    if kind != "tensor":
+        expected |= {31: (3, 4), 32: (3, 4)}
+    if kind == "tokens":
+        expected |= {2: (1, 4), 17: (t.constants.data_ptr(), 8)}
+    else:
+        expected |= {17: (t.scale.data_ptr(), 8)}
+    assert library.attributes("MatmulDesc", 101) == expected
+    for address in (40, 80):
+        layer.read(address)
+        assert layer.row_scales == address
+        expected[18] = address, 8
+        assert library.attributes("MatmulDesc", 101) == expected
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_a_call_in_fp8(library: Library, kind) -> None:
+    t, layer = in_fp8(kind)
+    problems = Problems()
+    prepare(problems, t, layer)(layer)
+    assert library.of("MatrixLayoutCreate") == [
+        (102, 28, 32, 16, 32),
+        (103, 28, 32, 3, 32),
+        (104, 14, 16, 3, 16),
+    ]
+    ((_, _, factor, *_, of_output), *_) = [args[:8] for args in library.of("Matmul")]
+    if kind == "tokens":
+        # The weight's scale, and a zero behind the ones that stand for outputs'.
+        assert factor == t.scale.data_ptr()
+        assert of_output == t.constants.data_ptr() + 16 * 4
+    else:
+        assert factor.value == 1 and of_output.value == 0
+
+
+def test_kinds_of_scales_have_algorithms_of_their_own(library: Library) -> None:
+    problems = Problems()
+    for kind in SCALES:
+        for has_bias in (True, False):
+            t, layer = in_fp8(kind, has_bias)
+            prepare(problems, t, layer)
+    assert len(library.of("MatmulAlgoGetHeuristic")) == 6
+
+
+@pytest.mark.parametrize(
+    ("version", "major", "expected"),
+    [(120900, 9, True), (120899, 9, False), (130100, 10, False)],
+)
+def test_fp8_needs_a_library_with_scales_of_rows(
+    library: Library, version, major, expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.statuses["cublasLtGetVersion"] = version
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    assert cublaslt.takes_fp8() is expected
+
+
+def scaled(outputs: int = 16, seed: int = 0) -> ScaledWeight:
+    weight = torch.zeros(outputs, 32).to(torch.float8_e4m3fn).t()
+    return ScaledWeight(weight, torch.ones(1), torch.zeros(outputs).bfloat16())
+
+
+def test_a_settled_gemm_points_layers_at_a_passs_scales(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cublaslt, "takes_fp8", lambda: True)
+    gemm = CublasLt("tokens", 16, torch.device("cpu"), Problems())
+    first, second = scaled(), scaled()
+    rows = torch.zeros(3, 32).to(torch.float8_e4m3fn)
+    out = torch.zeros(3, 16).bfloat16()
+    passes = [torch.ones(3, 1) for _ in range(2)]
+    launches = [gemm.prepare(first, rows, scales, out) for scales in passes]
+    pointed: list[tuple[int, int]] = []
+    for launch, scales in [*zip(launches, passes, strict=True)] * 2:
+        for weight in (first, second, first):
+            launch(weight, scales)
+            number = library.of("Matmul")[-1][1]
+            pointed.append((number, library.attributes("MatmulDesc", number)[18][0]))
+    assert {number for number, _ in pointed} == {
+        weight.made[gemm].operation.value for weight in (first, second)
+    }
+    expected = [scales.data_ptr() for scales in passes for _ in range(3)] * 2
+    assert [address for _, address in pointed] == expected
+    assert len(library.of("MatmulDescCreate")) == 2
+    # Twice when it is settled, and then only for each layer of another pass.
+    sets = [args for args in library.of("MatmulDescSetAttribute") if args[1] == 18]
+    assert len(sets) == 2 + 4 * 2

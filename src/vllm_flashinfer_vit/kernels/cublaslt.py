@@ -3,8 +3,8 @@
 
 In every call PyTorch describes a GEMM to cuBLASLt and asks it for an algorithm: 16 us
 for an H200's host, where the launch takes 5. Here both are done once for each number of
-rows. What is asked is what PyTorch asks (`gemm_and_bias` in its
-aten/src/ATen/cuda/CUDABlas.cpp), so that results have the same bits.
+rows. What is asked is what PyTorch asks (`gemm_and_bias` and, for FP8, `scaled_gemm` in
+its aten/src/ATen/cuda/CUDABlas.cpp), so that results have the same bits.
 
 The library is the one that PyTorch has loaded, called by its C interface:
 https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
@@ -20,20 +20,31 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_flashinfer_vit.kernels.gemms import Scales
+
 # cudaDataType_t and cublasComputeType_t.
-_TYPES = {torch.float16: 2, torch.bfloat16: 14}
+_TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
 _FP32 = 0
 _COMPUTE_FP32 = 68
 # cublasLtMatmulDescAttributes_t.
-_TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
+_POINTER_MODE, _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER = 2, 3, 7, 8
+_SCALE_POINTERS, _SCALE_MODES = (17, 18), (31, 32)
+_FAST_ACCUMULATION, _BIAS_TYPE = 25, 26
 # cublasLtEpilogue_t; the GELU is of the tanh form.
-_BIAS, _GELU_BIAS = 4, 36
+_PLAIN, _BIAS, _GELU_BIAS = 1, 4, 36
+# cublasLtMatmulMatrixScale_t: a scale of each row of x, and of each output.
+_OUTER_VECTORS = 3
+# cublasLtPointerMode_t: factors of the product are in the device's memory.
+_ON_DEVICE = 1
+# The first cuBLASLt with scales of rows.
+_ROW_SCALES_VERSION = 120900
 # cublasLtMatmulPreferenceAttributes_t: the workspace, then the alignment of A to D.
 _MAX_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
 # PyTorch's default, in bytes, and the largest alignment that it tells of. With more
 # memory cuBLASLt would split some sums over inputs otherwise.
 _WORKSPACE = 2**20
 _MAX_ALIGNMENT = 256
+_ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 # A serving engine meets some hundred sizes of images, each with four GEMMs.
 _MAX_PROBLEMS = 1024
 
@@ -71,6 +82,11 @@ def is_available() -> bool:
         and torch.cuda.get_device_capability()[0] == 9
         and _library() is not None
     )
+
+
+def takes_fp8() -> bool:
+    """Whether GEMMs in FP8 can be settled here, with every kind of scales."""
+    return is_available() and _library().cublasLtGetVersion() >= _ROW_SCALES_VERSION
 
 
 def fits(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -115,30 +131,120 @@ def _set(name: str, handle: ctypes.c_void_p, attribute: int, value: object) -> N
     _check(status, f"set attribute {attribute} of {name}")
 
 
-class LayerWeights:
-    """A layer's weight and bias as settled GEMMs take them.
+class Scaling(NamedTuple):
+    """The scales of a layer in FP8.
+
+    Attributes:
+        kind: What they are of.
+        weight_scale: fp32, on the layer's device: one, or `[outputs]` for `rows`.
+        constants: fp32 `[outputs + 1]` there, ones and then a zero; read for `tokens`.
+    """
+
+    kind: Scales
+    weight_scale: torch.Tensor
+    constants: torch.Tensor
+
+
+class Form(NamedTuple):
+    """What layers of the same sizes have alike that have one algorithm.
+
+    Attributes:
+        dtype: Of the weight and of x.
+        epilogue: A cublasLtEpilogue_t.
+        scales: Kind of scales in FP8, else None.
+        alignments: Of the weight and the bias, in bytes.
+    """
+
+    dtype: torch.dtype
+    epilogue: int
+    scales: Scales | None
+    alignments: tuple[int, int]
+
+
+class Layer:
+    """A layer's parameters as settled GEMMs take them.
 
     Attributes:
         address: Of the weight.
-        operation: What is computed, with the bias's address.
+        operation: What is computed, with the addresses of bias and scales.
+        outputs: The weight's rows.
+        inputs: The weight's columns.
+        form: What else an algorithm is chosen by.
+        factors: Of the product, and of what is in the output already, as launches
+            take them.
+        row_scales: Address of the rows' scales that the operation reads, 0 for none.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, gelu: bool) -> None:
-        """Describe a layer.
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gelu: bool = False,
+        scaling: Scaling | None = None,
+    ) -> None:
+        """Describe a layer. It holds none of the tensors, which have to outlive it.
 
         Args:
-            weight: `[outputs, inputs]`, see `fits`.
-            bias: `[outputs]` likewise.
-            gelu: Whether the tanh GELU follows.
+            weight: `[outputs, inputs]`, contiguous, in 16 bits (see `fits`) or e4m3.
+            bias: `[outputs]`, contiguous, in 16 bits, or None in FP8.
+            gelu: Whether the tanh GELU follows; not in FP8.
+            scaling: Its scales in FP8. Those of rows are given later, see `read`.
+
+        Raises:
+            RuntimeError: cuBLASLt refuses.
         """
         name = "cublasLtMatmulDesc"
         self.address = ctypes.c_void_p(weight.data_ptr())
+        self.outputs, self.inputs = weight.shape
         self.operation = _owned(self, name, _create(name, _COMPUTE_FP32, _FP32))
         # Rows of PyTorch's are columns of cuBLAS's: y^T = W x^T, W read transposed.
-        _set(name, self.operation, _TRANSPOSE_A, ctypes.c_int(1))
-        epilogue = _GELU_BIAS if gelu else _BIAS
-        _set(name, self.operation, _EPILOGUE, ctypes.c_int(epilogue))
-        _set(name, self.operation, _BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+        self._set(_TRANSPOSE_A, ctypes.c_int(1))
+        epilogue = _PLAIN
+        if bias is not None:
+            epilogue = _GELU_BIAS if gelu else _BIAS
+            self._set(_EPILOGUE, ctypes.c_int(epilogue))
+            self._set(_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+        self.factors: tuple[Any, Any] = ctypes.byref(_ONE), ctypes.byref(_ZERO)
+        self.row_scales = 0
+        if scaling is not None:
+            self._scale(scaling, bias)
+        alignment = _MAX_ALIGNMENT if bias is None else _alignment(bias)
+        self.form = Form(
+            weight.dtype,
+            epilogue,
+            None if scaling is None else scaling.kind,
+            (_alignment(weight), alignment),
+        )
+
+    def _scale(self, scaling: Scaling, bias: torch.Tensor | None) -> None:
+        kind, weight_scale, constants = scaling
+        # Fast accumulation, as vLLM's own GEMM has it.
+        self._set(_FAST_ACCUMULATION, ctypes.c_int8(1))
+        if bias is not None:
+            self._set(_BIAS_TYPE, ctypes.c_int(_TYPES[bias.dtype]))
+        if kind != "tensor":
+            for attribute in _SCALE_MODES:
+                self._set(attribute, ctypes.c_int(_OUTER_VECTORS))
+        read = weight_scale
+        if kind == "tokens":
+            # Scales of rows are only taken with scales of outputs: those are ones, and
+            # the weight's scale is the product's factor, read where it is.
+            read = constants
+            self._set(_POINTER_MODE, ctypes.c_int(_ON_DEVICE))
+            zero = constants[-1:]
+            self.factors = (
+                ctypes.c_void_p(weight_scale.data_ptr()),
+                ctypes.c_void_p(zero.data_ptr()),
+            )
+        self._set(_SCALE_POINTERS[0], ctypes.c_void_p(read.data_ptr()))
+
+    def read(self, row_scales: int) -> None:
+        """Have launches from now on read the rows' scales at an address."""
+        self._set(_SCALE_POINTERS[1], ctypes.c_void_p(row_scales))
+        self.row_scales = row_scales
+
+    def _set(self, attribute: int, value: object) -> None:
+        _set("cublasLtMatmulDesc", self.operation, attribute, value)
 
 
 class Sizes(NamedTuple):
@@ -148,41 +254,40 @@ class Sizes(NamedTuple):
         rows: T.
         outputs: The weight's rows.
         inputs: The weight's columns.
-        dtype: Of all tensors.
-        gelu: Whether the tanh GELU follows.
-        alignments: Of the weight, x, the output and the bias, in bytes.
+        form: The layer's.
+        dtype: Of the output.
+        alignments: Of x and the output, in bytes.
     """
 
     rows: int
     outputs: int
     inputs: int
+    form: Form
     dtype: torch.dtype
-    gelu: bool
-    alignments: tuple[int, int, int, int]
+    alignments: tuple[int, int]
 
 
 class _Problem:
     """A GEMM of some sizes: how its matrices lie, and cuBLASLt's algorithm for it."""
 
-    def __init__(
-        self, handle: ctypes.c_void_p, layer: LayerWeights, sizes: Sizes
-    ) -> None:
-        dtype = _TYPES[sizes.dtype]
-
-        def layout(rows: int, columns: int) -> ctypes.c_void_p:
+    def __init__(self, handle: ctypes.c_void_p, layer: Layer, sizes: Sizes) -> None:
+        def layout(dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
             name = "cublasLtMatrixLayout"
             size = ctypes.c_uint64(rows), ctypes.c_uint64(columns)
-            made = _create(name, dtype, *size, ctypes.c_int64(rows))
+            made = _create(name, _TYPES[dtype], *size, ctypes.c_int64(rows))
             return _owned(self, name, made)
 
-        self.weight = layout(sizes.inputs, sizes.outputs)
-        self.x = layout(sizes.inputs, sizes.rows)
-        self.out = layout(sizes.outputs, sizes.rows)
+        self.weight = layout(sizes.form.dtype, sizes.inputs, sizes.outputs)
+        self.x = layout(sizes.form.dtype, sizes.inputs, sizes.rows)
+        self.out = layout(sizes.dtype, sizes.outputs, sizes.rows)
+        of_weight, of_bias = sizes.form.alignments
+        of_x, of_out = sizes.alignments
         name = "cublasLtMatmulPreference"
         preference = _create(name)
         try:
             _set(name, preference, _MAX_WORKSPACE, ctypes.c_uint64(_WORKSPACE))
-            for attribute, alignment in zip(_ALIGNMENTS, sizes.alignments, strict=True):
+            alignments = of_weight, of_x, of_out, of_bias
+            for attribute, alignment in zip(_ALIGNMENTS, alignments, strict=True):
                 _set(name, preference, attribute, ctypes.c_uint32(alignment))
             self.found, count = _Heuristic(), ctypes.c_int()
             status = _library().cublasLtMatmulAlgoGetHeuristic(
@@ -213,43 +318,30 @@ class Problems:
         """Begin empty."""
         self._workspaces: dict[tuple[int, int], torch.Tensor] = {}
         self._found: OrderedDict[Sizes, _Problem] = OrderedDict()
-        self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
     def prepare(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        layer: LayerWeights,
-        out: torch.Tensor,
-        gelu: bool,
-    ) -> Callable[[LayerWeights], None]:
+        self, x: torch.Tensor, layer: Layer, out: torch.Tensor
+    ) -> Callable[[Layer], None]:
         """Settle the GEMM of layers of the same sizes, on the current stream.
 
         Args:
-            x: `[T, inputs]`, contiguous. Calls read what it holds by then.
-            weight: One layer's.
-            bias: That layer's.
-            layer: The same as the GEMM takes it.
-            out: `[T, outputs]`, contiguous; each call overwrites it.
-            gelu: Whether the tanh GELU follows.
+            x: `[T, inputs]`, contiguous, of the weight's dtype. Calls read what it
+                holds by then.
+            layer: One layer.
+            out: `[T, outputs]`, contiguous, in 16 bits; each call overwrites it.
 
         Returns:
-            A call that launches the GEMM for any layer whose weight and bias are like
-            these, and aligned as these.
+            A call that launches the GEMM for any layer whose parameters are like this
+            one's, and aligned as its.
 
         Raises:
             RuntimeError: cuBLASLt refuses.
         """
         handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-        outputs, inputs = weight.shape
-        alignments = (
-            _alignment(weight),
-            _alignment(x),
-            _alignment(out),
-            _alignment(bias),
+        alignments = _alignment(x), _alignment(out)
+        sizes = Sizes(
+            len(x), layer.outputs, layer.inputs, layer.form, out.dtype, alignments
         )
-        sizes = Sizes(len(x), outputs, inputs, x.dtype, gelu, alignments)
         problem = self._found.get(sizes)
         if problem is None:
             problem = self._found[sizes] = _Problem(handle, layer, sizes)
@@ -262,22 +354,22 @@ class Problems:
         workspace_bytes = problem.found.workspace
         workspace = self._workspace(x, workspace_bytes, (device, raw_stream))
         matmul = _library().cublasLtMatmul
-        one, zero = ctypes.byref(self._one), ctypes.byref(self._zero)
         x_at, out_at = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
         algorithm = ctypes.byref(problem.found.algo)
         room = ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(workspace_bytes)
         stream = ctypes.c_void_p(raw_stream)
 
-        def launch(layer: LayerWeights) -> None:
+        def launch(layer: Layer) -> None:
+            factor, of_output = layer.factors
             status = matmul(
                 handle,
                 layer.operation,
-                one,
+                factor,
                 layer.address,
                 problem.weight,
                 x_at,
                 problem.x,
-                zero,
+                of_output,
                 out_at,
                 problem.out,
                 out_at,
