@@ -62,7 +62,7 @@ def encode(tower: Tower) -> torch.Tensor:
 
 def check_error(family: str, served: Tower, method: str) -> None:
     """Compare a quantised tower's error with stock's, and a second run's bits."""
-    exact = encode(true_tower(family, "CUBLASLT_SDPA", torch.float32))
+    exact = encode(true_tower(family, "TORCH_SDPA", torch.float32))
     stock = encode(true_tower(family, "FLASH_ATTN", served.dtype, quantization=method))
     found = encode(served)
     assert relative_error(found, exact) <= 1.02 * relative_error(stock, exact)
@@ -102,7 +102,7 @@ class TestOnAGpu:
         check_graph_bits(true_tower(family, quantization=method))
 
     def test_attention_in_fp8_too(self, family: str, method: str) -> None:
-        exact = encode(true_tower(family, "CUBLASLT_SDPA", torch.float32))
+        exact = encode(true_tower(family, "TORCH_SDPA", torch.float32))
         stock = encode(true_tower(family, "FLASH_ATTN", quantization=method))
         served = true_tower(family, quantization=method, attn_dtype="fp8")
         assert relative_error(encode(served), exact) <= (
@@ -148,7 +148,7 @@ class TestScalesOfBlocks:
 
     def test_about_as_exact_as_scales_of_channels(self) -> None:
         given = "qwen3_vl", "FLASHINFER", torch.float16
-        exact = encode(true_tower("qwen3_vl", "CUBLASLT_SDPA", torch.float32))
+        exact = encode(true_tower("qwen3_vl", "TORCH_SDPA", torch.float32))
         channels = encode(true_tower(*given, quantization="fp8_per_channel"))
         served = true_tower(*given, quantization=BLOCKS)
         assert kinds(served) == {("Fp8Linear",) * 4}
@@ -158,7 +158,7 @@ class TestScalesOfBlocks:
     def test_beside_deep_gemm(self, deep_gemm: None) -> None:
         served = true_tower("qwen3_vl", quantization=BLOCKS)
         assert kinds(served) == {("OwnLinear", "OwnLinear", "Fp8Linear", "Fp8Linear")}
-        exact = encode(true_tower("qwen3_vl", "CUBLASLT_SDPA", torch.float32))
+        exact = encode(true_tower("qwen3_vl", "TORCH_SDPA", torch.float32))
         channels = encode(true_tower("qwen3_vl", quantization="fp8_per_channel"))
         # DeepGEMM's scales are powers of two, for which weights are rounded anew.
         error = relative_error(encode(served), exact)

@@ -22,7 +22,7 @@ _VECTOR = 8
 # GEMMs compute whole tiles of 64 anyway, and 64 values fill a line of the cache.
 _TILE = 64
 # Attribute by which vLLM knows parameters that are views of the host's memory.
-_OFFLOADED = "_vllm_is_uva_offloaded"
+OFFLOADED = "_vllm_is_uva_offloaded"
 
 
 def aligned_size(size: int) -> int:
@@ -103,9 +103,9 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
             room = parameter.data.untyped_storage()
             if room.nbytes() == padded.untyped_storage().nbytes():
                 padded = padded.new_empty(0).set_(room).view(padded.shape).copy_(padded)
-            elif getattr(parameter, _OFFLOADED, False):
+            elif getattr(parameter, OFFLOADED, False):
                 # vLLM offloads it again: what is here now is on the device.
-                setattr(parameter, _OFFLOADED, False)
+                setattr(parameter, OFFLOADED, False)
             parameter.data = padded
         # vLLM's reload waits for as many elements as a checkpoint has.
         unpadded = parameter.numel() // aligned_size(self.size) * self.size

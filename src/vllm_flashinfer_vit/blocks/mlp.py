@@ -116,6 +116,9 @@ class Fp8Mlp:
 
     def __init__(self, spec: BlockSpec, layers: Layers, activation: Activation) -> None:
         """Resolve the layers."""
+        if "aligned" not in layers.off:
+            # The activation writes its rows, in any pitch.
+            fp8_linear.pitch(layers.part(spec.second))
         self.first = layers.fp8(spec.first, with_bias=False)
         self.second = layers.fp8(spec.second)
         self.stacked = self.first.outputs

@@ -185,7 +185,7 @@ class BlockProgram:
             * attention.head_size,
             hidden=mlp.hidden,
             first=mlp.stacked,
-            quantized=max((at.inputs for at in quantized), default=0),
+            quantized=max((at.pitch for at in quantized), default=0),
             groups=max((at.groups for at in quantized), default=0),
         )
         is_fused = "add_norm" not in self._off

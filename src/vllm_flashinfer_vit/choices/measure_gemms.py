@@ -14,6 +14,7 @@ from vllm_flashinfer_vit.choices.clock import Clock, Run
 from vllm_flashinfer_vit.choices.compare import compare, relative_error
 from vllm_flashinfer_vit.choices.gemm_table import GemmLayer, GemmMeasurement
 from vllm_flashinfer_vit.kernels.cublaslt import Problems
+from vllm_flashinfer_vit.kernels.formats import row_pitch
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 from vllm_flashinfer_vit.kernels.scaled_mm import (
@@ -154,14 +155,20 @@ def _draw(
     e4m3 = torch.float8_e4m3fn
     inputs, outputs = layer.inputs, layer.outputs
     has_one = layer.scales != "rows"
+
+    def laid_out(*shape: int) -> torch.Tensor:
+        """Draw rows as blocks have them; see `fp8_linear.pitch`."""
+        room = torch.empty(shape[0], row_pitch(shape[1]), dtype=e4m3, device=device)
+        return room[:, : shape[1]].copy_(normal(*shape))
+
     weight = ScaledWeight(
-        normal(outputs, inputs).to(e4m3).t(),
+        laid_out(outputs, inputs).t(),
         (scale(1) if has_one else scale(1, outputs)) * inputs**-0.5,
         normal(outputs).to(dtype),
     )
     return _Operands(
         weight,
-        normal(rows, inputs).to(e4m3),
+        laid_out(rows, inputs),
         scale(1) if layer.scales == "tensor" else scale(rows, 1),
         torch.empty(rows, outputs, dtype=dtype, device=device),
     )
