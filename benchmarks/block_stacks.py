@@ -19,7 +19,8 @@ from torch import nn
 
 import gemma4_stack
 from gemma4_stack import Gemma4Stack
-from known_stacks import STACKS, Stack, Tensors
+from known_stacks import STACKS, Stack
+from stack_rotary import Tensors
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 from vllm_flashinfer_vit.towers.weights import fill_with_random_weights

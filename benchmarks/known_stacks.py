@@ -5,7 +5,6 @@ Sizes stand here where `WHOLE_MODELS` has none of the model, with where they are
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import stack_rotary
+from stack_rotary import Tensors
 from vllm_flashinfer_vit.towers.whole import WholeModel
 from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
-
-Tensors = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -226,49 +225,6 @@ def _deepseek(m: Any) -> nn.Module:
     return m.DeepseekV4VisionBlock(config)
 
 
-def _tables(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    return {"rotary_pos_emb_cos": cos, "rotary_pos_emb_sin": sin}
-
-
-def _angles(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    return {"rotary_pos_emb": angles}
-
-
-def _kimi_turns(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    return {"rope_freqs_cis": torch.polar(torch.ones_like(angles), angles)}
-
-
-def _pair(name: str, angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    """Return tables in fp32, whose halves are alike."""
-    doubled = angles.repeat(1, 2)
-    return {name: (doubled.cos(), doubled.sin())}
-
-
-def _pixtral_turns(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    from vllm.model_executor.models import pixtral
-
-    turns = torch.polar(torch.ones_like(angles), angles)
-    # The sources say which of the two forms a release takes.
-    is_real = "freqs_cis.dtype == torch.float32" in inspect.getsource(pixtral)
-    return {"freqs_cis": torch.view_as_real(turns) if is_real else turns}
-
-
-def _planes(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    """Return tables in fp32 of three axes, each of which has a third of the columns."""
-    turned = angles[:, : angles.shape[1] // 3 * 3].expand(3, -1, -1)
-    return {"rotary_cos": turned.cos(), "rotary_sin": turned.sin()}
-
-
-def _muse_turns(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    return {"freq_cis": torch.stack([angles.cos(), angles.sin()], -1)}
-
-
-def _of_all_heads(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    """Return tables in fp32, `[T, 1, D / 2]`."""
-    return {"cos": angles.cos()[:, None], "sin": angles.sin()[:, None]}
-
-
 def _stack(
     whole: WholeModel, block: Callable[[Any], nn.Module], shape: str, *rotary: Any
 ) -> Stack:
@@ -287,23 +243,23 @@ def _so400m(
 
 
 STACKS: Mapping[str, Stack] = {
-    "GLM-OCR": _stack(_GLM_OCR, _glm_ocr, "T1C", _tables),
+    "GLM-OCR": _stack(_GLM_OCR, _glm_ocr, "T1C", stack_rotary.tables),
     "PaddleOCR-VL": _stack(
-        _PADDLE, lambda m: m.SiglipEncoderLayer(_siglip()), "1TC", _angles
+        _PADDLE, lambda m: m.SiglipEncoderLayer(_siglip()), "1TC", stack_rotary.plain
     ),
-    "dots.ocr": _stack(_DOTS, _dots, "TC", _angles),
-    "ERNIE-4.5-VL": _stack(_ERNIE, _ernie, "T1C", _angles),
-    "Qwen3-Omni": _stack(_OMNI, _omni, "T1C", _tables),
-    "Kimi-K2.5": _stack(_KIMI, _kimi, "TC", _kimi_turns),
-    "Kimi-K3": Stack("kimi_k25_vit", _kimi_k3, 27, 1024, 128, "TC", _kimi_turns),
-    "Pixtral-12B": _stack(_PIXTRAL, _pixtral, "1TC", _pixtral_turns),
+    "dots.ocr": _stack(_DOTS, _dots, "TC", stack_rotary.plain),
+    "ERNIE-4.5-VL": _stack(_ERNIE, _ernie, "T1C", stack_rotary.plain),
+    "Qwen3-Omni": _stack(_OMNI, _omni, "T1C", stack_rotary.tables),
+    "Kimi-K2.5": _stack(_KIMI, _kimi, "TC", stack_rotary.polar),
+    "Kimi-K3": Stack("kimi_k25_vit", _kimi_k3, 27, 1024, 128, "TC", stack_rotary.polar),
+    "Pixtral-12B": _stack(_PIXTRAL, _pixtral, "1TC", stack_rotary.pixtral),
     "SigLIP-So400m": _stack(_GEMMA_3, _siglip_layer, "BSC"),
     "Idefics2": _so400m(
         "idefics2_vision_model", lambda m: m.Idefics2EncoderLayer(_siglip()), "BSC"
     ),
     "InternViT-300M": _stack(_INTERN, _intern, "BSC"),
     # MoonViTConfig of vLLM, by default.
-    "Kimi-VL": _so400m("moonvit", _moonvit, "TC", _kimi_turns),
+    "Kimi-VL": _so400m("moonvit", _moonvit, "TC", stack_rotary.polar),
     # openai/clip-vit-large-patch14-336; deepseek_ocr of vLLM has the same blocks.
     "CLIP-L": Stack("clip", _clip, 24, 1024, 64, "BSC"),
     # Its technical report: SigLIP-400M-384-14.
@@ -311,14 +267,14 @@ STACKS: Mapping[str, Stack] = {
         "keye",
         lambda m: m.KeyeSiglipEncoderLayer(_siglip()),
         "1TC",
-        functools.partial(_pair, "rope_emb"),
+        functools.partial(stack_rotary.pair, "rope_emb"),
     ),
     # config.json as a test of its conversion has it: no block has windows.
     "Ovis2.5": _so400m(
         "siglip2navit",
         lambda m: m.Siglip2EncoderLayer(_siglip(use_rope=True)),
         "TC",
-        functools.partial(_pair, "position_embeddings"),
+        functools.partial(stack_rotary.pair, "position_embeddings"),
     ),
     # Its model card: SigLIP2 NaFlex, shape-optimised, 400M.
     "LFM2-VL-1.6B": _so400m(
@@ -337,7 +293,7 @@ STACKS: Mapping[str, Stack] = {
         "molmo2 (encoder)", lambda m: m.Molmo2VisionBlock(m.VitConfig()), "BSC"
     ),
     # CohereCompassVisionConfig of Transformers, by default.
-    "Cohere-Compass": _so400m("cohere_compass", _cohere, "T1C", _tables),
+    "Cohere-Compass": _so400m("cohere_compass", _cohere, "T1C", stack_rotary.tables),
     # RadioConfig of vLLM: ViT-H.
     "RADIO-H": Stack("radio (one image)", _radio, 32, 1280, 80, "BSC"),
     # config.json of Llama 4 Scout and of Maverick: 336 x 336 pixels and a last token.
@@ -362,7 +318,13 @@ STACKS: Mapping[str, Stack] = {
     ),
     # Glm5NextVisionConfig of Transformers, by default: GLM-5.3-Flash.
     "GLM-5.3": Stack(
-        "models.glm5next.common.multimodal", _glm_5, 24, 1024, 64, "T1C", _tables
+        "models.glm5next.common.multimodal",
+        _glm_5,
+        24,
+        1024,
+        64,
+        "T1C",
+        stack_rotary.tables,
     ),
     # MiniMaxM3VLVisionConfig of Transformers, by default.
     "MiniMax-M3": Stack(
@@ -372,7 +334,7 @@ STACKS: Mapping[str, Stack] = {
         1280,
         80,
         "T1C",
-        _planes,
+        stack_rotary.planes,
     ),
     # MuseSparkVisionConfig of Transformers, by default: each fourth block and the last
     # one attend to whole images.
@@ -383,7 +345,7 @@ STACKS: Mapping[str, Stack] = {
         1536,
         96,
         "TC",
-        _muse_turns,
+        stack_rotary.muse,
         window=32,
         full=frozenset({*range(3, 50, 4), 49}),
     ),
@@ -396,6 +358,6 @@ STACKS: Mapping[str, Stack] = {
         1024,
         64,
         "TC",
-        _of_all_heads,
+        stack_rotary.of_all_heads,
     ),
 }
