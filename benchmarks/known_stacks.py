@@ -163,6 +163,10 @@ def _aimv2(m: Any) -> nn.Module:
     return m.AIMv2Block(Aimv2VisionConfig(use_bias=False), None, "")
 
 
+def _molmo2(m: Any) -> nn.Module:
+    return m.Molmo2VisionBlock(m.VitConfig())
+
+
 def _cohere(m: Any) -> nn.Module:
     act = m._ACTIVATION_REGISTRY["gelu_pytorch_tanh"]
     return m.Cohere_VisionBlock(1152, 16, 4304, act)
@@ -288,10 +292,9 @@ STACKS: Mapping[str, Stack] = {
     "Moondream3": _so400m(
         "moondream3", lambda m: m.Moondream3VisionBlock(1152, 4304, 16), "BSC"
     ),
-    # VitConfig of vLLM, by default.
-    "Molmo2": _so400m(
-        "molmo2 (encoder)", lambda m: m.Molmo2VisionBlock(m.VitConfig()), "BSC"
-    ),
+    # VitConfig of vLLM, by default, less two blocks that vLLM leaves out since the
+    # adapter does not ask for them.
+    "Molmo2": Stack("molmo2 (encoder)", _molmo2, 25, 1152, 72, "BSC"),
     # CohereCompassVisionConfig of Transformers, by default.
     "Cohere-Compass": _so400m("cohere_compass", _cohere, "T1C", stack_rotary.tables),
     # RadioConfig of vLLM: ViT-H.
