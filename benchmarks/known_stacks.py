@@ -284,6 +284,8 @@ STACKS: Mapping[str, Stack] = {
     "LFM2-VL-1.6B": _so400m(
         "lfm2_siglip2", lambda m: m.Siglip2EncoderLayer(_siglip()), "1TC"
     ),
+    # Isaac 0.2 2B, as NxD Inference's port describes it: SigLIP 2 So400m.
+    "Isaac": _so400m("isaac", lambda m: m.Siglip2EncoderLayer(_siglip()), "1TC"),
     # Aimv2VisionConfig of Transformers, by default: aimv2-large, which Ovis2-1B has.
     "AIMv2-L": Stack("aimv2", _aimv2, 24, 1024, 128, "BSC"),
     # Blip2VisionConfig of Transformers, by default.
