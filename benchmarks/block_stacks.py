@@ -93,7 +93,9 @@ class BlockStack(nn.Module):
         if stack.window:
             windows = _window_lengths(grids, stack.window)
             ends, longest = _ends(windows, on)
-            metadata |= {"cu_window_seqlens": ends, "max_window_seqlen": longest}
+            metadata |= {"cu_window_seqlens": ends}
+            if "max_seqlen" in metadata:
+                metadata |= {"max_window_seqlen": longest}
         return metadata
 
     def _taken(self, metadata: Tensors) -> Tensors:

@@ -220,6 +220,18 @@ def _minimax(m: Any) -> nn.Module:
     return m.MiniMaxVLEncoderLayer(config)
 
 
+def _openpangu(m: Any) -> nn.Module:
+    norm = functools.partial(m.RMSNorm, eps=1e-6)
+    act = m._ACTIVATION_REGISTRY["gelu"]
+    config = SimpleNamespace(hidden_act="gelu")
+    return m.OpenPanguVisionBlock(1536, 16, 4608, act, norm, config)
+
+
+def _exaone(m: Any) -> nn.Module:
+    norm = functools.partial(m.RMSNorm, eps=1e-6)
+    return m.Exaone4_5_VisionBlock(2048, 32, 8, 5120, norm_layer=norm)
+
+
 def _muse_spark(m: Any) -> nn.Module:
     return m.NaViTBlock(1536, 16, intermediate_size=8960)
 
@@ -353,6 +365,30 @@ STACKS: Mapping[str, Stack] = {
         stack_rotary.muse,
         window=32,
         full=frozenset({*range(3, 50, 4), 49}),
+    ),
+    # OpenPanguVLVisionConfig of openPangu-VL-7B's own code, by default.
+    "openPangu-VL": Stack(
+        "openpangu_vl",
+        _openpangu,
+        26,
+        1536,
+        96,
+        "TC",
+        stack_rotary.of_rounded,
+        window=8,
+        full=frozenset({5, 12, 19, 25}),
+    ),
+    # config.json as a test of TensorRT-LLM has it: Transformers' defaults are others.
+    "EXAONE-4.5": Stack(
+        "exaone4_5",
+        _exaone,
+        28,
+        2048,
+        64,
+        "T1C",
+        stack_rotary.tables,
+        window=8,
+        full=frozenset({6, 13, 20, 27}),
     ),
     # DeepSeek-V4-Flash-Vision-Exp, whose config.json has the sizes that vLLM's
     # DeepseekV41Config has by default, and 32 blocks.

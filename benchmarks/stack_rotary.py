@@ -59,3 +59,8 @@ def muse(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
 def of_all_heads(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
     """Return tables in fp32, `[T, 1, D / 2]`."""
     return {"cos": angles.cos()[:, None], "sin": angles.sin()[:, None]}
+
+
+def of_rounded(angles: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    """Return tables of angles that were rounded first."""
+    return {"cos": angles.to(dtype).cos(), "sin": angles.to(dtype).sin()}

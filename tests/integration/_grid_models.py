@@ -96,7 +96,7 @@ def _both_normed(
 def exaone4_5(m: Any) -> tuple[nn.Module, Call]:
     vision = config_of(
         depth=2,
-        hidden_size=320,
+        hidden_size=256,
         num_heads=4,
         num_key_value_heads=2,
         out_hidden_size=64,

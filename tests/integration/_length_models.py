@@ -50,7 +50,7 @@ def openpangu(m: Any) -> tuple[nn.Module, Call]:
     config = config_of(hidden_act="gelu")
     blocks = nn.ModuleList(
         m.OpenPanguVisionBlock(
-            160,
+            192,
             2,
             96,
             m._ACTIVATION_REGISTRY["gelu"],
@@ -59,9 +59,9 @@ def openpangu(m: Any) -> tuple[nn.Module, Call]:
         )
         for _ in range(2)
     )
-    angles = noise(sum(LENGTHS), 40)
+    angles = noise(sum(LENGTHS), 48)
     given = {"cu_seqlens": offsets(LENGTHS), "cos": angles.cos(), "sin": angles.sin()}
-    return blocks, lambda: through(blocks, noise(76, 160), **given)
+    return blocks, lambda: through(blocks, noise(76, 192), **given)
 
 
 def isaac(m: Any) -> tuple[nn.Module, Call]:

@@ -3,8 +3,10 @@
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,22 +148,40 @@ def test_tables_of_their_own_have_not_all_sizes(
         tower.visual.prepare_encoder_metadata([[1, rows, columns]])
 
 
+class Seen(torch.nn.Module):
+    """A block that notes what it is given; a compiled one calls no hooks."""
+
+    def __init__(self, block: torch.nn.Module, seen: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.block, self.seen = block, seen
+
+    def forward(self, x: torch.Tensor, **given: Any) -> Any:
+        self.seen.append(given)
+        return self.block(x, **given)
+
+
 @cpu_only
-def test_some_blocks_of_muse_spark_attend_in_windows(ran: list[int]) -> None:
-    grids = [[1, 34, 2], [2, 4, 6]]
-    served = build("Muse-Spark", "FLASHINFER", depth=4)
+@pytest.mark.parametrize("name", values(["Muse-Spark"], ["EXAONE-4.5", "openPangu-VL"]))
+def test_some_blocks_attend_in_windows(
+    name: str, ran: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = replace(STACKS[name], full=frozenset({1}))
+    monkeypatch.setitem(STACKS, name, stack)  # type: ignore[arg-type]
+    side = stack.window
+    grids = [[1, side + 2, 2], [2, 4, 6]]
+    served = build(name, "FLASHINFER")
     assert served.kernels(grids) == {"full": "reference", "windows": "reference"}
-    metadata = served.visual.prepare_encoder_metadata(grids)
-    assert metadata["cu_seqlens"].tolist() == [0, 68, 92, 116]
-    assert metadata["cu_window_seqlens"].tolist() == [0, 64, 68, 92, 116]
-    seen = []
-    for block in served.visual.blocks:
-        block.register_forward_pre_hook(
-            lambda _, args, given: seen.append(int(given["max_seqlen"])),
-            with_kwargs=True,
-        )
-    found = run(served, grids)
-    assert seen == [64, 64, 64, 68]
-    assert ran == [0, 1, 2, 3]
-    expected = run(build("Muse-Spark", "TORCH_SDPA", depth=4), grids)
+    seen: list[dict[str, Any]] = []
+    with served.running():
+        metadata = served.visual.prepare_encoder_metadata(grids)
+        blocks = served.visual.blocks
+        served.visual.blocks = torch.nn.ModuleList(Seen(one, seen) for one in blocks)
+        x = noise(2 * side + 52, served.spec.patch_dim)
+        found = served.visual(x, grids, encoder_metadata=metadata)
+    lengths = [given["cu_seqlens"].diff().tolist() for given in seen]
+    assert lengths == [[2 * side, 4, 24, 24], [2 * side + 4, 24, 24]]
+    longest = [int(given["max_seqlen"]) for given in seen if "max_seqlen" in given]
+    assert longest in ([], [max(part) for part in lengths])
+    assert ran == [0, 1]
+    expected = run(build(name, "TORCH_SDPA"), grids)
     assert relative_error(found, expected) < 1e-5
