@@ -145,9 +145,12 @@ def _clip(m: Any) -> nn.Module:
     from transformers import CLIPVisionConfig
 
     config = CLIPVisionConfig(
-        hidden_size=1024, intermediate_size=4096, num_attention_heads=16
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_attention_heads=16,
+        num_hidden_layers=1,
     )
-    return m.CLIPEncoderLayer(config, attn_cls=m.MMEncoderAttention)
+    return m.CLIPEncoder(config, attn_cls=m.MMEncoderAttention).layers[0]
 
 
 def _blip(m: Any) -> nn.Module:
@@ -276,8 +279,10 @@ STACKS: Mapping[str, Stack] = {
     "InternViT-300M": _stack(_INTERN, _intern, "BSC"),
     # MoonViTConfig of vLLM, by default.
     "Kimi-VL": _so400m("moonvit", _moonvit, "TC", stack_rotary.polar),
-    # openai/clip-vit-large-patch14-336; deepseek_ocr of vLLM has the same blocks.
+    # openai/clip-vit-large-patch14-336.
     "CLIP-L": Stack("clip", _clip, 24, 1024, 64, "BSC"),
+    # The configuration that vLLM's deepseek_ocr makes: CLIP-L's blocks, fewer tokens.
+    "DeepSeek-OCR": Stack("deepencoder", _clip, 24, 1024, 64, "BSC"),
     # Its technical report: SigLIP-400M-384-14.
     "Keye-VL": _so400m(
         "keye",

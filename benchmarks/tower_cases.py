@@ -32,14 +32,15 @@ CASES: dict[str, Grids] = {
     ),
 }
 # Of towers that take images of one size: 224 x 224 pixels in patches of 14 and a first
-# token (BLIP-2, DeepSeek-OCR), 336 x 336 and one (CLIP), 384 x 384 (SigLIP; Moondream 3
+# token (BLIP-2), 336 x 336 and one (CLIP), 384 x 384 (SigLIP; Molmo2 and Moondream 3
 # of 378 x 378), 448 x 448 (AIMv2; InternViT and RADIO, without their first tokens),
 # Step-VL's crops of 504 x 504, Gemma 4's largest image, 728 x 728 (Step-VL's whole
-# image), and 896 x 896 pixels (Gemma 3). Llama 4's tiles have CLIP's size.
+# image), and 896 x 896 pixels (Gemma 3). Llama 4's tiles have CLIP's size. DeepSeek-OCR
+# makes 101 tokens of a crop of 640 x 640 pixels, and 257 of a whole image.
 DENSE_CASES: dict[str, Grids] = {
     f"{images}x{rows * columns}": ((1, rows, columns),) * images
     for rows, columns in (
-        *((1, 257), (1, 577), (27, 27), (32, 32)),
+        *((1, 101), (1, 257), (1, 577), (27, 27), (32, 32)),
         *((36, 36), (42, 60), (52, 52), (64, 64)),
     )
     for images in (1, 8, 32)
