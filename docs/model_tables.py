@@ -115,19 +115,22 @@ def with_block_patch() -> set[str]:
 def gains(rows: Iterable[chosen_rows.Row]) -> dict[str, str]:
     """Return by model the geometric means of the newest vLLM that it was measured with.
 
+    They are of graphs, or say that they are not: where stock has none of a model.
+
     Args:
         rows: Of one file, `encoder.csv` of a GPU.
     """
     found: dict[str, str] = {}
     rows = list(rows)
-    for vllm in sorted({row["vllm"] for row in rows}, key=Version):
-        best = chosen_rows.Best([row for row in rows if row["vllm"] == vllm])
-        for model in best.models:
-            means = {p: best.mean(p, model) for p in best.challengers}
-            names = {chosen_rows.PLUGIN: "", chosen_rows.PLUGIN_FP8: "FP8 "}
-            shown = [f"{names[p]}{mean}" for p, mean in means.items() if mean]
-            if shown:
-                found[model] = f"{_short(model)} {', '.join(shown)}"
+    for mode, end in (("eager", " without graphs"), ("graph", "")):
+        for vllm in sorted({row["vllm"] for row in rows}, key=Version):
+            best = chosen_rows.Best([row for row in rows if row["vllm"] == vllm], mode)
+            for model in best.models:
+                means = {p: best.mean(p, model) for p in best.challengers}
+                names = {chosen_rows.PLUGIN: "", chosen_rows.PLUGIN_FP8: "FP8 "}
+                shown = [f"{names[p]}{mean}" for p, mean in means.items() if mean]
+                if shown:
+                    found[model] = f"{_short(model)} {', '.join(shown)}{end}"
     return found
 
 

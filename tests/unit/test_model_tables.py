@@ -188,17 +188,21 @@ def test_graphs_are_captured_by_this_vllm(tower: Any) -> None:
         assert (name in captured()) == (Version(since) <= Version(VLLM)), name
 
 
-def row(vllm: str, model: str, provider: str, ms: float) -> dict[str, str]:
+def row(
+    vllm: str, model: str, provider: str, ms: float, mode: str = "graph"
+) -> dict[str, str]:
     return {
         **{"vllm": vllm, "model": model, "provider": provider, "p50_ms": str(ms)},
-        **{"mode": "graph", "case": "a", "dtype": "bf16", "commit": vllm},
+        **{"mode": mode, "case": "a", "dtype": "bf16", "commit": vllm},
     }
 
 
-def timed(vllm: str, model: str, ours: float) -> list[dict[str, str]]:
+def timed(
+    vllm: str, model: str, ours: float, mode: str = "graph"
+) -> list[dict[str, str]]:
     """Rows of stock and of this package, which stock's 8 ms are compared with."""
     times = {"stock-flash_attn": 8.0, "plugin": ours}
-    return [row(vllm, model, provider, ms) for provider, ms in times.items()]
+    return [row(vllm, model, provider, ms, mode) for provider, ms in times.items()]
 
 
 def test_gains_are_of_the_newest_vllm_with_rows() -> None:
@@ -211,6 +215,16 @@ def test_gains_are_of_the_newest_vllm_with_rows() -> None:
         "Qwen/A-7B-Instruct": "A-7B 2.00",
         "B": "B 1.00",
     }
+
+
+def test_gains_are_without_graphs_only_where_stock_has_none() -> None:
+    rows = [
+        *timed("0.4.0", "A", 4.0),
+        *timed("0.33.0", "A", 2.0, "eager"),
+        *timed("0.33.0", "B", 2.0, "eager"),
+        row("0.33.0", "B", "plugin", 1.0),
+    ]
+    assert model_tables.gains(rows) == {"A": "A 2.00", "B": "B 4.00 without graphs"}
 
 
 def test_another_gpu_is_named_and_shown_only_for_models_without_rows_of_the_first(
