@@ -27,7 +27,7 @@ from vllm.model_executor.kernels import linear as kernels
 
 from cases import relative_error
 from stand_in import StandIn
-from vllm_flashinfer_vit.blocks import fp8_linear, layers, norms
+from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, layers, norms
 from vllm_flashinfer_vit.kernels import formats, row_scales_ref
 from vllm_flashinfer_vit.towers.tower import Tower
 
@@ -43,13 +43,13 @@ SIZES: dict[str, dict[str, int]] = {
     "glm4v": {"out_hidden_size": 48},
 }
 
-can_launch = fp8_linear.can_launch
+can_launch = fp8_methods.can_launch
 
 
 @pytest.fixture
 def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
     """Have FP8 layers run as on a GPU, by the references, in small groups."""
-    monkeypatch.setattr(fp8_linear, "can_launch", lambda layer, kernel: True)
+    monkeypatch.setattr(fp8_methods, "can_launch", lambda layer, kernel: True)
     for module in (formats, row_scales_ref, fp8_linear):
         monkeypatch.setattr(module, "GROUP", GROUP)
 
@@ -306,4 +306,4 @@ def test_steps_say_which_scales_and_no_table_is_asked() -> None:
     tower = in_blocks("qwen2_vl")
     said = programs(tower)[0].steps["mlp.fc2"]
     assert said == "FP8 by CUTLASS; a scale for each 128 values of a token"
-    assert fp8_linear.measured_as(blocks(tower)[0].mlp.fc2) is None
+    assert fp8_methods.measured_as(blocks(tower)[0].mlp.fc2) is None

@@ -24,7 +24,7 @@ from _towers import cpu_only
 
 from cases import relative_error
 from stand_in import StandIn
-from vllm_flashinfer_vit.blocks import fp8_linear, layers
+from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, layers
 from vllm_flashinfer_vit.blocks.fp8_linear import Gemms
 from vllm_flashinfer_vit.choices import resolve
 from vllm_flashinfer_vit.choices import table as tuned
@@ -48,7 +48,7 @@ FEW_ROWS = 24
 @pytest.fixture
 def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
     """Have FP8 layers run as on a GPU, by references."""
-    monkeypatch.setattr(fp8_linear, "can_launch", lambda layer, kernel: True)
+    monkeypatch.setattr(fp8_methods, "can_launch", lambda layer, kernel: True)
     monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: StandIn(scaled_mm_ref))
 
 
@@ -246,12 +246,12 @@ def test_what_layers_are_looked_up_by() -> None:
     tower = served("qwen2_5_vl", "channel")
     first = blocks(tower)[0].mlp.gate_up_proj
     second = blocks(tower)[0].mlp.down_proj
-    assert fp8_linear.measured_as(first) == GemmLayer("float32", 64, 96, "rows")
-    assert fp8_linear.measured_as(second) == GemmLayer("float32", 48, 64, "rows")
+    assert fp8_methods.measured_as(first) == GemmLayer("float32", 64, 96, "rows")
+    assert fp8_methods.measured_as(second) == GemmLayer("float32", 48, 64, "rows")
     static = blocks(served("qwen2_vl", "static"))[0].attn.qkv
-    assert fp8_linear.measured_as(static) == GemmLayer("float32", 64, 192, "tensor")
+    assert fp8_methods.measured_as(static) == GemmLayer("float32", 64, 192, "tensor")
     mixed = blocks(served("qwen2_vl", "tensor"))[0].attn.qkv
-    assert fp8_linear.measured_as(mixed) == GemmLayer("float32", 64, 192, "tokens")
+    assert fp8_methods.measured_as(mixed) == GemmLayer("float32", 64, 192, "tokens")
 
 
 def test_the_users_table_is_read_for_the_gpu_that_is_there(

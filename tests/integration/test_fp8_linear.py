@@ -41,7 +41,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 
 from cases import relative_error
 from stand_in import StandIn
-from vllm_flashinfer_vit.blocks import fp8_linear, layers
+from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, layers
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
 from vllm_flashinfer_vit.blocks.linear import OwnLinear
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
@@ -54,13 +54,13 @@ pytestmark = [cpu_only, pytest.mark.usefixtures("fp8")]
 # Rows of e4m3 are off by 2 to 3 percent, of a scale for all by more.
 TOLERANCE = {"tensor": 0.05, "channel": 0.05, "static": 0.08}
 
-can_launch = fp8_linear.can_launch
+can_launch = fp8_methods.can_launch
 
 
 @pytest.fixture
 def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
     """Have FP8 layers run as on a GPU, by the references."""
-    monkeypatch.setattr(fp8_linear, "can_launch", lambda layer, kernel: True)
+    monkeypatch.setattr(fp8_methods, "can_launch", lambda layer, kernel: True)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_layers_that_ranks_replicate(inputs: int, outputs: int, is_plain: bool) 
         layer = ReplicatedLinear(inputs, outputs)
     layer.weight.data.fill_(1.0)
     quantize_layer(layer, "channel")
-    assert fp8_linear.problem(layer) is None
-    assert fp8_linear.has_plain_sizes(layer) is is_plain
+    assert fp8_methods.problem(layer) is None
+    assert fp8_methods.has_plain_sizes(layer) is is_plain
 
 
 def test_weights_loaded_anew_are_used() -> None:
@@ -230,7 +230,7 @@ def test_methods_of_vllm_that_are_known(module: str, name: str, holds: str) -> N
         pytest.skip("this vLLM has it under another name")
     method = object.__new__(methods[name])
     setattr(method, holds, kernel := object())
-    assert fp8_linear.kernel_of(SimpleNamespace(quant_method=method)) is kernel
+    assert fp8_methods.kernel_of(SimpleNamespace(quant_method=method)) is kernel
 
 
 def other_method(layer: Any) -> None:
@@ -298,7 +298,7 @@ def test_what_ranks_split_or_gather_otherwise_is_vllms(
     layer = getattr(blocks(served("qwen2_vl", "tensor"))[0].attn, name)
     vars(layer).update(changes)
     problem = None if is_whole else "it splits or gathers rows"
-    assert fp8_linear.problem(layer) == problem
+    assert fp8_methods.problem(layer) == problem
 
 
 @pytest.mark.parametrize("tp_rank", [0, 1])
@@ -350,12 +350,12 @@ def test_parameters_in_other_forms_are_vllms(
     scheme: str, name: str, change: Callable[[Any], Any], reason: str
 ) -> None:
     layer = blocks(served("qwen2_vl", scheme))[0].attn.qkv
-    assert fp8_linear.problem(layer) is None
+    assert fp8_methods.problem(layer) is None
     found = change(getattr(layer, name))
     if found is not None:
         found = nn.Parameter(found, requires_grad=False)
     setattr(layer, name, found)
-    assert str(fp8_linear.problem(layer)).startswith(reason)
+    assert str(fp8_methods.problem(layer)).startswith(reason)
 
 
 def fails(*args: Any) -> None:

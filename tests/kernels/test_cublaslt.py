@@ -4,99 +4,17 @@
 import ctypes
 import gc
 import os
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from _cublaslt import HANDLE, STREAM, Library, library, prepare, tensors
 
 from vllm_flashinfer_vit.blocks.linear import BlockWeights, LtGemm, Weights
 from vllm_flashinfer_vit.kernels import cublaslt
-from vllm_flashinfer_vit.kernels.cublaslt import Layer, Problems, Scaling
-from vllm_flashinfer_vit.kernels.gemms import SCALES, Scales
-from vllm_flashinfer_vit.kernels.scaled_mm import CublasLt, ScaledWeight
+from vllm_flashinfer_vit.kernels.cublaslt import Layer, Problems
 
-HANDLE, STREAM = 11, 77
-
-
-class Library:
-    """Notes calls, gives each thing that is created a number, and finds algorithms."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.statuses: dict[str, int] = {}
-        self.workspace, self.count = 640, 1
-        self._last = 100
-
-    def __getitem__(self, name: str) -> Callable[..., int]:
-        def call(*args: Any) -> int:
-            args = tuple(map(_plain, args))
-            if name.endswith("Create"):
-                self._last += 1
-                args[0].value = self._last
-                args = (self._last, *args[1:])
-            elif name.endswith("GetHeuristic"):
-                args[-2].workspace = self.workspace
-                args[-1].value = self.count
-            self.calls.append((name.removeprefix("cublasLt"), args))
-            return self.statuses.get(name, 0)
-
-        return call
-
-    __getattr__ = __getitem__
-
-    def of(self, name: str) -> list[tuple[Any, ...]]:
-        """Return the arguments of all calls of a function."""
-        return [args for called, args in self.calls if called == name]
-
-    def attributes(self, name: str, handle: int) -> dict[int, tuple[Any, int]]:
-        """Return the attributes of a thing, each with its value and its bytes."""
-        return {
-            args[1]: (args[2].value, args[3])
-            for args in self.of(f"{name}SetAttribute")
-            if args[0] == handle
-        }
-
-
-def _plain(argument: Any) -> Any:
-    """Return what `byref` refers to, and a handle's or a size's value."""
-    if hasattr(argument, "_obj"):
-        return argument._obj
-    if isinstance(argument, ctypes.c_void_p | ctypes._SimpleCData):
-        return argument.value
-    return argument
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
-    library = Library()
-    monkeypatch.setattr(cublaslt, "_library", lambda: library)
-    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: HANDLE)
-    monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False
-    )
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    yield library
-    # What tests have made is destroyed while the stub is in place.
-    gc.collect()
-
-
-def tensors(
-    rows: int = 3, outputs: int = 8, inputs: int = 16, dtype: torch.dtype = torch.half
-) -> SimpleNamespace:
-    return SimpleNamespace(
-        x=torch.zeros(rows, inputs, dtype=dtype),
-        weight=torch.zeros(outputs, inputs, dtype=dtype),
-        bias=torch.zeros(outputs, dtype=dtype),
-        out=torch.zeros(rows, outputs, dtype=dtype),
-    )
-
-
-def prepare(
-    problems: Problems, t: SimpleNamespace, layer: Layer
-) -> Callable[[Layer], None]:
-    return problems.prepare(t.x, layer, t.out)
+__all__ = ["library"]
 
 
 def test_the_heuristics_result_is_as_large_as_cublass() -> None:
@@ -339,7 +257,7 @@ def test_a_layer_that_is_refused(library: Library, name, message) -> None:
         Layer(t.weight, t.bias, False)
 
 
-SIZES = r"Sizes\(rows=3, outputs=8, inputs=16, pitches=\(16, 16\), form=Form\(dtype=torch.float16"
+SIZES = r"Sizes\(rows=3, outputs=8, inputs=16, pitches=\(16, 16\), form=Form\("
 
 
 @pytest.mark.parametrize(("status", "count"), [(15, 1), (0, 0)])
@@ -391,109 +309,3 @@ def test_a_layer_is_described_anew_where_its_weights_move(library: Library) -> N
     del first, second
     gc.collect()
     assert library.of("MatmulDescDestroy") == [(101,), (102,)]
-
-
-def in_fp8(
-    kind: Scales, has_bias: bool = True, rows: int = 3
-) -> tuple[SimpleNamespace, Layer]:
-    t = tensors(rows, 16, 32, torch.bfloat16)
-    t.x, t.weight = t.x.to(torch.float8_e4m3fn), t.weight.to(torch.float8_e4m3fn)
-    t.scale = torch.ones(16 if kind == "rows" else 1)
-    t.constants = torch.ones(17)
-    scaling = Scaling(kind, t.scale, t.constants)
-    return t, Layer(t.weight, t.bias if has_bias else None, scaling=scaling)
-
-
-@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "plain"])
-@pytest.mark.parametrize("kind", SCALES)
-def test_a_layer_in_fp8_is_described_once(library: Library, kind, has_bias) -> None:
-    t, layer = in_fp8(kind, has_bias)
-    expected = {3: (1, 4), 25: (1, 1)}
-    if has_bias:
-        # Its dtype is not the operands'.
-        expected |= {7: (4, 4), 8: (t.bias.data_ptr(), 8), 26: (14, 4)}
-    if kind != "tensor":
-        expected |= {31: (3, 4), 32: (3, 4)}
-    if kind == "tokens":
-        expected |= {2: (1, 4), 17: (t.constants.data_ptr(), 8)}
-    else:
-        expected |= {17: (t.scale.data_ptr(), 8)}
-    assert library.attributes("MatmulDesc", 101) == expected
-    for address in (40, 80):
-        layer.read(address)
-        assert layer.row_scales == address
-        expected[18] = address, 8
-        assert library.attributes("MatmulDesc", 101) == expected
-
-
-@pytest.mark.parametrize("kind", SCALES)
-def test_a_call_in_fp8(library: Library, kind) -> None:
-    t, layer = in_fp8(kind)
-    problems = Problems()
-    prepare(problems, t, layer)(layer)
-    assert library.of("MatrixLayoutCreate") == [
-        (102, 28, 32, 16, 32),
-        (103, 28, 32, 3, 32),
-        (104, 14, 16, 3, 16),
-    ]
-    ((_, _, factor, *_, of_output), *_) = [args[:8] for args in library.of("Matmul")]
-    if kind == "tokens":
-        # The weight's scale, and a zero behind the ones that stand for outputs'.
-        assert factor == t.scale.data_ptr()
-        assert of_output == t.constants.data_ptr() + 16 * 4
-    else:
-        assert factor.value == 1 and of_output.value == 0
-
-
-def test_kinds_of_scales_have_algorithms_of_their_own(library: Library) -> None:
-    problems = Problems()
-    for kind in SCALES:
-        for has_bias in (True, False):
-            t, layer = in_fp8(kind, has_bias)
-            prepare(problems, t, layer)
-    assert len(library.of("MatmulAlgoGetHeuristic")) == 6
-
-
-@pytest.mark.parametrize(
-    ("version", "major", "expected"),
-    [(120900, 9, True), (120899, 9, False), (130100, 10, False)],
-)
-def test_fp8_needs_a_library_with_scales_of_rows(
-    library: Library, version, major, expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library.statuses["cublasLtGetVersion"] = version
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-    assert cublaslt.takes_fp8() is expected
-
-
-def scaled(outputs: int = 16, seed: int = 0) -> ScaledWeight:
-    weight = torch.zeros(outputs, 32).to(torch.float8_e4m3fn).t()
-    return ScaledWeight(weight, torch.ones(1), torch.zeros(outputs).bfloat16())
-
-
-def test_a_settled_gemm_points_layers_at_a_passs_scales(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cublaslt, "takes_fp8", lambda: True)
-    gemm = CublasLt("tokens", 16, torch.device("cpu"), Problems())
-    first, second = scaled(), scaled()
-    rows = torch.zeros(3, 32).to(torch.float8_e4m3fn)
-    out = torch.zeros(3, 16).bfloat16()
-    passes = [torch.ones(3, 1) for _ in range(2)]
-    launches = [gemm.prepare(first, rows, scales, out) for scales in passes]
-    pointed: list[tuple[int, int]] = []
-    for launch, scales in [*zip(launches, passes, strict=True)] * 2:
-        for weight in (first, second, first):
-            launch(weight, scales)
-            number = library.of("Matmul")[-1][1]
-            pointed.append((number, library.attributes("MatmulDesc", number)[18][0]))
-    assert {number for number, _ in pointed} == {
-        weight.made[gemm].operation.value for weight in (first, second)
-    }
-    expected = [scales.data_ptr() for scales in passes for _ in range(3)] * 2
-    assert [address for _, address in pointed] == expected
-    assert len(library.of("MatmulDescCreate")) == 2
-    # Twice when it is settled, and then only for each layer of another pass.
-    sets = [args for args in library.of("MatmulDescSetAttribute") if args[1] == 18]
-    assert len(sets) == 2 + 4 * 2

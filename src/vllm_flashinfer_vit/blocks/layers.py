@@ -9,7 +9,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-from vllm_flashinfer_vit.blocks import fp8_linear, quack
+from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, quack
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
 from vllm_flashinfer_vit.blocks.linear import (
     BlockWeights,
@@ -77,7 +77,7 @@ class Layers(NamedTuple):
         if self.gets_adapters:
             return "it may get LoRA adapters"
         layer = self.part(path)
-        if problem := fp8_linear.problem(layer):
+        if problem := fp8_methods.problem(layer):
             return problem
         if failure := self._trial(layer, CUTLASS):
             logger.warning_once(
@@ -140,7 +140,7 @@ class Layers(NamedTuple):
         return found
 
     def _gemm_classes(self, path: str, layer: Any) -> tuple[GemmClass, ...]:
-        measured = fp8_linear.measured_as(layer)
+        measured = fp8_methods.measured_as(layer)
         if measured is None or "fp8_gemm" in self.off:
             return STOCK
         choice = gemms_here(self.tower.tuned_dir).get(measured.key)
@@ -160,7 +160,7 @@ class Layers(NamedTuple):
 
     def projection(self, path: str) -> Step | OwnLinear | Fp8Linear:
         """Return what runs a layer between buffers as wide as its weight."""
-        if self.is_fp8(path) and fp8_linear.has_plain_sizes(self.part(path)):
+        if self.is_fp8(path) and fp8_methods.has_plain_sizes(self.part(path)):
             return self.fp8(path)
         return self.gemm(path)[0] if self.is_direct(path) else self.own(path)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_flashinfer_vit.blocks import fp8_linear, quack
+from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, quack
 from vllm_flashinfer_vit.blocks.aligned_linear import padded_inputs
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.layers import MIN_QUACK_ROWS, Layers
@@ -149,8 +149,8 @@ def build_mlp(spec: BlockSpec, layers: Layers) -> Mlp | Fp8Mlp:
         activation is not None
         and layers.is_fp8(spec.first)
         and layers.is_fp8(spec.second)
-        and fp8_linear.has_plain_inputs(layers.part(spec.first))
-        and fp8_linear.has_plain_outputs(layers.part(spec.second))
+        and fp8_methods.has_plain_inputs(layers.part(spec.first))
+        and fp8_methods.has_plain_outputs(layers.part(spec.second))
     ):
         return Fp8Mlp(spec, layers, activation)
     return Mlp(spec, layers)

@@ -235,7 +235,7 @@ class Pass:
         return self._view("first", width)
 
     def quantized(self, width: int, pitch: int) -> torch.Tensor:
-        """Return `[T, width]` e4m3, for what the next layer gets, a row each `pitch`."""
+        """Return `[T, width]` e4m3, a row each `pitch`, for the next layer's input."""
         found = self._views.get(("quantized", width))
         if found is None:
             rows = _rows(self._quantized, 0, self._rows, pitch)
