@@ -37,6 +37,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
+from vllm_flashinfer_vit.blocks.fp8_padding import TilesKernel
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
 from vllm_flashinfer_vit.choices.gemms import GemmChoice
 from vllm_flashinfer_vit.kernels import formats
@@ -48,13 +49,21 @@ GAIN = 4.0
 E4M3 = torch.finfo(torch.float8_e4m3fn)
 
 
-class Kernel(CutlassFP8ScaledMMLinearKernel):
-    """vLLM's, without its constructor, which asks for a GPU."""
+class _WithoutGpu:
+    """A constructor in the place of vLLM's, which asks for a GPU."""
 
     def __init__(self, is_static: bool) -> None:
         key = kFp8StaticTensorSym if is_static else kFp8DynamicTokenSym
         self.config = SimpleNamespace(activation_quant_key=key)
         self.layer_param_names = "weight", "weight_scale", "input_scale", ""
+
+
+class Kernel(_WithoutGpu, CutlassFP8ScaledMMLinearKernel):
+    """vLLM's."""
+
+
+class InTiles(_WithoutGpu, TilesKernel):
+    """Its with rows of whole tiles."""
 
 
 class BlockKernel(CutlassFp8BlockScaledMMKernel):
@@ -83,20 +92,24 @@ def layers_of(tower: Tower) -> Iterator[tuple[str, Any]]:
                 yield f"blocks.{place}.{name}", layer
 
 
-def quantize_layers(tower: Tower, scheme: str, left_out: str = "no layer") -> None:
+def quantize_layers(
+    tower: Tower, scheme: str, left_out: str = "no layer", tiled: str = "no layer"
+) -> None:
     """Give a tower's linear layers FP8 weights; those named `left_out` keep 16 bits.
 
-    All are larger than random ones are: a tower's output shows what its blocks do.
+    Those named `tiled` get rows of whole tiles. All are larger than random ones are: a
+    tower's output shows what its blocks do.
     """
     for name, layer in layers_of(tower):
         layer.weight.data.mul_(GAIN)
         if left_out not in name:
-            quantize_layer(layer, scheme)
+            kernel = InTiles if tiled in name else Kernel
+            quantize_layer(layer, scheme, kernel)
     for block in blocks(tower):
         block.attn.attn.program.build()
 
 
-def quantize_layer(layer: Any, scheme: str) -> None:
+def quantize_layer(layer: Any, scheme: str, kind: type[Any] = Kernel) -> None:
     """Give a layer FP8 weights of its own weights, as a method of vLLM leaves them."""
     if scheme == "block":
         quantize_in_blocks(layer)
@@ -105,7 +118,7 @@ def quantize_layer(layer: Any, scheme: str) -> None:
     dims = (1,) if scheme == "channel" else (0, 1)
     scale = weight.abs().amax(dims, keepdim=True).float() / E4M3.max
     rows = (weight.float() / scale).clamp(E4M3.min, E4M3.max).to(torch.float8_e4m3fn)
-    kernel = Kernel(scheme == "static")
+    kernel = kind(scheme == "static")
     layer.weight = nn.Parameter(rows.t(), requires_grad=False)
     scale = scale.view(-1, 1) if scheme == "channel" else scale.view(1)
     layer.weight_scale = nn.Parameter(scale, requires_grad=False)
@@ -158,13 +171,14 @@ def served(
     scheme: str,
     left_out: str = "no layer",
     off: tuple[str, ...] = (),
+    tiled: str = "no layer",
     **vision: Any,
 ) -> Tower:
     """Build a tower with FP8 layers; optimisations that are `off` are left out."""
     # Layers that vLLM builds for FP8 are not padded in 16 bits.
     with without("aligned", *off):
         tower = build(family, **vision)
-    quantize_layers(tower, scheme, left_out)
+    quantize_layers(tower, scheme, left_out, tiled)
     return tower
 
 

@@ -74,7 +74,7 @@ def test_vllms_cutlass_on_a_gpu_is_launched_here_and_nothing_else(
 
     cls: Any = scaled_mm.CutlassFP8ScaledMMLinearKernel
     kernel = object.__new__(cls if is_cutlass else type("Other", (cls,), {}))
-    monkeypatch.setattr(fp8_linear, "cutlass_op", lambda: op)
+    monkeypatch.setattr(fp8_methods, "cutlass_op", lambda: op)
     layer = SimpleNamespace(weight=SimpleNamespace(is_cuda=is_cuda))
     assert can_launch(layer, kernel) == (is_cutlass and is_cuda and op is not None)
 

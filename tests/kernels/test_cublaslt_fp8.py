@@ -119,21 +119,3 @@ def test_a_settled_gemm_points_layers_at_a_passs_scales(
     # Twice when it is settled, and then only for each layer of another pass.
     sets = [args for args in library.of("MatmulDescSetAttribute") if args[1] == 18]
     assert len(sets) == 2 + 4 * 2
-
-
-def test_rows_may_lie_apart(library: Library) -> None:
-    t = tensors(3, 16, 48, torch.bfloat16)
-    t.weight = torch.zeros(16, 128).to(torch.float8_e4m3fn)[:, :48]
-    t.x = torch.zeros(3, 256).to(torch.float8_e4m3fn)[:, :48]
-    scaling = Scaling("tokens", torch.ones(1), torch.ones(17))
-    problems = Problems()
-    prepare(problems, t, Layer(t.weight, t.bias, scaling=scaling))
-    assert [args[1:] for args in library.of("MatrixLayoutCreate")] == [
-        (28, 48, 16, 128),
-        (28, 48, 3, 256),
-        (14, 16, 3, 16),
-    ]
-    # Other rows are another problem.
-    t.x = t.x.contiguous()
-    prepare(problems, t, Layer(t.weight, t.bias, scaling=scaling))
-    assert len(library.of("MatmulAlgoGetHeuristic")) == 2

@@ -22,7 +22,7 @@ _VECTOR = 8
 # GEMMs compute whole tiles of 64 anyway, and 64 values fill a line of the cache.
 _TILE = 64
 # Attribute by which vLLM knows parameters that are views of the host's memory.
-OFFLOADED = "_vllm_is_uva_offloaded"
+_OFFLOADED = "_vllm_is_uva_offloaded"
 
 
 def aligned_size(size: int) -> int:
@@ -103,9 +103,9 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
             room = parameter.data.untyped_storage()
             if room.nbytes() == padded.untyped_storage().nbytes():
                 padded = padded.new_empty(0).set_(room).view(padded.shape).copy_(padded)
-            elif getattr(parameter, OFFLOADED, False):
+            elif getattr(parameter, _OFFLOADED, False):
                 # vLLM offloads it again: what is here now is on the device.
-                setattr(parameter, OFFLOADED, False)
+                setattr(parameter, _OFFLOADED, False)
             parameter.data = padded
         # vLLM's reload waits for as many elements as a checkpoint has.
         unpadded = parameter.numel() // aligned_size(self.size) * self.size
@@ -153,7 +153,7 @@ def align(first: Any, second: Any, parts: int) -> None:
     added = aligned_size(size) - size
     if not added:
         return
-    if _writes_past_loaders():
+    if writes_past_loaders():
         logger.info_once(
             "The vision tower's MLPs keep rows of %d values, which are slower: weights "
             "from sharded_rdt are written where unpadded ones would be.",
@@ -174,7 +174,7 @@ def align(first: Any, second: Any, parts: int) -> None:
     )
 
 
-def _writes_past_loaders() -> bool:
+def writes_past_loaders() -> bool:
     """Whether an engine's weight transfer records once what loaders copy where."""
     from vllm.config import get_current_vllm_config
 

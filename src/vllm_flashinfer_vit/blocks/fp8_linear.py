@@ -17,7 +17,6 @@ import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import RowParallelLinear
 
-from vllm_flashinfer_vit.blocks.aligned_linear import OFFLOADED
 from vllm_flashinfer_vit.blocks.fp8_methods import (
     has_blocks,
     has_plain_outputs,
@@ -32,7 +31,6 @@ from vllm_flashinfer_vit.kernels.cublaslt import Problems
 from vllm_flashinfer_vit.kernels.formats import (
     Activation,
     num_groups,
-    row_pitch,
 )
 from vllm_flashinfer_vit.kernels.gemms import scales_of
 from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref, scaled_mm_ref
@@ -126,7 +124,6 @@ class Fp8Linear:
         is_static: Whether its rows are quantised by the layer's `input_scale`.
         groups: Scales of each row, if its weight has scales of blocks, else 0.
         inputs: Values in a row, padding included.
-        pitch: From how many values on the next row starts, see `pitch`.
         outputs: Columns that the GEMM writes, padding included.
     """
 
@@ -144,8 +141,7 @@ class Fp8Linear:
         adds_bias = with_bias and not (self._is_summed and layer.tp_rank > 0)
         self.weights, self.gemms = Fp8Weights(layer, adds_bias), gemms
         self.is_static = self.weights.input_scale is not None
-        weight = self.weights.scaled.weight
-        (self.inputs, self.outputs), (_, self.pitch) = weight.shape, weight.stride()
+        self.inputs, self.outputs = self.weights.scaled.weight.shape
         self.groups = num_groups(self.inputs) if has_blocks(layer) else 0
 
     @property
@@ -158,7 +154,7 @@ class Fp8Linear:
         given = self.weights.input_scale
         if given is None:
             given = now.group_scales(self.groups) if self.groups else now.scales
-        return now.quantized(self.inputs, self.pitch), given
+        return now.quantized(self.inputs), given
 
     def __call__(
         self, now: Pass, rows: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
@@ -167,7 +163,7 @@ class Fp8Linear:
 
         Args:
             now: The pass, which keeps the settled GEMM.
-            rows: `[T, inputs]` e4m3, of a pass.
+            rows: `[T, inputs]` e4m3, contiguous.
             scales: What they were quantised by.
             out: `[T, outputs]` fp16 or bf16, rows of whole 16 bytes.
 
@@ -189,7 +185,7 @@ def quantize(x: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor) -> None:
 
     Args:
         x: `[T, K]` fp16 or bf16, contiguous.
-        rows: `[T, K]` e4m3, contiguous columns; written.
+        rows: `[T, K]` e4m3, contiguous; written.
         scales: fp32: one, which is read, or `[T, 1]` or `[T, num_groups(K)]`, which is
             written; see `kernels.formats.check_row_scales`.
     """
@@ -233,33 +229,11 @@ def prepare_rows(
     return call
 
 
-def pitch(layer: Any) -> None:
-    """Lay the weight of a loaded layer out as its GEMM reads it fastest.
-
-    It gets new memory if its rows, `[outputs, inputs]`, are no whole sectors, and keeps
-    its shape, so that vLLM may go on to load it and to run it. What lies between two
-    rows is never read.
-
-    Args:
-        layer: A layer that has no `problem`.
-    """
-    weight = layer.weight
-    inputs, outputs = weight.shape
-    wanted = row_pitch(inputs)
-    # A view of the host's memory would come to the device.
-    is_offloaded = getattr(weight, OFFLOADED, False)
-    if has_blocks(layer) or is_offloaded or weight.stride(1) == wanted:
-        return
-    rows = weight.data.new_empty(outputs, wanted)[:, :inputs]
-    weight.data = rows.copy_(weight.data.t()).t()
-
-
 def alike(layer: Any) -> tuple[object, ...]:
     """Return what layers that run here have alike if one `trial` is for all."""
     bias = _tried_bias(layer)
     return (
         *layer.weight.shape,
-        *layer.weight.stride(),
         getattr(layer, scale_name(layer)).numel(),
         has_blocks(layer),
         layer.params_dtype,
@@ -318,8 +292,7 @@ def _is_right(layer: Any, gemm: ScaledGemm, count: int) -> bool:
     inputs, outputs = scaled.weight.shape
     x = torch.linspace(-1, 1, count * inputs, device=scaled.weight.device)
     x = x.to(layer.params_dtype).view(count, inputs)
-    pitch = scaled.weight.stride(1)
-    rows = scaled.weight.new_empty(count, pitch)[:, :inputs]
+    rows = torch.empty_like(x, dtype=scaled.weight.dtype)
     if has_blocks(layer):
         scales = x.new_empty(num_groups(inputs), count, dtype=torch.float32).t()
     elif scales is None:

@@ -44,13 +44,20 @@ def problem(layer: Any) -> str | None:
 
 def kernel_of(layer: Any) -> Any:
     """Return what vLLM multiplies a layer's FP8 weights by, None for other layers."""
+    held = held_kernel(layer)
+    return None if held is None else getattr(*held)
+
+
+def held_kernel(layer: Any) -> tuple[Any, str] | None:
+    """Return what holds a layer's kernel, and as which attribute; see `kernel_of`."""
     method = getattr(layer, "quant_method", None)
     if type(method).__name__ not in _METHODS:
         return None
-    holders = method, getattr(layer, "scheme", None)
-    names = "fp8_linear", "kernel"
-    found = (getattr(holder, name, None) for holder in holders for name in names)
-    return next((kernel for kernel in found if kernel is not None), None)
+    for holder in (method, getattr(layer, "scheme", None)):
+        for name in ("fp8_linear", "kernel"):
+            if getattr(holder, name, None) is not None:
+                return holder, name
+    return None
 
 
 def can_launch(layer: Any, kernel: Any) -> bool:
@@ -64,10 +71,12 @@ def can_launch(layer: Any, kernel: Any) -> bool:
         CutlassFp8BlockScaledMMKernel,
     )
 
-    known: type = CutlassFP8ScaledMMLinearKernel
+    from vllm_flashinfer_vit.blocks.fp8_padding import TilesKernel
+
+    known: tuple[type, ...] = CutlassFP8ScaledMMLinearKernel, TilesKernel
     if has_blocks(layer):
-        known = CutlassFp8BlockScaledMMKernel
-    is_known = type(kernel) is known
+        known = (CutlassFp8BlockScaledMMKernel,)
+    is_known = type(kernel) in known
     return is_known and cutlass_op() is not None and bool(layer.weight.is_cuda)
 
 

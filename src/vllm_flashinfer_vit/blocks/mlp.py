@@ -8,10 +8,17 @@ from typing import Any
 import torch
 
 from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, quack
-from vllm_flashinfer_vit.blocks.aligned_linear import padded_inputs
+from vllm_flashinfer_vit.blocks.aligned_linear import align, padded_inputs
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.layers import MIN_QUACK_ROWS, Layers
-from vllm_flashinfer_vit.blocks.linear import OwnLinear, Step, Weights, linear, run
+from vllm_flashinfer_vit.blocks.linear import (
+    OwnLinear,
+    Step,
+    Weights,
+    is_unquantized,
+    linear,
+    run,
+)
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
 from vllm_flashinfer_vit.kernels._vllm_ops import compiled_op
@@ -116,9 +123,6 @@ class Fp8Mlp:
 
     def __init__(self, spec: BlockSpec, layers: Layers, activation: Activation) -> None:
         """Resolve the layers."""
-        if "aligned" not in layers.off:
-            # The activation writes its rows, in any pitch.
-            fp8_linear.pitch(layers.part(spec.second))
         self.first = layers.fp8(spec.first, with_bias=False)
         self.second = layers.fp8(spec.second)
         self.stacked = self.first.outputs
@@ -140,6 +144,21 @@ class Fp8Mlp:
             )
         act(first.bias, scales)
         return second(now, rows, scales, now.normed)
+
+
+def pad_rows(first: Any, act: Any, second: Any) -> None:
+    """Have an MLP's rows padded for its GEMMs when vLLM loads its layers."""
+    activation = activation_of(act)
+    if activation is None:
+        return
+    if is_unquantized(first) and is_unquantized(second):
+        # All activations here make 0 of the 0 that the first layer pads with.
+        align(first, second, 2 if activation == "swiglu" else 1)
+    elif held := fp8_methods.held_kernel(second):
+        # Not on top: it brings all of vLLM's kernels, see `fp8_methods.can_launch`.
+        from vllm_flashinfer_vit.blocks.fp8_padding import pad_to_tiles
+
+        pad_to_tiles(second, *held)
 
 
 def build_mlp(spec: BlockSpec, layers: Layers) -> Mlp | Fp8Mlp:

@@ -19,11 +19,10 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_flashinfer_vit.blocks import fp8_linear, norms
-from vllm_flashinfer_vit.blocks.aligned_linear import align
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.layers import Layers, gets_adapters
-from vllm_flashinfer_vit.blocks.linear import BlockWeights, is_unquantized, run
-from vllm_flashinfer_vit.blocks.mlp import activation_of, build_mlp
+from vllm_flashinfer_vit.blocks.linear import BlockWeights, run
+from vllm_flashinfer_vit.blocks.mlp import build_mlp, pad_rows
 from vllm_flashinfer_vit.blocks.norms import Norm
 from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
@@ -109,17 +108,8 @@ class BlockProgram:
         self._is_interleaved = spec.rotary is not None and spec.rotary.is_interleaved
         # Adapters are added to what a layer itself returns, in the checkpoint's size.
         self._gets_adapters = gets_adapters()
-        first, second = self._part(spec.first), self._part(spec.second)
-        activation = activation_of(self._part(spec.act))
-        if (
-            "aligned" not in off
-            and not self._gets_adapters
-            and activation is not None
-            and is_unquantized(first)
-            and is_unquantized(second)
-        ):
-            # All activations here make 0 of the 0 that the first layer pads with.
-            align(first, second, 2 if activation == "swiglu" else 1)
+        if "aligned" not in off and not self._gets_adapters:
+            pad_rows(*(self._part(at) for at in (spec.first, spec.act, spec.second)))
 
     def _part(self, path: str) -> Any:
         return self._block.get_submodule(path)
@@ -185,7 +175,7 @@ class BlockProgram:
             * attention.head_size,
             hidden=mlp.hidden,
             first=mlp.stacked,
-            quantized=max((at.pitch for at in quantized), default=0),
+            quantized=max((at.inputs for at in quantized), default=0),
             groups=max((at.groups for at in quantized), default=0),
         )
         is_fused = "add_norm" not in self._off

@@ -101,7 +101,7 @@ class Widths(NamedTuple):
         qkv: For q, k and v.
         hidden: For what the MLP's second layer gets.
         first: For what its first layer returns, where the activation moves it.
-        quantized: For rows in e4m3, with what lies between two.
+        quantized: For rows in e4m3.
         groups: For scales of these, where each group of a row has its own.
     """
 
@@ -234,13 +234,9 @@ class Pass:
         """Return `[T, width]` for what the MLP's first layer returns."""
         return self._view("first", width)
 
-    def quantized(self, width: int, pitch: int) -> torch.Tensor:
-        """Return `[T, width]` e4m3, a row each `pitch`, for the next layer's input."""
-        found = self._views.get(("quantized", width))
-        if found is None:
-            rows = _rows(self._quantized, 0, self._rows, pitch)
-            found = self._views["quantized", width] = rows[:, :width]
-        return found
+    def quantized(self, width: int) -> torch.Tensor:
+        """Return `[T, width]` e4m3 for the rows that the next layer gets."""
+        return self._view("quantized", width)
 
     def group_scales(self, groups: int) -> torch.Tensor:
         """Return `[T, groups]` fp32 in contiguous columns, of rows in e4m3."""
@@ -255,9 +251,10 @@ class Pass:
         # The same tensor each time: launches are settled for it.
         found = self._views.get((name, width))
         if found is None:
-            start = self._starts[name]
-            found = _rows(self._memory, start, self._rows, width)
-            self._views[name, width] = found
+            memory, start = self._memory, self._starts.get(name, 0)
+            if name == "quantized":
+                memory = self._quantized
+            found = self._views[name, width] = _rows(memory, start, self._rows, width)
         return found
 
     @property

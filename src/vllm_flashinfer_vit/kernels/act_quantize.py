@@ -71,7 +71,6 @@ def _act_quantize_kernel(
     rows_ptr,
     scales_ptr,
     stride_v,
-    stride_r,
     WIDTH: tl.constexpr,
     ROW: tl.constexpr,
     SIZE_A: tl.constexpr,
@@ -95,7 +94,7 @@ def _act_quantize_kernel(
         c = _activated(at, bias_ptr, C, SIZE_C, WIDTH, ACTIVATION, HAS_BIAS)
         largest = tl.maximum(largest, tl.max(tl.abs(c), axis=0))
     scale = row_scale(largest, scales_ptr, SCALES)
-    to = rows_ptr + row * stride_r
+    to = rows_ptr + row * ROW
     offs_a = tl.arange(0, SIZE_A)
     a = quantize(a, scale, scales_ptr, 0, SIZE_A, ROW, SCALES)
     tl.store(to + offs_a, a, mask=offs_a < ROW)
@@ -125,8 +124,8 @@ def act_quantize(
         width: Columns that the activation returns, up to `MAX_WIDTH`.
         bias: As many as columns that are read, contiguous, or None.
         activation: What is computed; None for the values as they are.
-        rows: `[T, Wp]` e4m3, rows of any stride, Wp from `width` on; written, with
-            zeros from column `width` on.
+        rows: `[T, Wp]` e4m3, contiguous, Wp from `width` on; written, with zeros from
+            column `width` on.
         scales: fp32: one for all rows, which is read, or `[T, 1]` or, in contiguous
             columns, `[T, num_groups(Wp)]`, which is written.
 
@@ -202,12 +201,12 @@ def _launch(
     if (
         rows.dim() != 2
         or len(rows) != len(values)
-        or rows.stride(1) != 1
+        or not rows.is_contiguous()
         or not 0 < width <= rows.shape[1] <= MAX_WIDTH
     ):
         raise ValueError(
-            f"rows must be [{len(values)}, {width} to {MAX_WIDTH}], not empty and with "
-            f"contiguous columns, got {tuple(rows.shape)} with strides {rows.stride()}"
+            f"rows must be [{len(values)}, {width} to {MAX_WIDTH}], contiguous and not "
+            f"empty, got {tuple(rows.shape)} with strides {rows.stride()}"
         )
     form = check_row_scales(rows, scales)
     # No group is in two parts.
@@ -217,7 +216,6 @@ def _launch(
         _act_quantize_kernel,
         len(values),
         values.stride(0),
-        rows.stride(0),
         WIDTH=width,
         ROW=rows.shape[1],
         SIZE_A=sizes[0],

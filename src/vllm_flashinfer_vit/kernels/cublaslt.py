@@ -169,7 +169,6 @@ class Layer:
         operation: What is computed, with the addresses of bias and scales.
         outputs: The weight's rows.
         inputs: The weight's columns.
-        pitch: From one of its rows to the next, in elements.
         form: What else an algorithm is chosen by.
         factors: Of the product, and of what is in the output already, as launches
             take them.
@@ -186,8 +185,7 @@ class Layer:
         """Describe a layer. It holds none of the tensors, which have to outlive it.
 
         Args:
-            weight: `[outputs, inputs]`, in 16 bits (see `fits`), or e4m3 with
-                contiguous columns.
+            weight: `[outputs, inputs]`, contiguous, in 16 bits (see `fits`) or e4m3.
             bias: `[outputs]`, contiguous, in 16 bits, or None in FP8.
             gelu: Whether the tanh GELU follows; not in FP8.
             scaling: Its scales in FP8. Those of rows are given later, see `read`.
@@ -197,7 +195,7 @@ class Layer:
         """
         name = "cublasLtMatmulDesc"
         self.address = ctypes.c_void_p(weight.data_ptr())
-        (self.outputs, self.inputs), (self.pitch, _) = weight.shape, weight.stride()
+        self.outputs, self.inputs = weight.shape
         self.operation = _owned(self, name, _create(name, _COMPUTE_FP32, _FP32))
         # Rows of PyTorch's are columns of cuBLAS's: y^T = W x^T, W read transposed.
         self._set(_TRANSPOSE_A, ctypes.c_int(1))
@@ -256,7 +254,6 @@ class Sizes(NamedTuple):
         rows: T.
         outputs: The weight's rows.
         inputs: The weight's columns.
-        pitches: From one row to the next of the weight and of x, in elements.
         form: The layer's.
         dtype: Of the output.
         alignments: Of x and the output, in bytes.
@@ -265,7 +262,6 @@ class Sizes(NamedTuple):
     rows: int
     outputs: int
     inputs: int
-    pitches: tuple[int, int]
     form: Form
     dtype: torch.dtype
     alignments: tuple[int, int]
@@ -275,18 +271,15 @@ class _Problem:
     """A GEMM of some sizes: how its matrices lie, and cuBLASLt's algorithm for it."""
 
     def __init__(self, handle: ctypes.c_void_p, layer: Layer, sizes: Sizes) -> None:
-        def layout(
-            dtype: torch.dtype, rows: int, columns: int, pitch: int
-        ) -> ctypes.c_void_p:
+        def layout(dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
             name = "cublasLtMatrixLayout"
             size = ctypes.c_uint64(rows), ctypes.c_uint64(columns)
-            made = _create(name, _TYPES[dtype], *size, ctypes.c_int64(pitch))
+            made = _create(name, _TYPES[dtype], *size, ctypes.c_int64(rows))
             return _owned(self, name, made)
 
-        dtype, (of_weight, of_x) = sizes.form.dtype, sizes.pitches
-        self.weight = layout(dtype, sizes.inputs, sizes.outputs, of_weight)
-        self.x = layout(dtype, sizes.inputs, sizes.rows, of_x)
-        self.out = layout(sizes.dtype, sizes.outputs, sizes.rows, sizes.outputs)
+        self.weight = layout(sizes.form.dtype, sizes.inputs, sizes.outputs)
+        self.x = layout(sizes.form.dtype, sizes.inputs, sizes.rows)
+        self.out = layout(sizes.dtype, sizes.outputs, sizes.rows)
         of_weight, of_bias = sizes.form.alignments
         of_x, of_out = sizes.alignments
         name = "cublasLtMatmulPreference"
@@ -332,8 +325,8 @@ class Problems:
         """Settle the GEMM of layers of the same sizes, on the current stream.
 
         Args:
-            x: `[T, inputs]`, of the weight's dtype, contiguous columns. Calls read
-                what it holds by then.
+            x: `[T, inputs]`, contiguous, of the weight's dtype. Calls read what it
+                holds by then.
             layer: One layer.
             out: `[T, outputs]`, contiguous, in 16 bits; each call overwrites it.
 
@@ -347,13 +340,7 @@ class Problems:
         handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
         alignments = _alignment(x), _alignment(out)
         sizes = Sizes(
-            len(x),
-            layer.outputs,
-            layer.inputs,
-            (layer.pitch, x.stride(0)),
-            layer.form,
-            out.dtype,
-            alignments,
+            len(x), layer.outputs, layer.inputs, layer.form, out.dtype, alignments
         )
         problem = self._found.get(sizes)
         if problem is None:

@@ -249,18 +249,6 @@ def num_groups(columns: int) -> int:
     return -(-columns // GROUP)
 
 
-def row_pitch(columns: int) -> int:
-    """Return from how many values on in e4m3 the next row of a matrix starts.
-
-    GEMMs load rows in sectors of 32 bytes. Where a row is no whole number of them, it
-    gets whole lines of the cache, of 128.
-
-    Args:
-        columns: Values of a row.
-    """
-    return columns if columns % 32 == 0 else -(-columns // 128) * 128
-
-
 def check_row_scales(rows: torch.Tensor, scales: torch.Tensor) -> RowScales:
     """Check rows in e4m3 and their scales.
 

@@ -29,8 +29,7 @@ class ScaledWeight:
     """A layer's parameters as GEMMs of rows in FP8 take them.
 
     Attributes:
-        weight: `[K, N]` e4m3, columns contiguous; K, N and the second stride are
-            multiples of 16.
+        weight: `[K, N]` e4m3, columns contiguous; K and N multiples of 16.
         scale: fp32, contiguous: one, or `[1, N]`, or of blocks, `[num_groups(K),
             num_groups(N)]` with contiguous columns.
         bias: `[N]` of the output's dtype, what is added, or None.
@@ -62,8 +61,7 @@ class ScaledGemm(Protocol):
 
         Args:
             like: A layer's parameters.
-            rows: `[T, K]` e4m3, columns contiguous, a stride of a multiple of 16.
-                Launches read what it holds by then.
+            rows: `[T, K]` e4m3, contiguous. Launches read what it holds by then.
             scales: fp32, of the rows: one, `[T, 1]`, or `[T, num_groups(K)]`.
             out: `[T, N]` fp16 or bf16, contiguous; each launch overwrites it.
         """
