@@ -35,6 +35,7 @@ KINDS: Mapping[str, Callable[[list[Row]], str]] = {
     "best_eager": lambda rows: best_table(rows, "eager"),
     "best_new": lambda rows: best_table(rows, "new"),
     "best_quantized": lambda rows: best_table(rows, quantized=True),
+    "best_quantized_eager": lambda rows: best_table(rows, "eager", quantized=True),
     "modes": modes_table,
     "attention": lambda rows: case_table(rows, "head_dim"),
     "errors": error_table,

@@ -50,7 +50,7 @@ can_launch = fp8_methods.can_launch
 def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
     """Have FP8 layers run as on a GPU, by the references, in small groups."""
     monkeypatch.setattr(fp8_methods, "can_launch", lambda layer, kernel: True)
-    for module in (formats, row_scales_ref, fp8_linear):
+    for module in (formats, row_scales_ref, fp8_methods):
         monkeypatch.setattr(module, "GROUP", GROUP)
 
 
