@@ -293,7 +293,7 @@ def test_both_kernels_of_vllms_op_are_tried(
 def test_layers_that_vllm_runs_by_cutlass_are_launched(
     name: str, is_launched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_linear, "cutlass_op", lambda: len)
+    monkeypatch.setattr(fp8_methods, "cutlass_op", lambda: len)
     weight = SimpleNamespace(is_cuda=True)
     layer = SimpleNamespace(weight=weight, weight_block_size=[128, 128])
     assert can_launch(layer, object.__new__(getattr(kernels, name))) is is_launched
