@@ -323,6 +323,16 @@ class TestOwnForward:
             line = self.attached(block, monkeypatch)
             assert line is not None and f"{place} is a {type(other).__name__}" in line
 
+    def test_linear_layers_of_pytorchs(
+        self, block: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        spec = spec_of(type(block))
+        assert spec is not None
+        for path in (spec.second, spec.first, spec.proj, spec.qkv):
+            block.set_submodule(path, nn.Linear(8, 8))
+            line = self.attached(block, monkeypatch)
+            assert line is not None and f"{path} is a Linear" in line
+
     def test_parts_by_other_names(
         self, block: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:

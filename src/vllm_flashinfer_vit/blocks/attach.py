@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearBase
 
 from vllm_flashinfer_vit.blocks import norms
 from vllm_flashinfer_vit.blocks.program import BlockProgram
@@ -146,4 +147,8 @@ def _unfit(spec: BlockSpec, block: torch.nn.Module) -> str | None:
         module = block.get_submodule(path)
         if not norms.is_known(module, spec.own_norm):
             return f"{path} is a {type(module).__name__} that is unknown here"
+    for path in (spec.qkv, spec.proj, spec.first, spec.second):
+        module = block.get_submodule(path)
+        if not isinstance(module, LinearBase):
+            return f"{path} is a {type(module).__name__}, no linear layer of vLLM's"
     return None
