@@ -25,7 +25,7 @@ PACKED = {
     "exaone4_5": _program("exaone4_5", grids.exaone4_5),
     "mimo_v2_omni": _model("mimo_v2_omni", grids.mimo_v2_omni),
     "qwen3_omni-vision": _program("qwen3_omni_moe_thinker", grids.qwen3_omni_vision),
-    "qwen3_omni-audio": _model("qwen3_omni_moe_thinker", lengths.qwen3_omni_audio),
+    "qwen3_omni-audio": _program("qwen3_omni_moe_thinker", lengths.qwen3_omni_audio),
     "keye": _program("keye", grids.keye),
     "paddleocr_vl": _program("paddleocr_vl", grids.paddleocr_vl),
     "siglip2navit": _program("siglip2navit", grids.siglip2navit),

@@ -51,6 +51,7 @@ BLOCKS = [p.name for p in plugin.all_patches() if p.name.endswith("-blocks")]
 OTHERS = {
     "exaone4_5": "exaone4_5-blocks",
     "qwen3_omni-vision": "qwen3_omni_moe_thinker-blocks",
+    "qwen3_omni-audio": "qwen3_omni_audio-blocks",
     "moonvit": "moonvit-blocks",
     "keye": "keye-blocks",
     "lfm2_siglip2": "lfm2_siglip2-blocks",
@@ -63,9 +64,11 @@ OTHERS = {
 ENCODERS = {**PACKED, **DENSE}
 
 
-def encoded(encoder: Encoder, backend: str) -> Result:
+def encoded(
+    encoder: Encoder, backend: str, dtype: torch.dtype = torch.float32
+) -> Result:
     try:
-        return encode(encoder, engine(backend))
+        return encode(encoder, engine(backend, dtype))
     except (ImportError, NotImplementedError) as error:
         pytest.skip(f"not in this vLLM: {error}")
 
@@ -357,6 +360,30 @@ class TestOwnForward:
         found = outputs(served)
         assert not ran
         assert relative_error(found, outputs(stock)) < TOLERANCE
+
+    @pytest.mark.parametrize(
+        "dtype, places", [(torch.float16, []), (torch.bfloat16, [0, 1])], ids=str
+    )
+    def test_values_that_are_clamped_in_fp16(
+        self, dtype: torch.dtype, places: list[int], ran: list[int]
+    ) -> None:
+        encoder = ENCODERS["qwen3_omni-audio"]
+
+        def build(module: Any) -> tuple[nn.Module, Any]:
+            tower: Any
+            tower, call = encoder.build(module)
+
+            def large() -> Any:
+                for layer in tower.layers:
+                    # Two of them are more than fp16 holds.
+                    layer.fc2.bias.fill_(6e4)
+                return call()
+
+            return tower, large
+
+        found = encoded(replace(encoder, build=build), "FLASHINFER", dtype)
+        assert ran == places
+        assert found.out.isfinite().all()
 
     @pytest.mark.parametrize("has_program", [True, False])
     def test_a_compiler_sees_vllms_block(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which blocks get a program, and how their `forward` runs it."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,9 @@ def attach(
     Returns:
         The program; None if vLLM's own steps run the block, which the log says.
     """
+    older = spec.older_qkv
+    if older is not None and older in dict(block.named_modules()):
+        spec = dataclasses.replace(spec, qkv=older)
     if reason := _unfit(spec, block):
         logger.info_once("The vision tower's blocks run as vLLM's own: %s.", reason)
         return None
@@ -140,6 +144,10 @@ def _unfit(spec: BlockSpec, block: torch.nn.Module) -> str | None:
         return str(error)
     if spec.qk_norms is None and getattr(attention, "q_norm", None) is not None:
         return "they normalise q and k"
+    if spec.is_clamped_in_fp16:
+        dtype = block.get_submodule(spec.attention).dtype
+        if dtype == torch.float16:
+            return f"{type(block).__name__} clamps values in fp16"
     # Its tower hands tables over all the same.
     if spec.rotary is not None and not getattr(attention, "use_rope", True):
         return "they do not turn q and k"

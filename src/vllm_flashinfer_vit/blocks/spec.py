@@ -76,6 +76,7 @@ class BlockSpec:
             rounded once, with a weight and `eps`; None where norms are PyTorch's or
             vLLM's.
         qkv: The projection to q, k and v, in this order.
+        older_qkv: Its path in older releases of vLLM; None where that is the same.
         attention: The attention layer.
         proj: The projection of what attention returns.
         split: Returns a block's method that makes q, k and v, `[T, 1, H, D]` each, of a
@@ -91,6 +92,8 @@ class BlockSpec:
         key_mask: The name of what `forward` adds to the scores of a dense batch,
             `[B, 1, 1, S]`: 0 for tokens, and the lowest number for the padding after
             them. None where it takes no mask.
+        is_clamped_in_fp16: Whether a block ends by clamping its stream if that is in
+            fp16, which no program does.
         returned_with: What comes after the stream in the tuple that `forward` returns;
             None where it returns the stream itself.
         is_compiled_whole: Whether vLLM compiles a tower of such blocks as one, not
@@ -104,6 +107,7 @@ class BlockSpec:
     norm2: str = "norm2"
     own_norm: str | None = None
     qkv: str = "attn.qkv"
+    older_qkv: str | None = None
     attention: str = "attn.attn"
     proj: str = "attn.proj"
     split: Callable[[Any], Callable[..., Any]] | None = None
@@ -112,6 +116,7 @@ class BlockSpec:
     layer_scales: tuple[str, str] | None = None
     is_packed: bool = True
     key_mask: str | None = None
+    is_clamped_in_fp16: bool = False
     returned_with: tuple[None, ...] | None = None
     is_compiled_whole: bool = False
 
