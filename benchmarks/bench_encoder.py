@@ -13,6 +13,7 @@ tower in fp32 on TORCH_SDPA, with the same weights.
     python benchmarks/bench_encoder.py --models Qwen/Qwen2.5-VL-7B-Instruct
     python benchmarks/bench_encoder.py --models dots.ocr Kimi-K2.5
     python benchmarks/bench_encoder.py --models SigLIP-So400m --cases 1x729 8x729 32x729
+    python benchmarks/bench_encoder.py --models Qwen3-Omni-Audio --cases 1x30s 32x30s
     python benchmarks/bench_encoder.py --smoke --output out/encoder.csv   # no GPU
 
 `dots.ocr` and the others of `known_stacks.py` are the blocks alone of towers that take
@@ -28,9 +29,16 @@ from environment import Environment, device
 from failures import Failures
 from host_load import load_text
 from tower_bench import Bench
-from tower_cases import CASES, DENSE_CASES, MODELS, SMOKE_CASES, any_model
+from tower_cases import (
+    AUDIO_CASES,
+    CASES,
+    DENSE_CASES,
+    MODELS,
+    SMOKE_CASES,
+    any_model,
+)
 
-_KNOWN_CASES = {**DENSE_CASES, **CASES, **SMOKE_CASES}
+_KNOWN_CASES = {**DENSE_CASES, **AUDIO_CASES, **CASES, **SMOKE_CASES}
 
 
 def parse_args() -> argparse.Namespace:

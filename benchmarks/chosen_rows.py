@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tower_cases import CASES, DENSE_CASES, SMOKE_CASES
+from tower_cases import AUDIO_CASES, CASES, DENSE_CASES, SMOKE_CASES
 
 Row = Mapping[str, str]
 BASELINE = "stock-flash_attn"
@@ -195,7 +195,7 @@ class Best:
             and row["provider"].startswith("stock-")
             and what_is_timed(row["mode"]) == self._timed
         )
-        known = {**CASES, **DENSE_CASES, **SMOKE_CASES}
+        known = {**CASES, **DENSE_CASES, **AUDIO_CASES, **SMOKE_CASES}
         order = {case: place for place, case in enumerate(known)}
         return sorted(dict.fromkeys(mine), key=lambda case: order.get(case, len(order)))
 

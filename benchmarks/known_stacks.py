@@ -244,6 +244,10 @@ def _deepseek(m: Any) -> nn.Module:
     return m.DeepseekV4VisionBlock(config)
 
 
+def _omni_audio(m: Any) -> nn.Module:
+    return m.Qwen3OmniMoeAudioEncoderLayer(m.Qwen3OmniMoeAudioEncoderConfig())
+
+
 def _stack(
     whole: WholeModel, block: Callable[[Any], nn.Module], shape: str, *rotary: Any
 ) -> Stack:
@@ -405,5 +409,9 @@ STACKS: Mapping[str, Stack] = {
         64,
         "TC",
         stack_rotary.of_all_heads,
+    ),
+    # Qwen3OmniMoeAudioEncoderConfig of Transformers, by default.
+    "Qwen3-Omni-Audio": Stack(
+        "qwen3_omni_moe_thinker (audio)", _omni_audio, 32, 1280, 64, "TC"
     ),
 }

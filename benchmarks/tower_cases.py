@@ -45,6 +45,11 @@ DENSE_CASES: dict[str, Grids] = {
     )
     for images in (1, 8, 32)
 }
+# Of Qwen3-Omni's audio encoder: clips of 30 seconds. A row is a second, of 13 tokens;
+# blocks attend in windows of 8 seconds, which stand for the frames of a video.
+AUDIO_CASES: dict[str, Grids] = {
+    f"{clips}x30s": ((3, 8, 13), (1, 6, 13)) * clips for clips in (1, 8, 32)
+}
 SMOKE_CASES: dict[str, Grids] = {"1x64": ((1, 8, 8),), "video2x48": ((2, 6, 8),)}
 # Sizes of a case that are timed as new ones: the first shows about how long they take,
 # and an even number of samples follows.

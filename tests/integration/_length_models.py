@@ -21,7 +21,8 @@ from _models import (
 from torch import nn
 
 
-def qwen3_omni_audio(m: Any) -> tuple[nn.Module, Call]:
+def audio_encoder(m: Any, n_window: int, n_window_infer: int) -> Any:
+    """Return Qwen3-Omni's, which takes twice `n_window` frames at once."""
     pinned = signature(m.async_tensor_h2d).parameters.get("pin_memory")
     if pinned is not None and pinned.default:
         raise NotImplementedError("pins host memory, for which there must be a GPU")
@@ -29,8 +30,8 @@ def qwen3_omni_audio(m: Any) -> tuple[nn.Module, Call]:
         d_model=128,
         num_mel_bins=16,
         max_source_positions=64,
-        n_window=8,
-        n_window_infer=32,
+        n_window=n_window,
+        n_window_infer=n_window_infer,
         conv_chunksize=500,
         downsample_hidden_size=16,
         encoder_layers=2,
@@ -39,7 +40,11 @@ def qwen3_omni_audio(m: Any) -> tuple[nn.Module, Call]:
         activation_function="gelu",
         output_dim=64,
     )
-    tower = m.Qwen3OmniMoeAudioEncoder(config)
+    return m.Qwen3OmniMoeAudioEncoder(config)
+
+
+def qwen3_omni_audio(m: Any) -> tuple[nn.Module, Call]:
+    tower = audio_encoder(m, 8, 32)
     frames = torch.tensor([64, 40, 16])
     tokens = torch.tensor([8, 5, 2])
     return tower, lambda: tower(noise(16, int(frames.sum())), frames, tokens)

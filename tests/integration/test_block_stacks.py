@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from _encoders import PACKED
 from _grid_models import _both_normed
-from _length_models import _mrope
-from _models import noise, plain
+from _length_models import _mrope, audio_encoder
+from _models import Call, encode, engine, noise, plain
 from _towers import cpu_only
 
 from cases import relative_error, values
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from block_stacks import StackTower, build_stack  # noqa: E402
 from known_stacks import STACKS  # noqa: E402
+from tower_cases import AUDIO_CASES  # noqa: E402
 from vllm_flashinfer_vit.blocks.attach import program_of  # noqa: E402
 from vllm_flashinfer_vit.models import gemma4  # noqa: E402
 
@@ -185,3 +187,25 @@ def test_some_blocks_attend_in_windows(
     assert ran == [0, 1]
     expected = run(build(name, "TORCH_SDPA"), grids)
     assert relative_error(found, expected) < 1e-5
+
+
+@cpu_only
+def test_clips_have_the_windows_of_vllms_audio_encoder() -> None:
+    seen = []
+    # Of 10 ms each.
+    frames = torch.tensor([3000] * 8)
+
+    def small(m: Any) -> tuple[torch.nn.Module, Call]:
+        config = m.Qwen3OmniMoeAudioEncoderConfig()
+        tower = audio_encoder(m, config.n_window, config.n_window_infer)
+        tower.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+        tokens = m._get_feat_extract_output_lengths(frames)
+        return tower, lambda: tower(noise(16, int(frames.sum())), frames, tokens)
+
+    try:
+        encode(replace(PACKED["qwen3_omni-audio"], build=small), engine("TORCH_SDPA"))
+    except NotImplementedError as error:
+        pytest.skip(f"in this vLLM it {error}")
+    stack = build("Qwen3-Omni-Audio", "TORCH_SDPA", depth=1)
+    metadata = stack.visual.prepare_encoder_metadata(AUDIO_CASES["8x30s"])
+    assert torch.equal(seen[0], metadata["cu_seqlens"])
