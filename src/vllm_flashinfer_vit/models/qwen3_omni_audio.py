@@ -1,10 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The audio encoder of Qwen3-Omni and Qwen3-ASR: packed windows, no rotary."""
 
+import functools
+from typing import Any
+
+import torch
+
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
-from vllm_flashinfer_vit.models._shared import block_program, methods
+from vllm_flashinfer_vit.models._shared import (
+    Function,
+    block_program,
+    is_served,
+    methods,
+    module_of,
+)
+from vllm_flashinfer_vit.patches.patch import Patch
 
 _FAMILY = "qwen3_omni_moe_thinker"
+_TOWER = f"{module_of(_FAMILY)}:Qwen3OmniMoeAudioEncoder"
 
 SPEC = BlockSpec(
     first="fc1",
@@ -21,6 +34,23 @@ SPEC = BlockSpec(
     is_clamped_in_fp16=True,
 )
 
+
+def _bound_lengths(original: Function) -> Function:
+    @functools.wraps(original)
+    def compute_attn_mask_seqlen(
+        self: Any, cu_seqlens: torch.Tensor
+    ) -> torch.Tensor | None:
+        if not is_served(self.layers[0].self_attn):
+            return original(self, cu_seqlens)
+        # The most that `forward` lets a window have: less where no chunk is full.
+        frames = 2 * self.n_window
+        tokens = self._get_cnn_output_lengths(frames)
+        longest = self.n_window_infer // frames * tokens
+        return torch.tensor(longest, dtype=torch.int32, device="cpu")
+
+    return compute_attn_mask_seqlen
+
+
 PATCHES = (
     block_program(
         _FAMILY,
@@ -29,5 +59,23 @@ PATCHES = (
         methods(_FAMILY, "Qwen3OmniMoeAudioAttention"),
         ("self", "hidden_states", "cu_seqlens", "max_seqlen"),
         name="qwen3_omni_audio",
+    ),
+    Patch(
+        name="qwen3_omni_audio-longest",
+        target=f"{_TOWER}.compute_attn_mask_seqlen",
+        stands_for=tuple(
+            f"{_TOWER}.{method}"
+            for method in (
+                "compute_attn_mask_seqlen",
+                "forward",
+                "_get_cnn_output_lengths",
+            )
+        ),
+        why="stock computes the longest length on the device, where no choice of a "
+        "kernel can read it",
+        remove_when="vLLM's tower hands its blocks a longest length on the CPU",
+        parameters=("self", "cu_seqlens"),
+        replace=_bound_lengths,
+        compiled=False,
     ),
 )
