@@ -411,6 +411,8 @@ STACKS: Mapping[str, Stack] = {
         stack_rotary.of_all_heads,
     ),
     # Qwen3OmniMoeAudioEncoderConfig of Transformers, by default.
+    # Stock's tower waits for the longest length in each block, which is not in its
+    # times here; with this package the tower, too, has it on the host.
     "Qwen3-Omni-Audio": Stack(
         "qwen3_omni_moe_thinker (audio)", _omni_audio, 32, 1280, 64, "TC"
     ),
