@@ -100,7 +100,7 @@ def block_program(
         target=f"{module_of(family)}:{block}.forward",
         # The constructor says which modules a block has.
         stands_for=(*map(_full, (*methods(family, block), *parts)), *LINEAR),
-        why="stock copies and rotates q and k, adds and normalises by two kernels, and "
+        why="stock takes more kernels for a block's sums, norms and any rotary, and "
         "pays for several layers of Python in front of each of them",
         remove_when="vLLM runs a vision block by as few launches, prepared beforehand",
         parameters=parameters,
