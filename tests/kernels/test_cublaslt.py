@@ -97,6 +97,20 @@ def test_a_layer_is_described_once(library: Library, gelu, epilogue) -> None:
     assert library.of("MatmulDescDestroy") == [(101,)]
 
 
+def test_a_layer_is_destroyed_by_the_library_that_made_it(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that a test has left behind must not reach a GPU's library."""
+    t = tensors()
+    layer = Layer(t.weight, t.bias)
+    other = Library()
+    monkeypatch.setattr(cublaslt, "_library", lambda: other)
+    del layer
+    gc.collect()
+    assert library.of("MatmulDescDestroy") == [(101,)]
+    assert not other.calls
+
+
 @pytest.mark.parametrize(
     ("dtype", "number"), [(torch.float16, 2), (torch.bfloat16, 14)], ids=str
 )

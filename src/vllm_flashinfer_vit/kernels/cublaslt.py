@@ -111,13 +111,9 @@ def _create(name: str, *arguments: object) -> ctypes.c_void_p:
     return handle
 
 
-def _destroy(name: str, address: int) -> None:
-    _library()[f"{name}Destroy"](ctypes.c_void_p(address))
-
-
 def _owned(owner: object, name: str, handle: ctypes.c_void_p) -> ctypes.c_void_p:
     """Have what a handle stands for destroyed with its owner."""
-    weakref.finalize(owner, _destroy, name, handle.value or 0)
+    weakref.finalize(owner, _library()[f"{name}Destroy"], handle)
     return handle
 
 
@@ -303,7 +299,7 @@ class _Problem:
                 ctypes.byref(count),
             )
         finally:
-            _destroy(name, preference.value or 0)
+            _library()[f"{name}Destroy"](preference)
         _check(status or int(count.value == 0), f"find an algorithm for {sizes}")
 
 
