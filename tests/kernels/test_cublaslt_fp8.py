@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cuBLASLt is asked for layers in FP8; test_scaled_mm.py has results."""
 
+import ctypes
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ from _cublaslt import Library, library, prepare, tensors
 from vllm_flashinfer_vit.kernels import cublaslt
 from vllm_flashinfer_vit.kernels.cublaslt import Layer, Problems, Scaling
 from vllm_flashinfer_vit.kernels.gemms import SCALES, Scales
-from vllm_flashinfer_vit.kernels.scaled_mm import CublasLt, ScaledWeight
+from vllm_flashinfer_vit.kernels.scaled_mm import CublasLt, Launch, ScaledWeight
 
 __all__ = ["library"]
 
@@ -22,7 +24,7 @@ def in_fp8(
     t.x, t.weight = t.x.to(torch.float8_e4m3fn), t.weight.to(torch.float8_e4m3fn)
     t.scale = torch.ones(16 if kind == "rows" else 1)
     t.constants = torch.ones(17)
-    scaling = Scaling(kind, t.scale, t.constants)
+    scaling = Scaling(kind, t.scale, t.constants if kind == "tokens" else None)
     return t, Layer(t.weight, t.bias if has_bias else None, scaling=scaling)
 
 
@@ -89,33 +91,88 @@ def test_fp8_needs_a_library_with_scales_of_rows(
     assert cublaslt.takes_fp8() is expected
 
 
-def scaled(outputs: int = 16, seed: int = 0) -> ScaledWeight:
-    weight = torch.zeros(outputs, 32).to(torch.float8_e4m3fn).t()
-    return ScaledWeight(weight, torch.ones(1), torch.zeros(outputs).bfloat16())
+def scaled() -> ScaledWeight:
+    weight = torch.zeros(16, 32).to(torch.float8_e4m3fn).t()
+    return ScaledWeight(weight, torch.ones(1), torch.zeros(16).bfloat16())
+
+
+@pytest.fixture
+def gemm(library: Library, monkeypatch: pytest.MonkeyPatch) -> CublasLt:
+    monkeypatch.setattr(cublaslt, "takes_fp8", lambda: True)
+    return CublasLt("tokens", Problems())
+
+
+def settle(gemm: CublasLt, like: ScaledWeight, scales: torch.Tensor) -> Launch:
+    rows = torch.zeros(3, 32).to(torch.float8_e4m3fn)
+    return gemm.prepare(like, rows, scales, torch.zeros(3, 16).bfloat16())
 
 
 def test_a_settled_gemm_points_layers_at_a_passs_scales(
-    library: Library, monkeypatch: pytest.MonkeyPatch
+    library: Library, gemm: CublasLt
 ) -> None:
-    monkeypatch.setattr(cublaslt, "takes_fp8", lambda: True)
-    gemm = CublasLt("tokens", 16, torch.device("cpu"), Problems())
     first, second = scaled(), scaled()
-    rows = torch.zeros(3, 32).to(torch.float8_e4m3fn)
-    out = torch.zeros(3, 16).bfloat16()
     passes = [torch.ones(3, 1) for _ in range(2)]
-    launches = [gemm.prepare(first, rows, scales, out) for scales in passes]
+    launches = [settle(gemm, first, scales) for scales in passes]
     pointed: list[tuple[int, int]] = []
     for launch, scales in [*zip(launches, passes, strict=True)] * 2:
         for weight in (first, second, first):
             launch(weight, scales)
             number = library.of("Matmul")[-1][1]
             pointed.append((number, library.attributes("MatmulDesc", number)[18][0]))
-    assert {number for number, _ in pointed} == {
-        weight.made[gemm].operation.value for weight in (first, second)
-    }
+    assert [number for number, _ in pointed[:3]] == [101, pointed[1][0], 101]
     expected = [scales.data_ptr() for scales in passes for _ in range(3)] * 2
     assert [address for _, address in pointed] == expected
     assert len(library.of("MatmulDescCreate")) == 2
     # Twice when it is settled, and then only for each layer of another pass.
     sets = [args for args in library.of("MatmulDescSetAttribute") if args[1] == 18]
     assert len(sets) == 2 + 4 * 2
+
+
+def constants(library: Library) -> list[float]:
+    """Return what the last launch reads as the outputs' scales, and of the output."""
+    number, of_output = (library.of("Matmul")[-1][at] for at in (1, 7))
+    ones = library.attributes("MatmulDesc", number)[17][0]
+    assert of_output == ones + 16 * 4
+    return list((ctypes.c_float * 17).from_address(ones))
+
+
+def test_constants_outlive_what_was_made_while_weights_were_loaded(
+    library: Library, gemm: CublasLt
+) -> None:
+    """vLLM's sleep mode discards that, and restores a model's buffers alone."""
+    for value in vars(gemm).values():
+        if isinstance(value, torch.Tensor):
+            value.fill_(float("nan"))
+    weight, scales = scaled(), torch.ones(3, 1)
+    settle(gemm, weight, scales)(weight, scales)
+    assert constants(library) == [1.0] * 16 + [0.0]
+
+
+def test_constants_of_a_graph_are_its_own(
+    library: Library, gemm: CublasLt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes them when it is replayed, and not when it is captured."""
+    made: list[torch.Tensor] = []
+    ones: Callable[..., torch.Tensor] = torch.ones
+
+    def note(*size: int, **given: object) -> torch.Tensor:
+        made.append(ones(*size, **given))
+        return made[-1]
+
+    weight, scales = scaled(), torch.ones(3, 1)
+    monkeypatch.setattr(torch, "ones", note)
+    with monkeypatch.context() as capturing:
+        is_capturing = "is_current_stream_capturing"
+        capturing.setattr(torch.cuda, is_capturing, lambda: True)
+        settle(gemm, weight, scales)
+    made.pop().fill_(float("nan"))
+    launches = [settle(gemm, weight, scales) for _ in range(2)]
+    assert len(made) == 1
+    for launch in launches:
+        launch(weight, scales)
+        assert constants(library) == [1.0] * 16 + [0.0]
+    # What is there already serves graphs, too.
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, is_capturing, lambda: True)
+        settle(gemm, weight, scales)
+    assert len(made) == 1

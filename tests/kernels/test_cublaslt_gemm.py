@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settled GEMMs have the bits of PyTorch's own call of cuBLASLt.
 
-tests/unit/test_cublaslt.py has what needs no GPU.
+test_cublaslt.py has what needs no GPU.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GEMMs of rows in FP8, vLLM's and cuBLASLt's, against fp32.
 
-On a CPU the reference stands for vLLM's; cuBLASLt needs a GPU (test_cublaslt.py has
-what it is asked).
+On a CPU the reference stands for vLLM's; cuBLASLt needs a GPU (test_cublaslt_fp8.py
+has what it is asked).
 """
 
 import pytest
@@ -69,8 +69,8 @@ def draw(rows, inputs, outputs, dtype, scales="rows", has_bias=True, seed=0):
     return found._replace(weight=found.weight.t())
 
 
-def gemm_for(name: str, given: Operands, scales: str = "rows") -> ScaledGemm:
-    return scaled_gemm(name, scales, given.out.shape[1], DEVICE, Problems())
+def gemm_for(name: str, scales: str = "rows") -> ScaledGemm:
+    return scaled_gemm(name, scales, DEVICE, Problems())
 
 
 def exact(given: Operands) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_products_are_those_of_fp32(name, dtype, scales, has_bias) -> None:
     for rows in ROWS:
         for inputs, outputs in SIZES:
             given = draw(rows, inputs, outputs, dtype, scales, has_bias)
-            gemm = gemm_for(name, given, scales)
+            gemm = gemm_for(name, scales)
             multiply(gemm, given)
             assert relative_error(given.out, exact(given)) < TOLERANCE[dtype]
             first = given.out.clone()
@@ -110,7 +110,7 @@ def test_the_first_rows_do_not_depend_on_those_after_them(name, scales) -> None:
     given.rows[7:] = float("nan")
     if not has_one:
         given.scales[7:] = float("nan")
-    multiply(gemm_for(name, few, scales), few)
+    multiply(gemm_for(name, scales), few)
     assert relative_error(few.out, expected) < TOLERANCE[torch.bfloat16]
     assert given.out[7:].isnan().all()
 
@@ -123,7 +123,7 @@ def test_one_settled_gemm_serves_layers_and_scales(name, scales) -> None:
         draw(7, *SIZES[0], torch.bfloat16, scales, seed=seed) for seed in (0, 1)
     )
     weights = [scaled_weight(given) for given in (first, second)]
-    gemm = gemm_for(name, first, scales)
+    gemm = gemm_for(name, scales)
     launch = gemm.prepare(weights[0], first.rows, first.scales, first.out)
     for given, weight in 2 * [*zip((first, second), weights, strict=True)]:
         for read in first.scales, second.scales:
@@ -146,7 +146,7 @@ def test_each_name_has_a_gemm() -> None:
 @pytest.mark.skipif(HAS_CUBLASLT, reason="cuBLASLt takes rows in FP8 here")
 def test_without_cublaslt_it_is_refused() -> None:
     with pytest.raises(RuntimeError, match="no cuBLASLt for rows in FP8 was found"):
-        CublasLt("rows", 16, DEVICE, Problems())
+        CublasLt("rows", Problems())
 
 
 @on_a_gpu
@@ -158,7 +158,7 @@ def test_the_bits_are_pytorchs(inputs, outputs, dtype, scales) -> None:
     """It asks cuBLASLt for the same; mixed scales it does not take."""
     for rows in (1, 7, 64, 256, 1000, 4096):
         given = draw(rows, inputs, outputs, dtype, scales)
-        multiply(gemm_for(CUBLASLT, given, scales), given)
+        multiply(gemm_for(CUBLASLT, scales), given)
         expected = torch._scaled_mm(
             given.rows,
             given.weight,
@@ -182,7 +182,7 @@ def test_cublaslts_is_no_less_exact_than_vllms(inputs, outputs, dtype, scales) -
         expected = exact(given)
         errors = {}
         for name in GEMMS:
-            multiply(gemm_for(name, given, scales), given)
+            multiply(gemm_for(name, scales), given)
             errors[name] = relative_error(given.out, expected)
         assert errors[CUBLASLT] <= 1.1 * errors[CUTLASS], (rows, errors)
 
@@ -194,7 +194,7 @@ def test_cublaslts_is_no_less_exact_than_vllms(inputs, outputs, dtype, scales) -
 def test_in_a_graph(name, dtype, scales) -> None:
     for rows in ROWS:
         given = draw(rows, *SIZES[0], dtype, scales)
-        gemm = gemm_for(name, given, scales)
+        gemm = gemm_for(name, scales)
 
         def run(given: Operands = given, gemm: ScaledGemm = gemm) -> torch.Tensor:
             multiply(gemm, given)
@@ -221,7 +221,7 @@ def test_on_a_side_stream(name) -> None:
         # A launch on another stream would not wait for the new contents.
         torch.cuda._sleep(100_000_000)
         given.rows.copy_(new.rows)
-        multiply(gemm_for(name, given), given)
+        multiply(gemm_for(name), given)
     side.synchronize()
     assert relative_error(given.out, exact(given)) < TOLERANCE[torch.bfloat16]
 
@@ -230,7 +230,7 @@ def test_on_a_side_stream(name) -> None:
 @each_gemm
 def test_the_host_does_not_wait(name) -> None:
     given = draw(1000, *SIZES[0], torch.bfloat16)
-    gemm = gemm_for(name, given)
+    gemm = gemm_for(name)
     multiply(gemm, given)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

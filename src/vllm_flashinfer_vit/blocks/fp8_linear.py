@@ -22,7 +22,6 @@ from vllm_flashinfer_vit.blocks.fp8_methods import (
     has_plain_outputs,
     is_static,
     scale_name,
-    sizes,
 )
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
@@ -254,9 +253,8 @@ def gemm_of(layer: Any, name: str, problems: Problems) -> ScaledGemm:
         RuntimeError: It cannot run here.
     """
     kind = scales_of(is_static(layer), getattr(layer, scale_name(layer)).numel())
-    _, outputs = sizes(layer)
     device = layer.weight.device
-    return scaled_gemm(name, kind, outputs, device, problems, has_blocks(layer))
+    return scaled_gemm(name, kind, device, problems, has_blocks(layer))
 
 
 def _tried_bias(layer: Any) -> torch.Tensor | None:

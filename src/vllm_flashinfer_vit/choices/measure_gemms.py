@@ -120,7 +120,7 @@ class _Inputs:
 
     def call(self, name: str) -> Run:
         layer, (weight, rows, scales, out) = self._layer, self._operands
-        gemm = scaled_gemm(name, layer.scales, layer.outputs, out.device, Problems())
+        gemm = scaled_gemm(name, layer.scales, out.device, Problems())
         # Each has an output of its own, that none is found right by another's.
         own = torch.full_like(out, float("nan"))
 

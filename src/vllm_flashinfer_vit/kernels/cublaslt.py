@@ -133,12 +133,13 @@ class Scaling(NamedTuple):
     Attributes:
         kind: What they are of.
         weight_scale: fp32, on the layer's device: one, or `[outputs]` for `rows`.
-        constants: fp32 `[outputs + 1]` there, ones and then a zero; read for `tokens`.
+        constants: For `tokens` fp32 `[outputs + 1]` there, ones and then a zero, else
+            None.
     """
 
     kind: Scales
     weight_scale: torch.Tensor
-    constants: torch.Tensor
+    constants: torch.Tensor | None = None
 
 
 class Form(NamedTuple):
@@ -223,6 +224,7 @@ class Layer:
                 self._set(attribute, ctypes.c_int(_OUTER_VECTORS))
         read = weight_scale
         if kind == "tokens":
+            assert constants is not None
             # Scales of rows are only taken with scales of outputs: those are ones, and
             # the weight's scale is the product's factor, read where it is.
             read = constants

@@ -102,19 +102,11 @@ class Cutlass:
 class CublasLt:
     """cuBLASLt's, settled beforehand."""
 
-    def __init__(
-        self,
-        kind: Scales,
-        outputs: int,
-        device: torch.device,
-        problems: cublaslt.Problems,
-    ) -> None:
+    def __init__(self, kind: Scales, problems: cublaslt.Problems) -> None:
         """Take what layers have alike.
 
         Args:
             kind: Kind of their scales.
-            outputs: N.
-            device: Where they are.
             problems: Keeps the algorithms.
 
         Raises:
@@ -123,8 +115,7 @@ class CublasLt:
         if not cublaslt.takes_fp8():
             raise RuntimeError("no cuBLASLt for rows in FP8 was found on a Hopper GPU")
         self._kind, self._problems = kind, problems
-        self._constants = torch.ones(outputs + 1, device=device)
-        self._constants[-1] = 0
+        self._constants: torch.Tensor | None = None
 
     def prepare(
         self,
@@ -138,24 +129,41 @@ class CublasLt:
         Raises:
             RuntimeError: cuBLASLt refuses.
         """
-        multiply = self._problems.prepare(rows, self._layer(like, scales), out)
+        constants = self._ones_and_zero(out) if self._kind == "tokens" else None
+        key = self, 0 if constants is None else constants.data_ptr()
+
+        def described(weight: ScaledWeight, scales: torch.Tensor) -> cublaslt.Layer:
+            """Describe a layer once, and have it read the scales of its rows."""
+            layer = weight.made.get(key)
+            if layer is None:
+                scaling = cublaslt.Scaling(self._kind, weight.scale, constants)
+                layer = cublaslt.Layer(weight.weight.t(), weight.bias, scaling=scaling)
+                weight.made[key] = layer
+            # Those of tokens are a pass's, and one for all rows is the layer's.
+            if layer.row_scales != (address := scales.data_ptr()):
+                layer.read(address)
+            return layer
+
+        multiply = self._problems.prepare(rows, described(like, scales), out)
 
         def launch(weight: ScaledWeight, scales: torch.Tensor) -> None:
-            multiply(self._layer(weight, scales))
+            multiply(described(weight, scales))
 
         return launch
 
-    def _layer(self, weight: ScaledWeight, scales: torch.Tensor) -> cublaslt.Layer:
-        """Describe a layer once, and have it read the scales of its rows."""
-        layer = weight.made.get(self)
-        if layer is None:
-            scaling = cublaslt.Scaling(self._kind, weight.scale, self._constants)
-            layer = cublaslt.Layer(weight.weight.t(), weight.bias, scaling=scaling)
-            weight.made[self] = layer
-        # Those of tokens are a pass's, and one for all rows is the layer's.
-        if layer.row_scales != (address := scales.data_ptr()):
-            layer.read(address)
-        return layer
+    def _ones_and_zero(self, out: torch.Tensor) -> torch.Tensor:
+        """Return what `Scaling` calls constants, kept but for a graph's own.
+
+        None are made before the first pass: vLLM's sleep mode discards what was made
+        while it loaded the weights.
+        """
+        made = self._constants
+        if made is None:
+            made = torch.ones(out.shape[1] + 1, device=out.device)
+            made[-1] = 0
+            if not torch.cuda.is_current_stream_capturing():
+                self._constants = made
+        return made
 
 
 def cutlass_op() -> Callable[..., None] | None:
@@ -166,7 +174,6 @@ def cutlass_op() -> Callable[..., None] | None:
 def scaled_gemm(
     name: str,
     kind: Scales | None,
-    outputs: int,
     device: torch.device,
     problems: cublaslt.Problems,
     has_blocks: bool = False,
@@ -176,7 +183,6 @@ def scaled_gemm(
     Args:
         name: Its name.
         kind: Kind of their scales, None for those that vLLM's takes alone.
-        outputs: N.
         device: Where they are.
         problems: Keeps cuBLASLt's algorithms.
         has_blocks: Whether weights have scales of blocks, which vLLM's takes alone.
@@ -187,4 +193,4 @@ def scaled_gemm(
     if name == CUTLASS:
         return Cutlass(device, has_blocks)
     assert kind is not None and not has_blocks
-    return CublasLt(kind, outputs, device, problems)
+    return CublasLt(kind, problems)
