@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows in FP8 of an MLP's second layer are padded to whole tiles, as vLLM pads."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from _blocks import blocks, build, image, outputs, programs
+from _blocks import blocks, build, image, outputs, programs, without
 from _fp8_layers import (
     SCHEMES,
     InTiles,
@@ -24,7 +25,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
 from cases import relative_error
-from vllm_flashinfer_vit.blocks import fp8_methods
+from vllm_flashinfer_vit.blocks import fp8_methods, program
 from vllm_flashinfer_vit.blocks.fp8_padding import TilesKernel, pad_to_tiles
 from vllm_flashinfer_vit.blocks.mlp import pad_rows
 from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref, scaled_mm_ref
@@ -156,10 +157,10 @@ def unloaded(inputs: int) -> Any:
     ("inputs", "is_padded"), [(48, True), (4304, True), (128, False), (5120, False)]
 )
 def test_rows_of_whole_tiles_stay_as_they_are(inputs: int, is_padded: bool) -> None:
-    first, second = row_parallel(32, inputs), unloaded(inputs)
+    first, second = unloaded(32), unloaded(inputs)
     kernel = second.quant_method.fp8_linear
     with build().running():
-        pad_rows(first, nn.GELU(), second)
+        pad_rows(first, nn.GELU(), second, runs_fp8=True)
     found = second.quant_method.fp8_linear
     assert type(found) is (TilesKernel if is_padded else type(kernel))
     assert found.config is kernel.config
@@ -175,7 +176,33 @@ def test_other_kernels_are_left_alone() -> None:
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_an_activation_that_is_not_known_here_pads_nothing() -> None:
+@pytest.mark.parametrize(
+    ("first", "act", "runs_fp8"),
+    [
+        (unloaded, nn.Identity(), True),
+        # The layers of an MLP run here only together.
+        (row_parallel, nn.GELU(), True),
+        (unloaded, nn.GELU(), False),
+    ],
+    ids=["activation", "first", "setting"],
+)
+def test_what_vllm_runs_itself_is_not_padded(
+    first: Callable[[int], Any], act: nn.Module, runs_fp8: bool
+) -> None:
     second = unloaded(48)
-    pad_rows(row_parallel(32, 48), nn.Identity(), second)
+    with build().running():
+        pad_rows(first(32), act, second, runs_fp8=runs_fp8)
     assert type(second.quant_method.fp8_linear) is CutlassFP8ScaledMMLinearKernel
+
+
+@pytest.mark.parametrize("off", [(), ("fp8_linear",)])
+def test_a_setting_leaves_layers_in_fp8_to_vllm(
+    off: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        program, "pad_rows", lambda *_, runs_fp8: asked.append(runs_fp8)
+    )
+    with without(*off):
+        build()
+    assert asked and set(asked) == {not off}

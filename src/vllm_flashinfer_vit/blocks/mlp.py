@@ -146,15 +146,26 @@ class Fp8Mlp:
         return second(now, rows, scales, now.normed)
 
 
-def pad_rows(first: Any, act: Any, second: Any) -> None:
-    """Have an MLP's rows padded for its GEMMs when vLLM loads its layers."""
+def pad_rows(first: Any, act: Any, second: Any, *, runs_fp8: bool) -> None:
+    """Have an MLP's rows padded for its GEMMs when vLLM loads its layers.
+
+    Args:
+        first: Its first layer.
+        act: Its activation.
+        second: Its second layer.
+        runs_fp8: Whether layers in FP8 may run here. vLLM would copy rows to pad them.
+    """
     activation = activation_of(act)
     if activation is None:
         return
     if is_unquantized(first) and is_unquantized(second):
         # All activations here make 0 of the 0 that the first layer pads with.
         align(first, second, 2 if activation == "swiglu" else 1)
-    elif held := fp8_methods.held_kernel(second):
+    elif (
+        runs_fp8
+        and fp8_methods.held_kernel(first)
+        and (held := fp8_methods.held_kernel(second))
+    ):
         # Not on top: it brings all of vLLM's kernels, see `fp8_methods.can_launch`.
         from vllm_flashinfer_vit.blocks.fp8_padding import pad_to_tiles
 

@@ -109,7 +109,8 @@ class BlockProgram:
         # Adapters are added to what a layer itself returns, in the checkpoint's size.
         self._gets_adapters = gets_adapters()
         if "aligned" not in off and not self._gets_adapters:
-            pad_rows(*(self._part(at) for at in (spec.first, spec.act, spec.second)))
+            first, act, second = map(self._part, (spec.first, spec.act, spec.second))
+            pad_rows(first, act, second, runs_fp8="fp8_linear" not in off)
 
     def _part(self, path: str) -> Any:
         return self._block.get_submodule(path)
