@@ -120,14 +120,17 @@ def test_weights_of_the_checkpoints_size_are_loaded_into_the_padding() -> None:
     assert not weight[48:].float().any()
 
 
-def test_a_second_processing_gives_the_same_size() -> None:
-    """As vLLM's reload does it, before it copies into what is there."""
-    sizes = []
-    for _ in range(2):
-        layer = row_parallel(48)
-        quantize_layer(layer, "channel", InTiles)
-        sizes.append(layer.weight.shape)
-    assert sizes == [(128, 32)] * 2
+@pytest.mark.parametrize("inputs", [48, 128])
+def test_offloaded_ones_are_offloaded_again(inputs: int) -> None:
+    """As `--cpu-offload-gb` has it: vLLM asks the flag after it has processed."""
+    layer = row_parallel(inputs)
+    rows = layer.weight.data.to(torch.float8_e4m3fn)
+    layer.weight = nn.Parameter(rows.t(), requires_grad=False)
+    layer.weight._vllm_is_uva_offloaded = True
+    InTiles(False).process_weights_after_loading(layer)
+    # vLLM 0.25.1 has another parameter there.
+    is_there = getattr(layer.weight, "_vllm_is_uva_offloaded", False)
+    assert is_there is (inputs == 128)
 
 
 @pytest.fixture

@@ -103,9 +103,8 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
             room = parameter.data.untyped_storage()
             if room.nbytes() == padded.untyped_storage().nbytes():
                 padded = padded.new_empty(0).set_(room).view(padded.shape).copy_(padded)
-            elif getattr(parameter, _OFFLOADED, False):
-                # vLLM offloads it again: what is here now is on the device.
-                setattr(parameter, _OFFLOADED, False)
+            else:
+                offload_again(parameter)
             parameter.data = padded
         # vLLM's reload waits for as many elements as a checkpoint has.
         unpadded = parameter.numel() // aligned_size(self.size) * self.size
@@ -138,6 +137,12 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
             # vLLM's reload counts copied elements, so nothing is copied by copy_.
             self.pad(parameter.data, out=padded)
             parameter.data = padded
+
+
+def offload_again(parameter: torch.Tensor) -> None:
+    """Have vLLM offload a parameter again if it was: its values are on the device."""
+    if getattr(parameter, _OFFLOADED, False):
+        setattr(parameter, _OFFLOADED, False)
 
 
 def align(first: Any, second: Any, parts: int) -> None:

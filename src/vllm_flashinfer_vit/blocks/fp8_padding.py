@@ -13,7 +13,10 @@ import torch
 from vllm.model_executor.kernels.linear.scaled_mm import CutlassFP8ScaledMMLinearKernel
 from vllm.model_executor.utils import replace_parameter
 
-from vllm_flashinfer_vit.blocks.aligned_linear import writes_past_loaders
+from vllm_flashinfer_vit.blocks.aligned_linear import (
+    offload_again,
+    writes_past_loaders,
+)
 
 _TILE = 128
 
@@ -30,8 +33,10 @@ class TilesKernel(CutlassFP8ScaledMMLinearKernel):
         if added:
             padded = torch.nn.functional.pad(rows, (0, added)).t()
             replace_parameter(layer, name, padded)
+            parameter = getattr(layer, name)
             # Loads what has the checkpoint's size, too.
-            getattr(layer, name).weight_loader = self.padded_weight_loader
+            parameter.weight_loader = self.padded_weight_loader
+            offload_again(parameter)
 
     def apply_scaled_mm(
         self, *, A: torch.Tensor, B: torch.Tensor, **others: Any
