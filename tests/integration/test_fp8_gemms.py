@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from _towers import cpu_only
 from cases import relative_error
 from stand_in import StandIn
 from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, layers
-from vllm_flashinfer_vit.blocks.fp8_linear import Gemms
+from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
 from vllm_flashinfer_vit.choices import resolve
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
@@ -139,6 +140,29 @@ def test_a_pass_decides_once_for_all_layers_that_are_alike(
     assert len(asked) == 4
     outputs(tower)
     assert len(asked) == 4
+
+
+def test_a_pass_settles_each_gemm_for_each_output() -> None:
+    """Blocks may differ in how they are quantised, and share the pass's buffers."""
+    layer = blocks(served("qwen2_vl", "channel"))[0].attn.proj
+    ran: list[tuple[str, torch.Tensor]] = []
+
+    def linear(name: str) -> Fp8Linear:
+        def noting(out: torch.Tensor, *read: Any) -> None:
+            ran.append((name, out))
+
+        return Fp8Linear(layer, Gemms(ALWAYS, {CUBLASLT: StandIn(noting)}))
+
+    layers_here = linear("first"), linear("second")
+    outs = torch.empty(3, 64), torch.empty(3, 64)
+    rows, scales = torch.ones(3, 64).to(torch.float8_e4m3fn), torch.ones(3, 1)
+    now: Any = SimpleNamespace(settled={})
+    for _ in range(2):
+        for out in outs:
+            for at, name in zip(layers_here, ("first", "second"), strict=True):
+                assert at(now, rows, scales, out) is out
+                assert ran[-1][0] == name and ran[-1][1] is out
+    assert len(now.settled) == 4
 
 
 def test_layers_of_other_sizes_have_vllms(

@@ -64,6 +64,9 @@ class ScaledGemm(Protocol):
             rows: `[T, K]` e4m3, contiguous. Launches read what it holds by then.
             scales: fp32, of the rows: one, `[T, 1]`, or `[T, num_groups(K)]`.
             out: `[T, N]` fp16 or bf16, contiguous; each launch overwrites it.
+
+        Returns:
+            A launch, which holds `rows` and `out`.
         """
 
 
