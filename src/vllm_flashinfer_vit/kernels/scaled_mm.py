@@ -78,8 +78,7 @@ class Cutlass:
         op = scaled_mm_ref if device.type != "cuda" else cutlass_op()
         assert op is not None
         self._op = op
-        # The reference adds a bias to any.
-        self._adds_apart = has_blocks and device.type == "cuda"
+        self._adds_apart = has_blocks
 
     def prepare(
         self,
