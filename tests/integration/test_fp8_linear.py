@@ -37,12 +37,14 @@ from _fp8_layers import (
 )
 from _towers import cpu_only
 from torch import nn
+from vllm.model_executor.kernels.linear.scaled_mm import CutlassFP8ScaledMMLinearKernel
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
 from cases import relative_error
 from stand_in import StandIn
 from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, layers
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
+from vllm_flashinfer_vit.blocks.fp8_padding import TilesKernel
 from vllm_flashinfer_vit.blocks.linear import OwnLinear
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.kernels.cublaslt import Problems
@@ -63,20 +65,26 @@ def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
     monkeypatch.setattr(fp8_methods, "can_launch", lambda layer, kernel: True)
 
 
+class Other(CutlassFP8ScaledMMLinearKernel):
+    pass
+
+
 @pytest.mark.parametrize(
-    ("is_cutlass", "op", "is_cuda"),
-    [(True, len, True), (False, len, True), (True, None, True), (True, len, False)],
+    ("kind", "op", "is_cuda", "is_launched"),
+    [
+        (CutlassFP8ScaledMMLinearKernel, len, True, True),
+        (TilesKernel, len, True, True),
+        (Other, len, True, False),
+        (CutlassFP8ScaledMMLinearKernel, None, True, False),
+        (CutlassFP8ScaledMMLinearKernel, len, False, False),
+    ],
 )
 def test_vllms_cutlass_on_a_gpu_is_launched_here_and_nothing_else(
-    is_cutlass: bool, op: Any, is_cuda: bool, monkeypatch: pytest.MonkeyPatch
+    kind: type, op: Any, is_cuda: bool, is_launched: bool, monkeypatch
 ) -> None:
-    from vllm.model_executor.kernels.linear import scaled_mm
-
-    cls: Any = scaled_mm.CutlassFP8ScaledMMLinearKernel
-    kernel = object.__new__(cls if is_cutlass else type("Other", (cls,), {}))
     monkeypatch.setattr(fp8_methods, "cutlass_op", lambda: op)
     layer = SimpleNamespace(weight=SimpleNamespace(is_cuda=is_cuda))
-    assert can_launch(layer, kernel) == (is_cutlass and is_cuda and op is not None)
+    assert can_launch(layer, object.__new__(kind)) is is_launched
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

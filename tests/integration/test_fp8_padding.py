@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from _blocks import blocks, build, image, outputs, programs, without
+from _blocks import (
+    blocks,
+    build,
+    change_config,
+    image,
+    outputs,
+    programs,
+    without,
+)
 from _fp8_layers import (
     SCHEMES,
     InTiles,
@@ -168,6 +176,21 @@ def test_rows_of_whole_tiles_stay_as_they_are(inputs: int, is_padded: bool) -> N
     assert type(found) is (TilesKernel if is_padded else type(kernel))
     assert found.config is kernel.config
     assert found.layer_param_names == kernel.layer_param_names
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("backend", ["nccl", "sharded_rdt"])
+def test_weight_transfer_past_loaders(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has noted where unpadded weights are."""
+    transfer = SimpleNamespace(backend=backend)
+    change_config(monkeypatch, weight_transfer_config=transfer)
+    second = unloaded(48)
+    with build().running():
+        pad_to_tiles(second, second.quant_method, "fp8_linear")
+    is_padded = type(second.quant_method.fp8_linear) is TilesKernel
+    assert is_padded is (backend == "nccl")
 
 
 def test_other_kernels_are_left_alone() -> None:
