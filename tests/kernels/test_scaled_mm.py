@@ -17,6 +17,7 @@ from vllm_flashinfer_vit.kernels.gemms import (
     CUBLASLT,
     CUTLASS,
     GEMMS,
+    HOST_US,
     SCALES,
     scales_of,
 )
@@ -140,7 +141,7 @@ def test_kinds_of_scales() -> None:
 
 
 def test_each_name_has_a_gemm() -> None:
-    assert set(GEMMS) == {CUTLASS, CUBLASLT}
+    assert set(GEMMS) == set(HOST_US) == {CUTLASS, CUBLASLT}
 
 
 @pytest.mark.skipif(HAS_CUBLASLT, reason="cuBLASLt takes rows in FP8 here")

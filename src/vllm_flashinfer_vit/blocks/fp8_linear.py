@@ -51,7 +51,7 @@ class Fp8Weights:
 
     Attributes:
         scaled: Weight, its scales and what the GEMM adds, in the layer's own memory; K
-            and N with vLLM's padding.
+            and N with padding.
         bias: `[outputs]`, or None.
         input_scale: fp32, one, or None for scales of each token's own.
     """

@@ -92,7 +92,7 @@ def scale_name(layer: Any) -> str:
 
 
 def sizes(layer: Any) -> tuple[int, int]:
-    """Return a layer's inputs and outputs, with vLLM's padding."""
+    """Return a layer's inputs and outputs, with padding."""
     rows, columns = layer.weight.shape
     return (columns, rows) if has_blocks(layer) else (rows, columns)
 
@@ -113,19 +113,19 @@ def is_static(layer: Any) -> bool:
 
 
 def has_plain_inputs(layer: Any) -> bool:
-    """Whether vLLM has not padded a layer's inputs."""
+    """Whether a layer's inputs are not padded."""
     size = getattr(layer, "input_size_per_partition", layer.input_size)
     return bool(sizes(layer)[0] == size)
 
 
 def has_plain_outputs(layer: Any) -> bool:
-    """Whether vLLM has not padded a layer's outputs."""
+    """Whether a layer's outputs are not padded."""
     size = getattr(layer, "output_size_per_partition", layer.output_size)
     return bool(sizes(layer)[1] == size)
 
 
 def has_plain_sizes(layer: Any) -> bool:
-    """Whether vLLM has not padded a layer."""
+    """Whether a layer is not padded."""
     return has_plain_inputs(layer) and has_plain_outputs(layer)
 
 

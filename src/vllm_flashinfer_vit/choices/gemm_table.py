@@ -16,8 +16,8 @@ class GemmLayer(NamedTuple):
 
     Attributes:
         dtype: Name of the dtype of the output, `bfloat16`.
-        inputs: The weight's rows, K, with vLLM's padding.
-        outputs: The weight's columns, N, with vLLM's padding.
+        inputs: The weight's rows, K, with padding.
+        outputs: The weight's columns, N, with padding.
         scales: Kind of scales, see `kernels.gemms.scales_of`.
     """
 

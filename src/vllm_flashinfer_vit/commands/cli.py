@@ -320,7 +320,7 @@ def tune(
     gemms: Annotated[
         str | None,
         typer.Option(
-            help="Layers in FP8 whose GEMMs to measure, inputs x outputs with vLLM's "
+            help="Layers in FP8 whose GEMMs to measure, inputs x outputs with their "
             "padding, comma-separated.",
             show_default="those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL",
         ),

@@ -215,7 +215,7 @@ def _sizes(listed: str) -> list[tuple[int, int]]:
         inputs, _, outputs = text.partition("x")
         if not all(_is_multiple(n, of=16, largest=65536) for n in (inputs, outputs)):
             raise TuneError(
-                f"--gemms has {shortened(text)}: use inputs x outputs with vLLM's "
+                f"--gemms has {shortened(text)}: use inputs x outputs with their "
                 "padding, such as 1152x3456, multiples of 16 up to 65536"
             )
         found.append((int(inputs), int(outputs)))
