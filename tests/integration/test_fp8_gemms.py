@@ -241,6 +241,21 @@ def test_the_bias_is_tried_where_a_gemm_adds_it(
     assert tried(block.attn.qkv) is None
 
 
+def test_a_layer_is_tried_without_its_bias_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuBLASLt has other algorithms for that."""
+
+    def needs_a_bias(*args: Any) -> None:
+        if args[-1] is None:
+            fails()
+        scaled_mm_ref(*args)
+
+    layer = blocks(served("qwen2_vl", "tensor"))[0].mlp.fc1
+    monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: StandIn(needs_a_bias))
+    assert tried(layer) == "RuntimeError: no algorithm for this GPU"
+
+
 def test_layers_are_tried_together_only_if_they_are_alike() -> None:
     block = blocks(served("qwen2_vl", "channel"))[0]
     qkv, again = block.attn.qkv, blocks(served("qwen2_vl", "channel"))[1].attn.qkv
