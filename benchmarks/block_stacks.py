@@ -4,10 +4,10 @@
 A stack is vLLM's own blocks, with random weights and a random stream in place of what
 the tower runs in front of them. What comes after the blocks is left out, too.
 
-Blocks that take a longest length get it on the host, also where their tower has it on
-the device (*longest length* of `docs/models.md`). There stock's FLASH_ATTN waits for it
-in each block, and this package takes the number of tokens for it: neither is in times
-of stacks.
+Blocks that take a longest length get it on the host, also where vLLM's tower has it on
+the device. There stock's FLASH_ATTN waits for it in each block, and this package takes
+the number of tokens for it, unless a patch hands it over (`longest` of
+`docs/patches.md`): neither is in times of stacks.
 """
 
 import importlib

@@ -3,6 +3,7 @@
 
 from vllm_flashinfer_vit.blocks.spec import ANGLES, BlockSpec
 from vllm_flashinfer_vit.models._shared import ANGLE_PARAMETERS, block_program, methods
+from vllm_flashinfer_vit.models.longest import longest_on_host
 
 SPEC = BlockSpec(
     first="mlp.fc13",
@@ -22,4 +23,5 @@ PATCHES = (
         ),
         ANGLE_PARAMETERS,
     ),
+    longest_on_host("dots_ocr", "DotsVisionTransformer", "hidden_states"),
 )

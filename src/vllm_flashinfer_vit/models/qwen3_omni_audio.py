@@ -14,6 +14,7 @@ from vllm_flashinfer_vit.models._shared import (
     methods,
     module_of,
 )
+from vllm_flashinfer_vit.models.longest import REMOVE_WHEN, WHY
 from vllm_flashinfer_vit.patches.patch import Patch
 
 _FAMILY = "qwen3_omni_moe_thinker"
@@ -71,9 +72,8 @@ PATCHES = (
                 "_get_cnn_output_lengths",
             )
         ),
-        why="stock computes the longest length on the device, where no choice of a "
-        "kernel can read it",
-        remove_when="vLLM's tower hands its blocks a longest length on the CPU",
+        why=WHY,
+        remove_when=REMOVE_WHEN,
         parameters=("self", "cu_seqlens"),
         replace=_bound_lengths,
         compiled=False,

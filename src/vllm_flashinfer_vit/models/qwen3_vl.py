@@ -19,6 +19,7 @@ from vllm_flashinfer_vit.models._shared import (
     methods,
 )
 from vllm_flashinfer_vit.models.ends import merger, patch_embed
+from vllm_flashinfer_vit.models.longest import longest_on_host
 from vllm_flashinfer_vit.models.metadata import kept_metadata, kept_rotary
 from vllm_flashinfer_vit.models.qwen2_5_vl import ATTENTION
 from vllm_flashinfer_vit.patches.patch import Patch
@@ -78,6 +79,7 @@ PATCHES = (
         )
         for family in (_FAMILY, "qwen3_omni_moe_thinker")
     ),
+    longest_on_host("qwen3_omni_moe_thinker", "Qwen3Omni_VisionTransformer", "x"),
     # Of the same parts, too.
     block_program(
         "cohere_compass",

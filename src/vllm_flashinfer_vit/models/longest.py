@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The longest length of a batch, handed to blocks on the host where its sizes are.
+
+Kernels are chosen by it. On the device nothing reads it, since that would wait.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from vllm_flashinfer_vit.models._shared import Function, Grids, is_served, module_of
+from vllm_flashinfer_vit.patches.patch import Patch
+
+WHY = (
+    "stock computes the longest length on the device, where no choice of a kernel can "
+    "read it"
+)
+REMOVE_WHEN = "vLLM's tower hands its blocks a longest length on the CPU"
+# The method that a tower asks for the length.
+_COMPUTE = "compute_attn_mask_seqlen"
+
+
+def largest_frame(grids: torch.Tensor | Grids) -> torch.Tensor | None:
+    """Return the patches of the largest frame, which bound every sequence's.
+
+    Args:
+        grids: `[N, 2]` or `[N, 3]` integers, of which the last two are a frame's rows
+            and columns.
+
+    Returns:
+        `[] int32` on the CPU; None if the grids are on the device.
+    """
+    if isinstance(grids, torch.Tensor):
+        if not grids.is_cpu:
+            return None
+        grids = grids.tolist()
+    longest = max((h * w for *_, h, w in grids), default=0)
+    return torch.tensor(longest, dtype=torch.int32, device="cpu")
+
+
+@contextmanager
+def told_longest(tower: Any, grids: torch.Tensor | Grids) -> Iterator[None]:
+    """Have a tower's `compute_attn_mask_seqlen` answer by the grids of a batch."""
+    longest = largest_frame(grids) if is_served(tower.blocks[0].attn) else None
+    if longest is None:
+        yield
+        return
+    vars(tower)[_COMPUTE] = lambda cu_seqlens: longest
+    try:
+        yield
+    finally:
+        del vars(tower)[_COMPUTE]
+
+
+def longest_on_host(family: str, tower: str, stream: str) -> Patch:
+    """Return the patch of a tower that asks its own method for the longest length.
+
+    Args:
+        family: vLLM's module of the model.
+        tower: The class of its vision tower.
+        stream: What its `forward` calls the pixels.
+    """
+    path = f"{module_of(family)}:{tower}"
+    return Patch(
+        name=f"{family}-longest",
+        target=f"{path}.forward",
+        stands_for=(f"{path}.forward", f"{path}.{_COMPUTE}"),
+        why=WHY,
+        remove_when=REMOVE_WHEN,
+        parameters=("self", stream, "grid_thw"),
+        replace=_tell,
+    )
+
+
+def _tell(original: Function) -> Function:
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **given: Any) -> torch.Tensor:
+        grids = given["grid_thw"] if "grid_thw" in given else args[1]
+        with told_longest(self, grids):
+            return original(self, *args, **given)
+
+    return forward
