@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm_flashinfer_vit.graphs.layouts import LAYOUT, Layout
 from vllm_flashinfer_vit.models._shared import MODELS, Function, Grids
+from vllm_flashinfer_vit.models.longest import COMPUTE, told_longest
 from vllm_flashinfer_vit.patches.patch import Patch
 
 # What the wrapped models of `graphs.model` do, or count on.
@@ -65,11 +66,10 @@ def _tell(original: Function, layout: Layout) -> Function:
 
 def _run_prepared(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def forward(
-        self: Any, x: Any, grid_thw: Grids | None, encoder_metadata: Any = None
-    ) -> Any:
+    def forward(self: Any, x: Any, grid_thw: Any, encoder_metadata: Any = None) -> Any:
         if encoder_metadata is None:
-            return original(self, x, grid_thw)
+            with told_longest(self, grid_thw):
+                return original(self, x, grid_thw)
         x = x.to(device=self.device)
         # vLLM normalises bytes here from 0.32 on.
         norm = getattr(self, "input_norm", None)
@@ -182,10 +182,15 @@ PATCHES = (
         name="glm_ocr-prepared",
         target=f"{_GLM_OCR}.forward",
         why="the tower takes no prepared metadata: vLLM cannot capture it, and stops "
-        "with cudagraph_mm_encoder",
+        "with cudagraph_mm_encoder; without graphs, stock computes the longest length "
+        "on the device, where no choice of a kernel can read it",
         remove_when="vLLM's tower takes encoder_metadata",
         parameters=("self", "x", "grid_thw", "encoder_metadata"),
-        stands_for=(f"{_GLM_OCR}.__init__", f"{_GLM_OCR}.forward"),
+        stands_for=(
+            f"{_GLM_OCR}.__init__",
+            f"{_GLM_OCR}.forward",
+            f"{_GLM_4V}.{COMPUTE}",
+        ),
         replace=_run_prepared,
     ),
     Patch(

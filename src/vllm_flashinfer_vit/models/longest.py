@@ -20,7 +20,7 @@ WHY = (
 )
 REMOVE_WHEN = "vLLM's tower hands its blocks a longest length on the CPU"
 # The method that a tower asks for the length.
-_COMPUTE = "compute_attn_mask_seqlen"
+COMPUTE = "compute_attn_mask_seqlen"
 
 
 def largest_frame(grids: torch.Tensor | Grids) -> torch.Tensor | None:
@@ -48,11 +48,11 @@ def told_longest(tower: Any, grids: torch.Tensor | Grids) -> Iterator[None]:
     if longest is None:
         yield
         return
-    vars(tower)[_COMPUTE] = lambda cu_seqlens: longest
+    vars(tower)[COMPUTE] = lambda cu_seqlens: longest
     try:
         yield
     finally:
-        del vars(tower)[_COMPUTE]
+        del vars(tower)[COMPUTE]
 
 
 def longest_on_host(family: str, tower: str, stream: str) -> Patch:
@@ -67,7 +67,7 @@ def longest_on_host(family: str, tower: str, stream: str) -> Patch:
     return Patch(
         name=f"{family}-longest",
         target=f"{path}.forward",
-        stands_for=(f"{path}.forward", f"{path}.{_COMPUTE}"),
+        stands_for=(f"{path}.forward", f"{path}.{COMPUTE}"),
         why=WHY,
         remove_when=REMOVE_WHEN,
         parameters=("self", stream, "grid_thw"),
