@@ -139,11 +139,8 @@ def test_it_is_the_largest_frames_and_the_output_is_stocks(
     assert relative_error(found.out, stock.out) < TOLERANCE
 
 
-@pytest.mark.parametrize("is_patched", [True, False])
-@pytest.mark.parametrize("name", TOWERS)
-def test_a_kernel_is_chosen_by_it_and_not_by_the_tokens_of_all(
-    name: str, is_patched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def choices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collect the lengths that kernels are chosen by."""
     asked: list[int] = []
     kernel_for = Plan.kernel_for
 
@@ -151,9 +148,22 @@ def test_a_kernel_is_chosen_by_it_and_not_by_the_tokens_of_all(
         asked.append(args[0])
         return kernel_for(self, *args)
 
+    monkeypatch.setattr(Plan, "kernel_for", noting)
+    return asked
+
+
+@pytest.mark.parametrize("is_patched", [True, False])
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_kernel_is_chosen_by_it_and_not_by_the_tokens_of_all(
+    name: str, is_patched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
     def ready(tower: Any) -> None:
+        nonlocal asked
         stock_computes(tower, torch.empty((), device="meta"), monkeypatch)
-        monkeypatch.setattr(Plan, "kernel_for", noting)
+        # Not of what warms the tower up.
+        asked = choices(monkeypatch)
 
     with without(*(() if is_patched else (TOWERS[name].patch,))):
         run(name, "FLASHINFER", [[3, 4, 4], [1, 4, 6]], ready)
@@ -233,3 +243,80 @@ def test_a_rank_gets_that_of_its_own_images(
 )
 def test_grids_on_the_device_are_not_read(grids: Any, expected: int | None) -> None:
     assert largest_frame(grids) == expected
+
+
+class TestMoonvit:
+    """Kimi-VL's tower, whose encoder takes a length, or leaves it to each block."""
+
+    IMAGES = ((4, 6), (10, 2), (2, 2))
+
+    def run(
+        self,
+        backend: str,
+        ready: Ready = lambda tower: None,
+        by_metadata: bool = False,
+    ) -> Result:
+        """Encode images, by their grids or the metadata of graphs."""
+
+        def build(m: Any) -> tuple[nn.Module, Call]:
+            tower, _ = PACKED["moonvit"].build(m)
+            pixels = noise(sum(h * w for h, w in self.IMAGES), 3, 14, 14)
+            grids = torch.tensor(self.IMAGES)
+
+            def call() -> Any:
+                ready(tower.encoder)
+                if by_metadata:
+                    longest = {"max_seqlen_override": 50}
+                    metadata = tower.prepare_encoder_metadata(self.IMAGES, **longest)
+                    return tower(pixels, None, encoder_metadata=metadata)
+                return tower(pixels, grids)
+
+            return tower, call
+
+        return encode(replace(PACKED["moonvit"], build=build), engine(backend))
+
+    def noted(self, seen: list[Any]) -> Ready:
+        def note(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+            seen.append((args[1], given["max_seqlen"]))
+
+        def ready(encoder: Any) -> None:
+            for block in encoder.blocks:
+                block.register_forward_pre_hook(note, with_kwargs=True)
+
+        return ready
+
+    def test_it_is_the_largest_images_and_the_output_is_stocks(self) -> None:
+        seen: list[Any] = []
+        found = self.run("FLASHINFER", self.noted(seen))
+        assert found.programs == len(seen) == 2
+        for cu_seqlens, longest in seen:
+            assert (longest.device.type, longest.dtype) == ("cpu", torch.int32)
+            assert cu_seqlens.diff().max() == longest == 24
+        stock = self.run("TORCH_SDPA")
+        assert relative_error(found.out, stock.out) < TOLERANCE
+
+    @pytest.mark.parametrize("is_patched", [True, False])
+    def test_a_kernel_is_chosen_by_it_and_not_by_the_tokens_of_all(
+        self, is_patched: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[int] = []
+
+        def ready(encoder: Any) -> None:
+            nonlocal asked
+            asked = choices(monkeypatch)
+
+        with without(*(() if is_patched else ("moonvit-longest",))):
+            self.run("FLASHINFER", ready)
+        assert set(asked) == {24 if is_patched else 48}
+
+    def test_other_backends_get_none(self) -> None:
+        # Patches are applied by a layer of this package.
+        engine("FLASHINFER")
+        seen: list[Any] = []
+        self.run("TORCH_SDPA", self.noted(seen))
+        assert [longest for _, longest in seen] == [None] * 2
+
+    def test_one_that_is_given_stays(self) -> None:
+        seen: list[Any] = []
+        self.run("FLASHINFER", self.noted(seen), by_metadata=True)
+        assert [int(longest) for _, longest in seen] == [50] * 2

@@ -4,8 +4,21 @@
 They have complex rotary, by pairs that lie side by side.
 """
 
+import functools
+from typing import Any
+
+import torch
+
 from vllm_flashinfer_vit.blocks.spec import BlockSpec, Rotary
-from vllm_flashinfer_vit.models._shared import block_program, methods
+from vllm_flashinfer_vit.models._shared import (
+    MODELS,
+    Function,
+    block_program,
+    is_served,
+    methods,
+)
+from vllm_flashinfer_vit.models.longest import REMOVE_WHEN, WHY, largest_frame
+from vllm_flashinfer_vit.patches.patch import Patch
 
 SPEC = BlockSpec(
     first="mlp.fc0",
@@ -20,6 +33,21 @@ SPEC = BlockSpec(
 )
 
 _PARAMETERS = ("self", "hidden_states", "cu_seqlens", "rope_freqs_cis", "max_seqlen")
+_MOONVIT = f"{MODELS}.moonvit:MoonVitEncoder.forward"
+
+
+def _hand_over(original: Function) -> Function:
+    @functools.wraps(original)
+    def forward(
+        self: Any, hidden_states: torch.Tensor, grid_hw: Any = None, **prepared: Any
+    ) -> torch.Tensor:
+        # Its own attention, `attn`, is in the block itself.
+        if not prepared and is_served(self.blocks[0]):
+            prepared = {"max_seqlen": largest_frame(grid_hw)}
+        return original(self, hidden_states, grid_hw, **prepared)
+
+    return forward
+
 
 PATCHES = (
     block_program(
@@ -32,6 +60,18 @@ PATCHES = (
             "moonvit:apply_rope",
         ),
         _PARAMETERS,
+    ),
+    Patch(
+        name="moonvit-longest",
+        target=_MOONVIT,
+        stands_for=(_MOONVIT,),
+        why=WHY,
+        remove_when=REMOVE_WHEN,
+        parameters=(
+            *("self", "hidden_states", "grid_hw"),
+            *("cu_seqlens", "rope_freqs_cis", "max_seqlen"),
+        ),
+        replace=_hand_over,
     ),
     block_program(
         "kimi_k25_vit",
