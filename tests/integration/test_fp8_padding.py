@@ -12,6 +12,7 @@ from _blocks import (
     build,
     change_config,
     image,
+    log_of,
     outputs,
     programs,
     without,
@@ -33,7 +34,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
 from cases import relative_error
-from vllm_flashinfer_vit.blocks import fp8_methods, program
+from vllm_flashinfer_vit.blocks import fp8_methods, fp8_padding, program
 from vllm_flashinfer_vit.blocks.fp8_padding import TilesKernel, pad_to_tiles
 from vllm_flashinfer_vit.blocks.mlp import pad_rows
 from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref, scaled_mm_ref
@@ -167,7 +168,10 @@ def unloaded(inputs: int) -> Any:
 @pytest.mark.parametrize(
     ("inputs", "is_padded"), [(48, True), (4304, True), (128, False), (5120, False)]
 )
-def test_rows_of_whole_tiles_stay_as_they_are(inputs: int, is_padded: bool) -> None:
+def test_rows_of_whole_tiles_stay_as_they_are(
+    inputs: int, is_padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = log_of(fp8_padding, monkeypatch)
     first, second = unloaded(32), unloaded(inputs)
     kernel = second.quant_method.fp8_linear
     with build().running():
@@ -176,6 +180,9 @@ def test_rows_of_whole_tiles_stay_as_they_are(inputs: int, is_padded: bool) -> N
     assert type(found) is (TilesKernel if is_padded else type(kernel))
     assert found.config is kernel.config
     assert found.layer_param_names == kernel.layer_param_names
+    padded = -(-inputs // 128) * 128
+    said = f"get rows of {padded} values instead of {inputs}."
+    assert [line.endswith(said) for line in lines] == [True] * is_padded
 
 
 @pytest.mark.usefixtures("on_cuda")

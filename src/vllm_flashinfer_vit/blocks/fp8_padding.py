@@ -10,6 +10,7 @@ that meet zeros.
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.kernels.linear.scaled_mm import CutlassFP8ScaledMMLinearKernel
 from vllm.model_executor.utils import replace_parameter
 
@@ -17,6 +18,8 @@ from vllm_flashinfer_vit.blocks.aligned_linear import (
     offload_again,
     writes_past_loaders,
 )
+
+logger = init_logger("vllm.plugins.flashinfer_vit")
 
 _TILE = 128
 
@@ -54,11 +57,13 @@ def pad_to_tiles(layer: Any, holder: Any, name: str) -> None:
         holder: What holds its kernel, in the attribute `name`.
         name: See `holder`.
     """
-    kernel = getattr(holder, name)
+    kernel, size = getattr(holder, name), layer.input_size_per_partition
     is_vllms = type(kernel) is CutlassFP8ScaledMMLinearKernel
-    if (
-        is_vllms
-        and layer.input_size_per_partition % _TILE
-        and not writes_past_loaders()
-    ):
-        setattr(holder, name, TilesKernel(kernel.config, kernel.layer_param_names))
+    if not is_vllms or size % _TILE == 0 or writes_past_loaders():
+        return
+    setattr(holder, name, TilesKernel(kernel.config, kernel.layer_param_names))
+    logger.info_once(
+        "The vision tower's MLPs in FP8 get rows of %d values instead of %d.",
+        size + -size % _TILE,
+        size,
+    )
