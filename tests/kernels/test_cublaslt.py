@@ -73,6 +73,8 @@ def test_which_layers_fit() -> None:
     assert cublaslt.fits(weight.bfloat16(), bias.bfloat16())
     assert not cublaslt.fits(weight, None)
     assert not cublaslt.fits(weight, bias.float())
+    e4m3 = torch.float8_e4m3fn
+    assert not cublaslt.fits(weight.to(e4m3), bias.to(e4m3))
     assert not cublaslt.fits(weight.float(), bias.float())
     assert not cublaslt.fits(torch.zeros(16, 8).half().t(), bias)
     assert not cublaslt.fits(torch.zeros(8, 24).half()[:, :16], bias)

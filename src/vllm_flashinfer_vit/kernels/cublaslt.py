@@ -92,7 +92,7 @@ def takes_fp8() -> bool:
 def fits(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether a layer's GEMM can be settled: 16 bits, a bias, rows without gaps."""
     return (
-        weight.dtype in _TYPES
+        weight.dtype in (torch.float16, torch.bfloat16)
         and bias is not None
         and bias.dtype == weight.dtype
         and weight.is_contiguous()
