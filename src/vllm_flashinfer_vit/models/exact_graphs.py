@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_flashinfer_vit.graphs.layouts import LAYOUT, Layout
 from vllm_flashinfer_vit.models._shared import MODELS, Function, Grids
-from vllm_flashinfer_vit.models.longest import COMPUTE, told_longest
+from vllm_flashinfer_vit.models.longest import COMPUTE, WHY, told_longest
 from vllm_flashinfer_vit.patches.patch import Patch
 
 # What the wrapped models of `graphs.model` do, or count on.
@@ -182,8 +182,7 @@ PATCHES = (
         name="glm_ocr-prepared",
         target=f"{_GLM_OCR}.forward",
         why="the tower takes no prepared metadata: vLLM cannot capture it, and stops "
-        "with cudagraph_mm_encoder; without graphs, stock computes the longest length "
-        "on the device, where no choice of a kernel can read it",
+        f"with cudagraph_mm_encoder; without graphs, {WHY}",
         remove_when="vLLM's tower takes encoder_metadata",
         parameters=("self", "x", "grid_thw", "encoder_metadata"),
         stands_for=(
