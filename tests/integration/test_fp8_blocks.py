@@ -26,9 +26,9 @@ from torch import nn
 from vllm.model_executor.kernels import linear as kernels
 
 from cases import relative_error
-from stand_in import StandIn
 from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, layers, norms
 from vllm_flashinfer_vit.kernels import formats, row_scales_ref
+from vllm_flashinfer_vit.kernels.scaled_mm import OpGemm
 from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = [cpu_only, pytest.mark.usefixtures("fp8")]
@@ -275,7 +275,7 @@ def test_both_kernels_of_vllms_op_are_tried(
             out.zero_()
 
     lines = log_of(layers, monkeypatch)
-    monkeypatch.setattr(fp8_linear, "scaled_gemm", lambda *_: StandIn(fails))
+    monkeypatch.setattr(fp8_linear, "scaled_gemm", lambda *_: OpGemm(fails))
     assert kinds(in_blocks("qwen3_vl")) == {("OwnLinear",) * 4}
     assert any("attn.qkv" in line and "wrong" in line for line in lines)
 

@@ -24,7 +24,6 @@ from _fp8_layers import Everywhere, in_16_bits, layers_of, served
 from _towers import cpu_only
 
 from cases import relative_error
-from stand_in import StandIn
 from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, layers
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
 from vllm_flashinfer_vit.choices import resolve
@@ -34,6 +33,7 @@ from vllm_flashinfer_vit.kernels import scaled_mm
 from vllm_flashinfer_vit.kernels.cublaslt import Problems
 from vllm_flashinfer_vit.kernels.gemms import CUBLASLT, CUTLASS
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
+from vllm_flashinfer_vit.kernels.scaled_mm import OpGemm
 from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Gpu
 from vllm_flashinfer_vit.settings import ENV_KERNEL, ENV_TUNED_DIR
@@ -50,7 +50,7 @@ FEW_ROWS = 24
 def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
     """Have FP8 layers run as on a GPU, by references."""
     monkeypatch.setattr(fp8_methods, "can_launch", lambda layer, kernel: True)
-    monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: StandIn(scaled_mm_ref))
+    monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: OpGemm(scaled_mm_ref))
 
 
 @pytest.fixture
@@ -68,12 +68,12 @@ def ran_gemms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The GEMMs that ran, with their numbers of rows, in order."""
     seen: list[tuple[str, int]] = []
 
-    def scaled_gemm(name: str, *alike: Any) -> StandIn:
+    def scaled_gemm(name: str, *alike: Any) -> OpGemm:
         def noting(out: torch.Tensor, *read: Any) -> None:
             seen.append((name, len(out)))
             scaled_mm_ref(out, *read)
 
-        return StandIn(noting)
+        return OpGemm(noting)
 
     monkeypatch.setattr(fp8_linear, "scaled_gemm", scaled_gemm)
     return seen
@@ -151,7 +151,7 @@ def test_a_pass_settles_each_gemm_for_each_output() -> None:
         def noting(out: torch.Tensor, *read: Any) -> None:
             ran.append((name, out))
 
-        return Fp8Linear(layer, Gemms(ALWAYS, {CUBLASLT: StandIn(noting)}))
+        return Fp8Linear(layer, Gemms(ALWAYS, {CUBLASLT: OpGemm(noting)}))
 
     layers_here = linear("first"), linear("second")
     outs = torch.empty(3, 64), torch.empty(3, 64)
@@ -215,7 +215,7 @@ def test_what_cannot_run_is_found_before_a_request(
 ) -> None:
     choose(FEW)
     lines = log_of(layers, monkeypatch)
-    monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: StandIn(fails))
+    monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: OpGemm(fails))
     tower = served("qwen3_vl", "channel")
     assert programs(tower)[0].steps["attn.qkv"].startswith("FP8 by CUTLASS;")
     assert any(
@@ -233,7 +233,7 @@ def test_the_bias_is_tried_where_a_gemm_adds_it(
     for layer in (block.attn.qkv, block.mlp.gate_up_proj):
         layer.bias.data.fill_(1e3)
     with monkeypatch.context() as broken:
-        forgetful = StandIn(forgets_the_bias)
+        forgetful = OpGemm(forgets_the_bias)
         broken.setattr(scaled_mm, "CublasLt", lambda *_: forgetful)
         assert tried(block.attn.qkv) == "its results are wrong"
         # The activation adds it: outputs are padded, and the bias is not.
@@ -252,7 +252,7 @@ def test_a_layer_is_tried_without_its_bias_too(
         scaled_mm_ref(*args)
 
     layer = blocks(served("qwen2_vl", "tensor"))[0].mlp.fc1
-    monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: StandIn(needs_a_bias))
+    monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: OpGemm(needs_a_bias))
     assert tried(layer) == "RuntimeError: no algorithm for this GPU"
 
 

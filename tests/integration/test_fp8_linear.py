@@ -41,7 +41,6 @@ from vllm.model_executor.kernels.linear.scaled_mm import CutlassFP8ScaledMMLinea
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
 from cases import relative_error
-from stand_in import StandIn
 from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, layers
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
 from vllm_flashinfer_vit.blocks.fp8_padding import TilesKernel
@@ -50,6 +49,7 @@ from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.kernels.cublaslt import Problems
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
+from vllm_flashinfer_vit.kernels.scaled_mm import OpGemm
 
 pytestmark = [cpu_only, pytest.mark.usefixtures("fp8")]
 
@@ -382,7 +382,7 @@ def test_a_gemm_that_cannot_run(
 ) -> None:
     """Before a request needs it, it is tried once for each size."""
     lines = log_of(layers, monkeypatch)
-    monkeypatch.setattr(fp8_linear, "scaled_gemm", lambda *_: StandIn(kernel))
+    monkeypatch.setattr(fp8_linear, "scaled_gemm", lambda *_: OpGemm(kernel))
     assert kinds(served("qwen3_vl", "tensor")) == {("OwnLinear",) * 4}
     assert any("attn.qkv" in line and reason in line for line in lines)
 
@@ -399,7 +399,7 @@ def test_results_may_be_rounded_otherwise(
         out.mul_(factor).add_(shift * out.abs().max())
 
     layer = blocks(served("qwen2_vl", "tensor"))[0].attn.qkv
-    monkeypatch.setattr(fp8_linear, "scaled_gemm", lambda *_: StandIn(inexact))
+    monkeypatch.setattr(fp8_linear, "scaled_gemm", lambda *_: OpGemm(inexact))
     problem = None if is_right else "its results are wrong"
     assert fp8_linear.trial(layer, CUTLASS, Problems()) == problem
 

@@ -11,9 +11,11 @@ from _rows import Operands, multiply
 from cases import relative_error
 from vllm_flashinfer_vit.choices.clock import capture
 from vllm_flashinfer_vit.kernels import scaled_mm
+from vllm_flashinfer_vit.kernels.cublaslt import Problems
 from vllm_flashinfer_vit.kernels.formats import num_groups
+from vllm_flashinfer_vit.kernels.gemms import CUTLASS
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
-from vllm_flashinfer_vit.kernels.scaled_mm import Cutlass
+from vllm_flashinfer_vit.kernels.scaled_mm import ScaledGemm, scaled_gemm
 
 HAS_GPU = torch.cuda.is_available()
 CAN_RUN = HAS_GPU and torch.cuda.get_device_capability() >= (9, 0)
@@ -63,6 +65,10 @@ def draw(rows, inputs, outputs, dtype, has_bias=True, seed=0):
     )
 
 
+def gemm_on(device: torch.device) -> ScaledGemm:
+    return scaled_gemm(CUTLASS, None, device, Problems(), has_blocks=True)
+
+
 def exact(given: Operands) -> torch.Tensor:
     out = torch.empty_like(given.out, dtype=torch.float32)
     scaled_mm_ref(out, *given[1:])
@@ -86,7 +92,7 @@ def test_the_reference_block_by_block():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 def test_products_are_those_of_fp32(inputs, outputs, dtype, has_bias) -> None:
-    gemm = Cutlass(DEVICE, has_blocks=True)
+    gemm = gemm_on(DEVICE)
     for rows in ROWS:
         given = draw(rows, inputs, outputs, dtype, has_bias)
         multiply(gemm, given)
@@ -104,7 +110,7 @@ def test_vllms_op_gets_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
         out.fill_(2.0)
 
     monkeypatch.setattr(scaled_mm, "cutlass_op", lambda: op)
-    gemm = Cutlass(torch.device("cuda"), has_blocks=True)
+    gemm = gemm_on(torch.device("cuda"))
     given = draw(3, 256, 16, torch.bfloat16)
     multiply(gemm, given)
     assert torch.equal(given.out, 2 + given.bias.expand(3, -1))
@@ -116,7 +122,7 @@ def test_vllms_op_gets_no_bias(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(1280, 3840), (4304, 1152)])
 def test_in_a_graph(inputs, outputs, dtype) -> None:
-    gemm = Cutlass(DEVICE, has_blocks=True)
+    gemm = gemm_on(DEVICE)
     for rows in ROWS:
         given = draw(rows, inputs, outputs, dtype)
 
@@ -137,7 +143,7 @@ def test_in_a_graph(inputs, outputs, dtype) -> None:
 @on_a_gpu
 def test_on_a_side_stream() -> None:
     given, new = (draw(1000, 1280, 3840, torch.bfloat16, seed=at) for at in (0, 1))
-    gemm = Cutlass(DEVICE, has_blocks=True)
+    gemm = gemm_on(DEVICE)
     multiply(gemm, new)
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -154,7 +160,7 @@ def test_on_a_side_stream() -> None:
 @on_a_gpu
 def test_the_host_does_not_wait() -> None:
     given = draw(1000, 1280, 3840, torch.bfloat16)
-    gemm = Cutlass(DEVICE, has_blocks=True)
+    gemm = gemm_on(DEVICE)
     multiply(gemm, given)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

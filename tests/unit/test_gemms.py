@@ -14,7 +14,6 @@ pytest.importorskip("vllm")
 import torch
 from _tuning import CPU, ToldClock
 
-from stand_in import StandIn
 from vllm_flashinfer_vit.choices import gemms, measure_gemms
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.derive import TuneError, derive_gemm_classes
@@ -27,6 +26,7 @@ from vllm_flashinfer_vit.choices.lookup import is_measured
 from vllm_flashinfer_vit.kernels import scaled_mm
 from vllm_flashinfer_vit.kernels.gemms import CUBLASLT, CUTLASS, GEMMS, SCALES
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
+from vllm_flashinfer_vit.kernels.scaled_mm import OpGemm
 
 LAYER = GemmLayer("bfloat16", 32, 48, "rows")
 GPU = HOPPER.name
@@ -141,7 +141,7 @@ def cublaslt(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let the reference, or what this is called with, be cuBLASLt's GEMM."""
 
     def be(function: Callable[..., None]) -> None:
-        monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: StandIn(function))
+        monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: OpGemm(function))
 
     be(scaled_mm_ref)
     return be

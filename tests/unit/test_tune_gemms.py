@@ -25,7 +25,6 @@ from _tuning import (
     use_two_kernels,
 )
 
-from stand_in import StandIn
 from vllm_flashinfer_vit.choices import gemms, measure_gemms
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.derive import TuneError, derive_gemm_classes
@@ -37,6 +36,7 @@ from vllm_flashinfer_vit.commands.tune_text import render, to_json
 from vllm_flashinfer_vit.kernels import scaled_mm
 from vllm_flashinfer_vit.kernels.gemms import CUBLASLT, CUTLASS, GEMMS, SCALES
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
+from vllm_flashinfer_vit.kernels.scaled_mm import OpGemm
 
 GPU = HOPPER.name
 FEW = (GemmClass(512, CUBLASLT), GemmClass(None, CUTLASS))
@@ -120,7 +120,7 @@ def test_the_noted_command_can_be_given(options: Options) -> None:
 @pytest.fixture
 def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return what runs the command on a CPU, with a clock that is told."""
-    monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: StandIn(scaled_mm_ref))
+    monkeypatch.setattr(scaled_mm, "CublasLt", lambda *_: OpGemm(scaled_mm_ref))
     replace_kernels(monkeypatch)
     use_two_kernels(monkeypatch)
     on_this_gpu(monkeypatch)

@@ -16,14 +16,10 @@ from vllm_flashinfer_vit.choices.gemm_table import GemmLayer, GemmMeasurement
 from vllm_flashinfer_vit.kernels.cublaslt import Problems
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
-from vllm_flashinfer_vit.kernels.scaled_mm import (
-    ScaledWeight,
-    cutlass_op,
-    scaled_gemm,
-)
+from vllm_flashinfer_vit.kernels.scaled_mm import ScaledWeight, cutlass_op, scaled_gemm
 from vllm_flashinfer_vit.machine.stack import Stack
 
-ROWS = tuple(128 * 4**i for i in range(3)) + tuple(4096 * 2**i for i in range(4))
+ROWS = (128, 512, 2048, 4096, 8192, 16384, 32768)
 # Inputs and outputs of the QKV projection, attention's projection and the MLP's layers,
 # padding included: of Qwen2-VL, of Qwen2.5-VL where they differ, and of Qwen3-VL.
 SIZES = (

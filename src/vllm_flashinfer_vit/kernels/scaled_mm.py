@@ -70,15 +70,12 @@ class ScaledGemm(Protocol):
         """
 
 
-class Cutlass:
-    """vLLM's op; on a CPU the reference stands for it."""
+class OpGemm:
+    """An op that takes what `scaled_mm_ref` takes, such as vLLM's."""
 
-    def __init__(self, device: torch.device, has_blocks: bool = False) -> None:
-        """Take where it runs, and whether weights have scales of blocks."""
-        op = scaled_mm_ref if device.type != "cuda" else cutlass_op()
-        assert op is not None
-        self._op = op
-        self._adds_apart = has_blocks
+    def __init__(self, op: Callable[..., None], has_blocks: bool = False) -> None:
+        """Take the op, and whether weights have scales of blocks."""
+        self._op, self._adds_apart = op, has_blocks
 
     def prepare(
         self,
@@ -193,6 +190,9 @@ def scaled_gemm(
         RuntimeError: It cannot run here.
     """
     if name == CUTLASS:
-        return Cutlass(device, has_blocks)
+        # On a CPU the reference stands for vLLM's.
+        op = scaled_mm_ref if device.type != "cuda" else cutlass_op()
+        assert op is not None
+        return OpGemm(op, has_blocks)
     assert kind is not None and not has_blocks
     return CublasLt(kind, problems)
