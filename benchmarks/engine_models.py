@@ -20,7 +20,8 @@ from make_checkpoint import (
     VISION_START,
     make_checkpoint,
 )
-from other_checkpoints import OTHER_MODELS, make_other_checkpoint
+from other_checkpoints import make_other_checkpoint
+from other_models import OTHER_MODELS
 from tower_cases import MODELS as QWEN_MODELS
 from vllm_flashinfer_vit.towers.weights import GEMMA4_ATTENTION
 
