@@ -35,7 +35,7 @@ _INPUTS = "engine_check_inputs"
 def write_checkpoint(folder: Path, model: str) -> None:
     """Write the folder without weights that an engine of a model starts from."""
     if model in OTHER_MODELS:
-        make_other_checkpoint(folder, model)
+        make_other_checkpoint(folder, OTHER_MODELS[model])
     else:
         make_checkpoint(folder, model)
 
@@ -46,28 +46,39 @@ def prompts(model: str) -> dict[str, dict[str, Any]]:
     The image is the first to be asked; a model without `video` has no such prompt.
     """
     import numpy as np
+    from PIL import Image
 
     random = np.random.default_rng(0)
 
     def pixels(*shape: int) -> "np.ndarray":
         return random.integers(0, 256, (*shape, 3), dtype=np.uint8)
 
+    modality = "image"
     if model in OTHER_MODELS:
-        image, video = OTHER_MODELS[model].image, OTHER_MODELS[model].video
+        this = OTHER_MODELS[model]
+        image, video, modality = this.image, this.video, this.modality
     else:
         image, video = (
             f"{VISION_START}{token}{VISION_END}" for token in (IMAGE_TOKEN, VIDEO_TOKEN)
         )
+
+    def given(*images: "np.ndarray") -> dict[str, Any]:
+        # InternVL's processor takes no arrays.
+        items: list[Any] = [Image.fromarray(each) for each in images]
+        if modality == "vision_chunk":
+            items = [{"type": "image", "image": each, "uuid": None} for each in items]
+        return {modality: items}
+
     one, frames = pixels(448, 672), pixels(8, 168, 224)
     several = [pixels(336, 448), pixels(112, 112), pixels(224, 560)]
     asked: dict[str, dict[str, Any]] = {
         "image": {
             "prompt": f"{image}What is this?",
-            "multi_modal_data": {"image": one},
+            "multi_modal_data": given(one),
         },
         "multi": {
             "prompt": f"{image * 3}Compare.",
-            "multi_modal_data": {"image": several},
+            "multi_modal_data": given(*several),
         },
     }
     if video:

@@ -4,71 +4,17 @@
 The vision tower has its published dimensions, the language model after it is small.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import transformers
 
-from vllm_flashinfer_vit.towers.resolve import resolve
+from other_checkpoints import SMALL, OtherModel, image_processor, vision
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
-from vllm_flashinfer_vit.towers.whole import ModelSpec
 from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
 
-_VOCABULARY = 512
-# Of every language model; heads of 128 unless a model has its own.
-_SMALL = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": 1024,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-    "pad_token_id": 256,
-    "bos_token_id": 257,
-    "eos_token_id": 258,
-}
 _GEMMA = {"head_dim": 256, "num_attention_heads": 4, "sliding_window": 1024}
-
-
-@dataclass(frozen=True)
-class OtherModel:
-    """A model whose folder can be written.
-
-    Attributes:
-        architecture: The model's class in vLLM.
-        image: What stands for an image in a prompt.
-        video: What stands for a video; empty if none is asked.
-        named: The tokenizer's attributes that are special tokens.
-        special_tokens: Other special tokens.
-        config: Takes ids by special token and the number of blocks or None, and returns
-            the model's config.
-        processor: Takes the tokenizer, and returns the model's processor.
-    """
-
-    architecture: str
-    image: str
-    video: str
-    named: Mapping[str, str]
-    special_tokens: tuple[str, ...]
-    config: Callable[[Mapping[str, int], int | None], transformers.PretrainedConfig]
-    processor: Callable[
-        [transformers.PreTrainedTokenizerFast], transformers.ProcessorMixin
-    ]
-
-
-def _vision(model: str, depth: int | None) -> Mapping[str, Any]:
-    """Return the dimensions of a tower, or of its first blocks."""
-    whole = WHOLE_MODELS[model]
-    return {**whole.vision, whole.depth: depth or whole.vision[whole.depth]}
-
-
-def _image_processor(model: str) -> Any:
-    spec = resolve(model, random_weights=True)
-    assert isinstance(spec, ModelSpec)
-    return spec.image_processor()
 
 
 def _glm_ids(ids: Mapping[str, int]) -> dict[str, int]:
@@ -86,11 +32,11 @@ def _glm_ids(ids: Mapping[str, int]) -> dict[str, int]:
 def _glm4v_config(
     ids: Mapping[str, int], depth: int | None
 ) -> transformers.PretrainedConfig:
-    vision = dict(NAMED_MODELS["zai-org/GLM-4.1V-9B-Thinking"][1])
+    tower = dict(NAMED_MODELS["zai-org/GLM-4.1V-9B-Thinking"][1])
     text = {
-        **_SMALL,
+        **SMALL,
         # The tower's merger is as wide as the language model.
-        "hidden_size": vision["out_hidden_size"],
+        "hidden_size": tower["out_hidden_size"],
         "num_attention_heads": 32,
         "rope_parameters": {
             "rope_type": "default",
@@ -101,7 +47,7 @@ def _glm4v_config(
     }
     return transformers.Glm4vConfig(
         text_config=text,
-        vision_config={**vision, "depth": depth or vision["depth"]},
+        vision_config={**tower, "depth": depth or tower["depth"]},
         **_glm_ids(ids),
     )
 
@@ -110,7 +56,7 @@ def _glm_ocr_config(
     ids: Mapping[str, int], depth: int | None
 ) -> transformers.PretrainedConfig:
     text = {
-        **_SMALL,
+        **SMALL,
         **WHOLE_MODELS["zai-org/GLM-OCR"].text,
         "num_attention_heads": 16,
         "rope_parameters": {
@@ -122,7 +68,7 @@ def _glm_ocr_config(
     }
     return transformers.GlmOcrConfig(
         text_config=text,
-        vision_config=_vision("zai-org/GLM-OCR", depth),
+        vision_config=vision("zai-org/GLM-OCR", depth),
         **_glm_ids(ids),
     )
 
@@ -146,7 +92,7 @@ def _paddleocr_config(
     ids: Mapping[str, int], depth: int | None
 ) -> transformers.PretrainedConfig:
     text = {
-        **_SMALL,
+        **SMALL,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 500000.0,
@@ -155,7 +101,7 @@ def _paddleocr_config(
     }
     return transformers.PaddleOCRVLConfig(
         text_config=text,
-        vision_config=_vision("PaddlePaddle/PaddleOCR-VL", depth),
+        vision_config=vision("PaddlePaddle/PaddleOCR-VL", depth),
         image_token_id=ids["<|IMAGE_PLACEHOLDER|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|IMAGE_START|>"],
@@ -167,7 +113,7 @@ def _paddleocr_processor(
     tokenizer: transformers.PreTrainedTokenizerFast,
 ) -> transformers.ProcessorMixin:
     return transformers.PaddleOCRVLProcessor(
-        image_processor=_image_processor("PaddlePaddle/PaddleOCR-VL"),
+        image_processor=image_processor("PaddlePaddle/PaddleOCR-VL"),
         tokenizer=tokenizer,
     )
 
@@ -180,8 +126,8 @@ def _pixtral_config(
         "image_token_index": ids["[IMG]"],
     }
     return transformers.LlavaConfig(
-        text_config={**_SMALL, "model_type": "mistral", "sliding_window": None},
-        vision_config=_vision("mistral-community/pixtral-12b", depth),
+        text_config={**SMALL, "model_type": "mistral", "sliding_window": None},
+        vision_config=vision("mistral-community/pixtral-12b", depth),
         **fields,
     )
 
@@ -190,7 +136,7 @@ def _pixtral_processor(
     tokenizer: transformers.PreTrainedTokenizerFast,
 ) -> transformers.ProcessorMixin:
     return transformers.PixtralProcessor(
-        image_processor=_image_processor("mistral-community/pixtral-12b"),
+        image_processor=image_processor("mistral-community/pixtral-12b"),
         tokenizer=tokenizer,
         patch_size=16,
     )
@@ -200,8 +146,8 @@ def _gemma3_config(
     ids: Mapping[str, int], depth: int | None
 ) -> transformers.PretrainedConfig:
     return transformers.Gemma3Config(
-        text_config={**_SMALL, **_GEMMA},
-        vision_config=_vision("google/gemma-3-4b-it", depth),
+        text_config={**SMALL, **_GEMMA},
+        vision_config=vision("google/gemma-3-4b-it", depth),
         **WHOLE_MODELS["google/gemma-3-4b-it"].fields,
         boi_token_index=ids["<start_of_image>"],
         eoi_token_index=ids["<end_of_image>"],
@@ -213,7 +159,7 @@ def _gemma3_processor(
     tokenizer: transformers.PreTrainedTokenizerFast,
 ) -> transformers.ProcessorMixin:
     return transformers.Gemma3Processor(
-        image_processor=_image_processor("google/gemma-3-4b-it"),
+        image_processor=image_processor("google/gemma-3-4b-it"),
         tokenizer=tokenizer,
         image_seq_length=256,
     )
@@ -223,16 +169,16 @@ def _gemma4_config(
     ids: Mapping[str, int], depth: int | None
 ) -> transformers.PretrainedConfig:
     text = {
-        **_SMALL,
+        **SMALL,
         **_GEMMA,
         # One size of heads, for which any of vLLM's backends will do.
         "global_head_dim": _GEMMA["head_dim"],
         "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": _VOCABULARY,
+        "vocab_size_per_layer_input": SMALL["vocab_size"],
     }
     return transformers.Gemma4Config(
         text_config=text,
-        vision_config=_vision("google/gemma-4-31B-it", depth),
+        vision_config=vision("google/gemma-4-31B-it", depth),
         **WHOLE_MODELS["google/gemma-4-31B-it"].fields,
         boi_token_id=ids["<|image>"],
         eoi_token_id=ids["<image|>"],
@@ -249,9 +195,123 @@ def _gemma4_processor(
 ) -> transformers.ProcessorMixin:
     return transformers.Gemma4Processor(
         feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
-        image_processor=_image_processor("google/gemma-4-31B-it"),
+        image_processor=image_processor("google/gemma-4-31B-it"),
         tokenizer=tokenizer,
         video_processor=transformers.Gemma4VideoProcessor(),
+    )
+
+
+class InternVLChatConfig(transformers.PretrainedConfig):
+    """The config of InternVL's models, which is code of their repositories.
+
+    Args:
+        vision_config: Fields of the tower.
+        text_config: Fields of the language model, a Qwen2.
+        **fields: Other fields.
+    """
+
+    model_type = "internvl_chat"
+
+    def __init__(
+        self,
+        vision_config: Mapping[str, Any] | None = None,
+        text_config: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> None:
+        self.vision_config = transformers.PretrainedConfig(**(vision_config or {}))
+        self.text_config = transformers.Qwen2Config(**(text_config or {}))
+        super().__init__(**fields)
+
+
+def _internvl_config(
+    ids: Mapping[str, int], depth: int | None
+) -> transformers.PretrainedConfig:
+    whole = WHOLE_MODELS["OpenGVLab/InternVL3-8B"]
+    fields = {**whole.fields, **whole.processor_fields}
+    # vLLM reads both from the tower's fields and the model's type from the class.
+    for name in ("image_size", "model_type"):
+        fields.pop(name)
+    return InternVLChatConfig(
+        vision_config=vision("OpenGVLab/InternVL3-8B", depth),
+        text_config=SMALL,
+        **fields,
+    )
+
+
+def _internvl_processor(
+    tokenizer: transformers.PreTrainedTokenizerFast,
+) -> transformers.PreTrainedTokenizerFast:
+    # vLLM makes the processor of the config.
+    return tokenizer
+
+
+def _kimi_k25_config(
+    ids: Mapping[str, int], depth: int | None
+) -> transformers.PretrainedConfig:
+    # vLLM builds a DeepSeek of it. Of these sizes it has neither MLA nor experts.
+    text = {
+        **SMALL,
+        "model_type": "llama",
+        "qk_nope_head_dim": 0,
+        "qk_rope_head_dim": 0,
+        "n_routed_experts": None,
+        "first_k_dense_replace": SMALL["num_hidden_layers"],
+    }
+    return transformers.Kimi_K25Config(
+        text_config=text,
+        vision_config=vision("moonshotai/Kimi-K2.5", depth),
+        image_token_id=ids["<|media_pad|>"],
+    )
+
+
+def _kimi_k25_processor(tokenizer: transformers.PreTrainedTokenizerFast) -> Any:
+    from vllm.transformers_utils.processors.kimi_k25_vision_fused import (
+        KimiK25FusedVisionProcessor,
+    )
+
+    # As in the published preprocessor_config.json.
+    return KimiK25FusedVisionProcessor(
+        media_proc_cfg={
+            "patch_size": 14,
+            "merge_kernel_size": 2,
+            "temporal_merge_kernel_size": 4,
+            "image_mean": [0.5] * 3,
+            "image_std": [0.5] * 3,
+            "in_patch_limit": 16384,
+            "in_patch_limit_each_frame": 4096,
+            "in_patch_limit_video": None,
+            "patch_limit_on_one_side": 512,
+            "fixed_output_tokens": None,
+        }
+    )
+
+
+def _dots_ocr_config(
+    ids: Mapping[str, int], depth: int | None
+) -> transformers.PretrainedConfig:
+    from vllm.transformers_utils.configs.dotsocr import DotsOCRConfig
+
+    # The tower's merger is as wide as the language model.
+    text = {
+        **SMALL,
+        **WHOLE_MODELS["rednote-hilab/dots.ocr"].text,
+        "num_attention_heads": 12,
+    }
+    return DotsOCRConfig(
+        image_token_id=ids["<|imgpad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_config=vision("rednote-hilab/dots.ocr", depth),
+        **text,
+    )
+
+
+def _dots_ocr_processor(
+    tokenizer: transformers.PreTrainedTokenizerFast,
+) -> transformers.ProcessorMixin:
+    return transformers.Qwen2VLProcessor(
+        image_processor=image_processor("rednote-hilab/dots.ocr"),
+        tokenizer=tokenizer,
+        video_processor=transformers.Qwen2VLVideoProcessor(),
     )
 
 
@@ -323,5 +383,38 @@ OTHER_MODELS: Mapping[str, OtherModel] = {
         special_tokens=("<|video|>",),
         config=_gemma4_config,
         processor=_gemma4_processor,
+    ),
+    "OpenGVLab/InternVL3-8B": OtherModel(
+        architecture="InternVLChatModel",
+        image="<image>",
+        video="<video>",
+        named={},
+        special_tokens=("<img>", "</img>", "<IMG_CONTEXT>", "<|video_pad|>"),
+        config=_internvl_config,
+        processor=_internvl_processor,
+    ),
+    "moonshotai/Kimi-K2.5": OtherModel(
+        architecture="KimiK25ForConditionalGeneration",
+        image="<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
+        video="",
+        named={},
+        special_tokens=(
+            "<|media_begin|>",
+            "<|media_content|>",
+            "<|media_pad|>",
+            "<|media_end|>",
+        ),
+        config=_kimi_k25_config,
+        processor=_kimi_k25_processor,
+        modality="vision_chunk",
+    ),
+    "rednote-hilab/dots.ocr": OtherModel(
+        architecture="DotsOCRForCausalLM",
+        image="<|img|><|imgpad|><|endofimg|>",
+        video="",
+        named={"image_token": "<|imgpad|>", "video_token": "<|video_pad|>"},
+        special_tokens=("<|img|>", "<|endofimg|>"),
+        config=_dots_ocr_config,
+        processor=_dots_ocr_processor,
     ),
 }

@@ -34,6 +34,23 @@ NEWER = (
     "mistral-community/pixtral-12b",
     "google/gemma-3-4b-it",
 )
+# Of the image prompt: what 448 rows and 672 columns of pixels make.
+TOKENS = {
+    # Rows and columns of 28 pixels.
+    "zai-org/GLM-4.1V-9B-Thinking": 16 * 24,
+    "zai-org/GLM-OCR": 16 * 24,
+    "PaddlePaddle/PaddleOCR-VL": 16 * 24,
+    "moonshotai/Kimi-K2.5": 16 * 24,
+    "rednote-hilab/dots.ocr": 16 * 24,
+    # Patches of 16 pixels.
+    "mistral-community/pixtral-12b": 28 * 42,
+    # Of any image.
+    "google/gemma-3-4b-it": 256,
+    # Squares of 48 pixels, at most 280: 13 rows and 20 columns.
+    "google/gemma-4-31B-it": 13 * 20,
+    # Tiles of 256 tokens: two rows, three columns and the whole image.
+    "OpenGVLab/InternVL3-8B": 256 * (2 * 3 + 1),
+}
 MODELS = [
     pytest.param(
         name,
@@ -49,7 +66,7 @@ MODELS = [
 @functools.cache
 def checkpoint(name: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="vit-checkpoint-"))
-    make_other_checkpoint(folder, name, depth=2)
+    make_other_checkpoint(folder, OTHER_MODELS[name], depth=2)
     return folder
 
 
@@ -96,7 +113,8 @@ def test_an_engine_profiles_and_takes_the_prompts(name: str) -> None:
     assert config.model_config.architecture == OTHER_MODELS[name].architecture
     budget = MultiModalBudget(config, MULTIMODAL_REGISTRY)
     asked = engine_models.prompts(name)
-    assert set(budget.mm_max_toks_per_item) == set(asked) - {"multi"}
+    modalities = {OTHER_MODELS[name].modality, *(set(asked) & {"video"})}
+    assert set(budget.mm_max_toks_per_item) == modalities
     for prompt in asked.values():
         found = processed(config, prompt)
         ((modality, given),) = prompt["multi_modal_data"].items()
@@ -106,6 +124,8 @@ def test_an_engine_profiles_and_takes_the_prompts(name: str) -> None:
         assert len(found["prompt_token_ids"]) < 8192 - 8
         vocabulary = config.model_config.get_vocab_size()
         assert max(found["prompt_token_ids"]) < vocabulary
+        if prompt is asked["image"]:
+            assert placeholders[0].get_num_embeds() == TOKENS[name]
 
 
 def embeddings(name: str, backend: str) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -116,9 +136,10 @@ def embeddings(name: str, backend: str) -> tuple[torch.Tensor, torch.Tensor, Any
     from vllm_flashinfer_vit.towers.config import current_config
 
     config = engine_config(name, backend)
+    modality = OTHER_MODELS[name].modality
     images = processed(config, engine_models.prompts(name)["image"])["mm_kwargs"]
     ((_, _, inputs),) = group_and_batch_mm_kwargs(
-        [("image", image) for image in images["image"]], device=torch.device("cpu")
+        [(modality, image) for image in images[modality]], device=torch.device("cpu")
     )
     with current_config(config), torch.inference_mode():
         model: Any = get_model_loader(config.load_config).load_model(
