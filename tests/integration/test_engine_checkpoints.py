@@ -33,6 +33,7 @@ NEWER = (
     "zai-org/GLM-4.1V-9B-Thinking",
     "mistral-community/pixtral-12b",
     "google/gemma-3-4b-it",
+    "moonshotai/Kimi-K2.5",
 )
 # Of the image prompt: what 448 rows and 672 columns of pixels make.
 TOKENS = {
