@@ -308,8 +308,13 @@ def _dots_ocr_config(
 def _dots_ocr_processor(
     tokenizer: transformers.PreTrainedTokenizerFast,
 ) -> transformers.ProcessorMixin:
+    fields = {
+        **WHOLE_MODELS["rednote-hilab/dots.ocr"].processor_fields,
+        # At most 4096 tokens for an image, which a prompt has room for.
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 4096 * 28 * 28},
+    }
     return transformers.Qwen2VLProcessor(
-        image_processor=image_processor("rednote-hilab/dots.ocr"),
+        image_processor=transformers.Qwen2VLImageProcessor(**fields),
         tokenizer=tokenizer,
         video_processor=transformers.Qwen2VLVideoProcessor(),
     )
