@@ -34,6 +34,8 @@ NEWER = (
     "mistral-community/pixtral-12b",
     "google/gemma-3-4b-it",
     "moonshotai/Kimi-K2.5",
+    "llava-hf/llava-1.5-7b-hf",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct",
 )
 # Of the image prompt: what 448 rows and 672 columns of pixels make.
 TOKENS = {
@@ -49,6 +51,9 @@ TOKENS = {
     "google/gemma-3-4b-it": 256,
     # Squares of 48 pixels, at most 280: 13 rows and 20 columns.
     "google/gemma-4-31B-it": 13 * 20,
+    "llava-hf/llava-1.5-7b-hf": 24 * 24,
+    # Tiles of 144 tokens: two rows, two columns and the whole image.
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": 144 * (2 * 2 + 1),
     # Tiles of 256 tokens: two rows, three columns and the whole image.
     "OpenGVLab/InternVL3-8B": 256 * (2 * 3 + 1),
 }
