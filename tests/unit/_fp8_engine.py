@@ -25,6 +25,7 @@ class Engine:
 
     def __init__(self, policy: Policy, names: tuple[str, ...] = NAMES) -> None:
         self.config = engine_config()
+        self.policy = policy
         layers = EngineScales.of(self.config)
         enrolled = [layers.enroll(name, 72, policy) for name in names]
         self.states = [state for state in enrolled if state is not None]

@@ -103,6 +103,30 @@ def test_a_rank_without_images_waits(
     assert list(scales.read(path).layers) == [NAME]
 
 
+def test_a_tower_that_gets_its_first_input_later_is_added(path: Path) -> None:
+    """Of Qwen3-Omni, whose first requests may bring no sound; engines want all."""
+    policy = saving_to(path).policy
+    sounds = "audio_tower.layers.0.self_attn.attn"
+    saving = Engine(policy, (NAME, sounds))
+    of_images, of_sounds = saving.states
+    of_images.history[0] = 2.0
+    for _ in range(16):
+        saving.step()
+    assert list(scales.read(path).layers) == [NAME]
+    of_images.history[0] = 9.0
+    of_sounds.history[0] = 3.0
+    for _ in range(16):
+        saving.step()
+    file = scales.read(path)
+    # What was saved stays as it was.
+    assert file.layers[NAME].amax == (2.0, 2.0, 2.0)
+    assert file.layers[sounds].amax == (3.0, 3.0, 3.0)
+    path.unlink()
+    for _ in range(64):
+        saving.step()
+    assert not path.exists()
+
+
 def test_a_later_pipeline_stage_saves_nothing(path: Path) -> None:
     """There vLLM's V2 runner builds towers on no device, and steps still count."""
     with torch.device("meta"):

@@ -100,10 +100,10 @@ class _Saving:
     Attributes:
         path: The file.
         margin: What the abs-max is multiplied by.
-        states: Of the layers that are saved.
+        states: Of the layers that are still to be saved.
         passes: Steps with an encoder pass so far.
         due: At how many of them to read what layers saw.
-        done: Whether it was tried; an engine saves once.
+        done: Whether all layers are saved, or an error came up.
     """
 
     path: Path
@@ -224,7 +224,7 @@ class EngineScales(PerEngine):
         """Count a step of the engine; save scales after the 16th with an encoder pass.
 
         Nothing is read from the device before that, and all layers' history in one go
-        then; a rank that saw nothing is asked again after twice as many.
+        then; layers that saw nothing are asked again after twice as many.
         """
         saving = self._saving
         if (
@@ -237,17 +237,19 @@ class EngineScales(PerEngine):
         if saving.passes < saving.due:
             return
         seen = _observed(saving.states)
-        # A rank of a data-parallel encoder may have had no image yet, and one of a
-        # later pipeline stage never has: it is asked less and less often.
+        # A rank of a data-parallel encoder may have had no image yet, an encoder of
+        # sounds no sound, and a later pipeline stage never has: it is asked less often.
+        saving.due *= 2
         if not seen:
-            saving.due *= 2
             return
-        saving.done = True
+        saving.states = [s for s in saving.states if s.layer_name not in seen]
+        saving.done = not saving.states
         path = saving.path
         try:
             new = scales.from_amax(seen, saving.margin, made_by_engine(self._model))
             file = scales.save(new, path)
         except (OSError, ScaleError) as error:
+            saving.done = True
             logger.error("the FP8 scales were not saved to %s: %s", path, error)
             return
         logger.info("Saved FP8 scales of %d layers to %s", len(file.layers), path)
