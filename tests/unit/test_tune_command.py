@@ -133,6 +133,19 @@ class TestBeforeMeasuring:
         assert name in error
         assert not measured
 
+    @pytest.mark.parametrize("content", ["notes", "[4]", '{"schema": "of mine"}'])
+    def test_the_output_is_no_other_file(
+        self, content: str, measured: list[Options], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "mine.json"
+        path.write_text(content)
+        error = self.tune("--output", str(path))
+        assert f"{path} is not replaced: it is not empty, and holds no choices" in error
+        assert not measured
+        # Choices of any GPU, or by an older schema, are what a run replaces.
+        path.write_text('{"schema": "vllm-flashinfer-vit/choices/2"}')
+        assert "enough" in self.tune("--output", str(path))
+
     @pytest.mark.parametrize(
         ("option", "value"), [("--dtypes", "bf16,fp4"), ("--head-dims", "80,100")]
     )

@@ -209,7 +209,8 @@ class TestCommand:
     def test_a_file_that_no_engine_can_use_is_replaced(
         self, tune: Callable[..., Any], tmp_path: Path
     ) -> None:
-        (tmp_path / "h200.json").write_text("{")
+        text = '{"schema": "vllm-flashinfer-vit/choices/1"}'
+        (tmp_path / "h200.json").write_text(text)
         assert tune("--only", "gemms", "--gemms", "32x48").exit_code == 0
         assert read(tmp_path).gemms
 

@@ -36,6 +36,8 @@ _Schema = Literal[
     "vllm-flashinfer-vit/choices/4",
 ]
 SCHEMA: _Schema = "vllm-flashinfer-vit/choices/4"
+# Before the number in all of them.
+_KIND = SCHEMA.rstrip("0123456789")
 BUNDLED = Path(__file__).parent / "data"
 # After the reason why a run measured nothing of an entry that a table has.
 _STAYS = "; what was measured before stays"
@@ -124,6 +126,19 @@ def read_file(path: Path, gpu_name: str) -> Table | None:
             "`vllm-flashinfer-vit tune` again"
         ) from error
     return table
+
+
+def check_kind(path: Path) -> None:
+    """Check that a file holds choices, of any GPU and by any schema of them.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It holds something else.
+    """
+    document = read_json(path)
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if not str(schema).startswith(_KIND):
+        raise ValueError(f"its schema is {schema!r}")
 
 
 def read_bundled(gpu_name: str, vllm: str | None) -> list[Table]:

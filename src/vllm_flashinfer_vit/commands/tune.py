@@ -94,8 +94,8 @@ def run(options: Options, console: Console) -> Report:
             of another stack than what is to be added or would lose a part that is not
             measured, or nothing was measured.
         TableError: The file that is to be added to cannot be used.
-        FileError: The file cannot be written, or another run is making it; that is said
-            before anything is measured.
+        FileError: The file cannot be written, another run is making it, or it was named
+            and holds something else; that is said before anything is measured.
     """
     options.check()
     stack = probe()
@@ -146,11 +146,15 @@ def _check_alike(older: Table, path: Path, stack: Stack, options: Options) -> No
 
 
 def _check_replaced(path: Path, gpu_name: str, options: Options) -> None:
-    """Check that a run of one part replaces no file that has the other.
+    """Check that a run replaces no file but of choices, and none with another part.
 
     Raises:
-        TuneError: It would.
+        FileError: The file was named, and holds something else.
+        TuneError: A run of one part would replace a file that has the other.
     """
+    if options.output is not None:
+        # One in the user's folder is replaced if it is damaged, as engines advise.
+        files.check_replaceable(path, "choices", tuned.check_kind)
     if options.only is None:
         return
     try:
