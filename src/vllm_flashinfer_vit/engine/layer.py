@@ -4,7 +4,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -24,7 +24,11 @@ from vllm_flashinfer_vit.engine.advice import graphs_off, ignored
 from vllm_flashinfer_vit.engine.counting import Counting, count_stock_layer
 from vllm_flashinfer_vit.engine.element_offsets import token_offsets
 from vllm_flashinfer_vit.engine.hooks import Hooks
-from vllm_flashinfer_vit.engine.selection import flashinfer_requested, served
+from vllm_flashinfer_vit.engine.selection import (
+    flashinfer_requested,
+    name_and_head_dim,
+    served,
+)
 from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.fp8 import policy as fp8
 from vllm_flashinfer_vit.fp8.state import EngineScales, ScaleState
@@ -35,7 +39,6 @@ from vllm_flashinfer_vit.ops.batch import LAYOUTS, Batch, Layout, Turning
 from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
-
 
 # Takes a layer, what attends for it, and a batch; returns the output.
 Watch = Callable[
@@ -63,32 +66,26 @@ class FlashInferViTAttention(MMEncoderAttention):
     layouts: tuple[Layout, ...] = LAYOUTS
     _watch: Watch | None = None
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float | None = None,
-        num_kv_heads: int | None = None,
-        prefix: str = "",
-    ) -> None:
-        """Build the layer; see `MMEncoderAttention` for the arguments.
+    def __init__(self, *args: Any, **named: Any) -> None:
+        """Build the layer; the arguments are those of vLLM's `MMEncoderAttention`.
 
         Raises:
-            NotServedError: FLASHINFER cannot be had, see `selection.served`; or FP8
-                attention, see `fp8.policy_for`.
+            NotServedError: FLASHINFER cannot be had, see `selection.served`, or not
+                with these arguments; or FP8 attention, see `fp8.policy_for`.
             ScaleError: The file of FP8 scales cannot be used, or not for this head dim.
         """
         settings = Settings.from_env()
-        choices, policy = _choose(prefix, head_size, settings)
+        choices = policy = None
+        if flashinfer_requested():
+            prefix, head_size = name_and_head_dim(MMEncoderAttention, args, named)
+            choices, policy = _choose(prefix, head_size, settings)
         if choices is None:
             # vLLM's `CustomOp.__new__` makes one of this class whatever is asked for.
             self.__class__ = MMEncoderAttention
             _prepare_stock(settings)
-            MMEncoderAttention.__init__(
-                self, num_heads, head_size, scale, num_kv_heads, prefix
-            )
+            MMEncoderAttention.__init__(self, *args, **named)
             return
-        super().__init__(num_heads, head_size, scale, num_kv_heads, prefix)
+        super().__init__(*args, **named)
         _watch_towers()
         self._settings = settings
         self._plan = plan_of(choices)
@@ -393,8 +390,6 @@ def _choose(
     layer_name: str, head_size: int, settings: Settings
 ) -> tuple[tuple[Choice, ...] | None, fp8.Policy | None]:
     """Return a layer's choices, None for vLLM's own, and how it attends in FP8."""
-    if not flashinfer_requested():
-        return None, None
     dtype = torch.get_default_dtype()
     try:
         if refusal := FlashInferViTAttention.hooks.refusal:

@@ -7,7 +7,8 @@ packed element offsets of vLLM's own FLASHINFER; the layer takes it from there.
 """
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm.model_executor.models.vision import get_multimodal_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices.lookup import Choice
 from vllm_flashinfer_vit.choices.resolve import choices_here
 from vllm_flashinfer_vit.choices.usable import NotServedError
@@ -26,6 +28,9 @@ from vllm_flashinfer_vit.machine.versions import check_vllm, vllm_version
 from vllm_flashinfer_vit.settings import ENV_KERNEL, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
+
+# What the layer in vLLM's tree is built with in every release that was read.
+_ARGUMENTS = {"self", "num_heads", "head_size", "scale", "num_kv_heads", "prefix"}
 
 
 def flashinfer_requested() -> bool:
@@ -98,6 +103,32 @@ def served(
             str(error),
         )
         return None
+
+
+def name_and_head_dim(
+    stock: Any, args: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[str, int]:
+    """Return the name and the head dim of a layer that vLLM builds.
+
+    Args:
+        stock: vLLM's `MMEncoderAttention`.
+        args: What it is given by position.
+        named: What it is given by name.
+
+    Raises:
+        NotServedError: A newer vLLM gives it what is unknown here.
+    """
+    build = inspect.signature(stock.__init__)
+    given = build.bind(stock, *args, **named).arguments
+    name = given.get("prefix", "")
+    if unknown := given.keys() - _ARGUMENTS:
+        raise NotServedError(
+            f"layer {name!r}: this vLLM gives MMEncoderAttention "
+            f"{', '.join(sorted(unknown))}, which vllm-flashinfer-vit {__version__} "
+            "does not know; install a vLLM that was tested, or leave "
+            "--mm-encoder-attn-backend FLASHINFER out"
+        )
+    return name, given["head_size"]
 
 
 def layer_is_registered() -> bool:
