@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's vision towers outside an engine: weights, results, and what is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,8 @@ class TestSpec:
             (_vision(depth=True), r"vision_config\.depth is True, not a whole number"),
             (_vision(depth=None), r"vision_config\.depth is None, not a whole number"),
             (_vision(hidden_size=100), r"100 channels, which 16 heads cannot share"),
+            (_vision(hidden_size=160), r"160 channels, which 16 heads .* in fours"),
+            (_vision(in_channels=4), r"pixels of 4 channels, and .* images have 3"),
             (
                 _vision(fullatt_block_indexes="all"),
                 r"fullatt_block_indexes is 'all', not a list",
@@ -196,6 +199,14 @@ class TestSpec:
 
 @cpu_only
 class TestRefusals:
+    def test_an_activation_that_vllm_does_not_know(self) -> None:
+        spec = small_spec("qwen3_vl")
+        vision = {**spec.vision_config, "hidden_act": "gelu_of_mine"}
+        spec = dataclasses.replace(spec, vision_config=vision)
+        how = {"backend": "FLASHINFER", "dtype": torch.float32, "device": "cpu"}
+        with pytest.raises(CheckpointError, match=r"does not know 'gelu_of_mine'"):
+            build_tower(spec, **how)
+
     @pytest.mark.parametrize(
         ("rows", "grids", "message"),
         [

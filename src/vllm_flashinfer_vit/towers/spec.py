@@ -156,10 +156,15 @@ class TowerSpec(Spec):
     @property
     def patch_dim(self) -> int:
         """Values per row of `pixel_values`."""
-        channels = self.vision_config.get(
-            "in_channels", self.vision_config.get("in_chans", 3)
+        return (
+            _channels(self.vision_config)
+            * self.temporal_patch_size
+            * self.patch_size**2
         )
-        return channels * self.temporal_patch_size * self.patch_size**2
+
+
+def _channels(vision_config: Mapping[str, Any]) -> int:
+    return vision_config.get("in_channels", vision_config.get("in_chans", 3))
 
 
 def _qwen2_vl(hidden_size: int) -> dict[str, Any]:
@@ -354,10 +359,17 @@ def _read_config(folder: Path) -> tuple[Family, Mapping[str, Any]]:
             f"{path} is not a model's config ({cause(error)}); download it again"
         ) from error
     width = vision_config.get("embed_dim", vision_config["hidden_size"])
-    if width % vision_config["num_heads"]:
+    # Rotary turns a half of each head by rows and one by columns, in pairs.
+    if width % (4 * vision_config["num_heads"]):
         raise CheckpointError(
             f"{path}: vision_config has {width} channels, which "
-            f"{vision_config['num_heads']} heads cannot share; download it again"
+            f"{vision_config['num_heads']} heads cannot share in fours; download it "
+            "again"
+        )
+    if (colours := _channels(vision_config)) != 3:
+        raise CheckpointError(
+            f"{path}: vision_config has pixels of {colours} channels, and those of "
+            "images have 3; download it again"
         )
     token = vision_config["patch_size"] * vision_config["spatial_merge_size"]
     window = vision_config.get("window_size", token)

@@ -26,6 +26,7 @@ from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
 from vllm_flashinfer_vit.towers.linear_layers import check_unquantized
 from vllm_flashinfer_vit.towers.spec import (
     FAMILIES,
+    CheckpointError,
     TowerError,
     TowerSpec,
     model_module,
@@ -179,7 +180,8 @@ def build_tower(
         TowerError: The backend is unknown or not available on this device; the image
             processor's mean and std cannot be used; the quantisation cannot be had; or
             one of `unquantized` fits no layer.
-        CheckpointError: The weights cannot be read or do not fit.
+        CheckpointError: The weights cannot be read or do not fit, or the config names
+            an activation that vLLM does not know.
     """
     device = torch.device(device)
     if compile and device.type == "cpu":
@@ -305,14 +307,21 @@ def _build_module(
     configs = [hf_config.vision_config]
     if family.takes_text_config:
         configs.insert(0, hf_config.text_config)
-    with set_default_torch_dtype(dtype), device:
-        return cls(
-            *configs,
-            norm_eps=getattr(hf_config, "rms_norm_eps", family.norm_eps),
-            quant_config=config.quant_config,
-            prefix="visual",
-            **optional,
-        )
+    try:
+        with set_default_torch_dtype(dtype), device:
+            return cls(
+                *configs,
+                norm_eps=getattr(hf_config, "rms_norm_eps", family.norm_eps),
+                quant_config=config.quant_config,
+                prefix="visual",
+                **optional,
+            )
+    except KeyError as error:
+        # Of Qwen3-VL, an activation that vLLM does not know.
+        raise CheckpointError(
+            f"vLLM cannot build the tower of {spec.model}: it does not know {error}, "
+            "which the model's config names"
+        ) from error
 
 
 def finish_weights(visual: nn.Module, config: Any, device: torch.device) -> None:
