@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps vLLM and PyTorch quiet, whose logs are for engines."""
+"""Keeps vLLM and what it runs on quiet, whose logs are for engines."""
 
 import logging
 import os
@@ -20,7 +20,12 @@ def quiet_vllm() -> Iterator[None]:
             logger.setLevel(level)
 
         if not verbose:
+            # Its import sets the level, too; it warns of language models that no tower
+            # has.
+            import transformers.utils.logging  # noqa: F401
+
             set_level("torch", logging.ERROR)
+            set_level("transformers", logging.ERROR)
         # Its import sets level and stream of vLLM's logger.
         import vllm.logger  # noqa: F401
 
