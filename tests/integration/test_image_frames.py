@@ -223,6 +223,26 @@ def test_a_processor_that_fails_leaves_nothing_behind(checkpoint, monkeypatch):
     assert image_patches.ONE_FRAME.get() is None
 
 
+def test_a_request_that_fails_after_its_images_is_no_reason_to_warn(
+    checkpoint, monkeypatch
+):
+    processor = build(checkpoint)
+    cls = type(processor.info.get_hf_processor().image_processor)
+    original = cls._preprocess
+
+    def fail(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        raise ValueError("no text for it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cls, "_preprocess", fail)
+        warned = mock.Mock()
+        patched.setattr(image_frames.logger, "warning_once", warned)
+        with pytest.raises(ValueError, match="Failed to apply"):
+            prepared(processor, {"image": drawn(SIZES[:1])})
+    warned.assert_not_called()
+
+
 @pytest.mark.parametrize(
     "data",
     [

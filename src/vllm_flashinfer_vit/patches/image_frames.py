@@ -60,6 +60,8 @@ def _send_once(original: Callable[..., Any]) -> Callable[..., Any]:
         if _are_cut_once(pixels, frame.shape):
             output[_PIXELS] = pixels.view(-1, *frame.shape)
             return output
+        # An error of the request comes again here, and is no reason to warn.
+        output = original(self, hf_processor, data, kwargs)
         logger.warning_once(
             "%s does more with patches than to cut bytes: some images are prepared "
             "twice. %s=%s leaves that out.",
@@ -67,7 +69,7 @@ def _send_once(original: Callable[..., Any]) -> Callable[..., Any]:
             ENV_DISABLE_PATCHES,
             SENT.name,
         )
-        return original(self, hf_processor, data, kwargs)
+        return output
 
     return call_hf_processor
 
