@@ -139,3 +139,14 @@ def test_a_misspelt_optimisation_is_told_the_nearest_name() -> None:
     (problem,) = judge(env={ENV_DISABLE_PATCHES: "quack_mlps"}).problems
     assert problem.remedy is not None
     assert "perhaps quack_mlp was meant" in problem.remedy
+
+
+def test_what_an_engine_does_not_leave_out_is_a_problem() -> None:
+    """`plugin.apply_model_patches` raises on it."""
+    rows = [{**PATCH, "name": name} for name in ("select-cuda", "qwen9-fused")]
+    plugin = {**PLUGIN, "patches": rows}
+    report = judge(plugin=plugin, env={ENV_DISABLE_PATCHES: "select-cuda,qwen9-fused"})
+    (problem,) = report.problems
+    assert "names 'select-cuda', which is no patch or" in problem.what
+    assert "select-cuda" not in (problem.remedy or "")
+    assert problem.fatal

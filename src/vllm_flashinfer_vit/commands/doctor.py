@@ -24,6 +24,7 @@ from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Problem, Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE, HALF_DTYPES
 from vllm_flashinfer_vit.machine.versions import check_vllm, newer_note, runner_note
+from vllm_flashinfer_vit.patches import platform
 from vllm_flashinfer_vit.settings import (
     ENV_DISABLE_PATCHES,
     ENV_STRICT,
@@ -344,13 +345,15 @@ def _plugin_problems(
     # A plugin that was not activated names no patches.
     disabled = disabled if names else frozenset()
     names.update(OPTIMISATIONS)
+    # Without them nothing is served: engines do not take their names.
+    names -= {patch.name for patch in platform.PATCHES}
     for name in sorted(disabled - names):
         near = difflib.get_close_matches(name, names, n=1)
         good = f"perhaps {near[0]} was meant" if near else ", ".join(sorted(names))
         problems.append(
             Problem(
                 f"{ENV_DISABLE_PATCHES} names {name!r}, which is no patch or "
-                "optimisation",
+                "optimisation that can be left out",
                 f"use only names of patches and optimisations: {good}",
                 True,
             )
