@@ -77,7 +77,8 @@ class TowerProgram:
 
     def end(self, now: "Pass") -> None:
         """Keep a pass for the next one of its size: its launches stay settled."""
-        if now.key is None:
+        # One that is too large would drive all others out before it goes itself.
+        if now.key is None or now.nbytes > MAX_KEPT_BYTES:
             return
         now.rest()
         self._kept[now.key] = now
