@@ -71,6 +71,18 @@ def test_padded_towers_are_as_exact(family: str, scheme: str) -> None:
     assert torch.equal(image(tower, 24), found)
 
 
+@pytest.mark.usefixtures("fp8")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_blocks_may_differ_in_what_is_padded(scheme: str) -> None:
+    """Each quantises its own rows, though they share the pass's memory."""
+    second = SECOND["qwen2_5_vl"]
+    tower = served("qwen2_5_vl", scheme, tiled=f"blocks.1.{second}")
+    widths = [one._mlp.second.inputs for one in programs(tower)]
+    assert len(set(widths)) == 2
+    found, expected = image(tower, 24), image(in_16_bits("qwen2_5_vl", tower), 24)
+    assert relative_error(found, expected) < TOLERANCE[scheme]
+
+
 def row_parallel(inputs: int = 48, outputs: int = 32) -> Any:
     with build().running():
         layer = RowParallelLinear(inputs, outputs)
