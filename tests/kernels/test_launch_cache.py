@@ -36,6 +36,26 @@ def test_the_cache_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [1, 2, 3, 1]
 
 
+def test_the_cache_stays_small_though_calls_overlap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of two threads: each adds its own while the other is at work."""
+    monkeypatch.setattr(_launch, "_MAX_LAYOUTS", 2)
+    seen: list[int] = []
+
+    @cached_by_layout
+    def function(size: int) -> int:
+        seen.append(size)
+        return function(size - 100) if size > 100 else size
+
+    for size in (1, 2, 103, 104, 105):
+        function(size)
+    seen.clear()
+    for size in (3, 4, 103, 104):
+        function(size)
+    assert seen == [3, 4, 103, 104]
+
+
 def test_the_cache_keeps_no_error() -> None:
     @cached_by_layout
     def function(x: torch.Tensor) -> None:

@@ -269,9 +269,11 @@ def cached_by_layout(function: Callable[..., _T]) -> Callable[..., _T]:
         )
         found = cache.get(key)
         if found is None:
-            if len(cache) == _MAX_LAYOUTS:
-                cache.pop(next(iter(cache)))
-            found = cache[key] = function(*args)
+            found = function(*args)
+            # After the call: other threads may have added theirs meanwhile.
+            while len(cache) >= _MAX_LAYOUTS:
+                cache.pop(next(iter(cache)), None)
+            cache[key] = found
         return found
 
     return cached
