@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm_flashinfer_vit.engine import warmup
 from vllm_flashinfer_vit.engine.clipping import ClipReader
 from vllm_flashinfer_vit.engine.metrics import Key, of_process
+from vllm_flashinfer_vit.engine.sleep import may_sleep
 from vllm_flashinfer_vit.fp8.state import ScaleState
 from vllm_flashinfer_vit.machine.per_engine import PerEngine
 from vllm_flashinfer_vit.ops.batch import longest_of
@@ -49,13 +50,7 @@ class Counting(PerEngine):
         self._counts: Counter[Key] = Counter()
         self._noted: dict[Key, int] | None = None
         self._first: Kind | None = None
-        model = vllm_config.model_config
-        # The allocator alone is enough: a worker then sleeps when it is asked to.
-        may_sleep = any(
-            getattr(model, name, False)
-            for name in ("enable_sleep_mode", "enable_cumem_allocator")
-        )
-        self._clips = ClipReader(may_sleep=may_sleep)
+        self._clips = ClipReader(may_sleep=may_sleep(vllm_config))
         # By tower: dead once its layers are.
         self._last: WeakValueDictionary[str, LayerCounts] = WeakValueDictionary()
 

@@ -29,6 +29,7 @@ from vllm_flashinfer_vit.engine.selection import (
     name_and_head_dim,
     served,
 )
+from vllm_flashinfer_vit.engine.sleep import forget_blas_workspaces, may_sleep
 from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.fp8 import policy as fp8
 from vllm_flashinfer_vit.fp8.state import EngineScales, ScaleState
@@ -92,6 +93,8 @@ class FlashInferViTAttention(MMEncoderAttention):
         self._fp8_policy = policy
         config = get_current_vllm_config()
         self._warm_up = WarmUp.of(config)
+        # When its weights are loaded for the first time.
+        self._forgets_workspaces = may_sleep(config)
         self._patch()
         self._engine_scales: EngineScales | None = None
         self._fp8_state: ScaleState | None = None
@@ -154,6 +157,9 @@ class FlashInferViTAttention(MMEncoderAttention):
             self.program.build()
         if current_platform.is_cuda():
             self._warm_up.run(self)
+            if self._forgets_workspaces:
+                forget_blas_workspaces()
+                self._forgets_workspaces = False
         if self._fp8_state is not None:
             self._fp8_state.reset()
 
