@@ -41,7 +41,7 @@ from vllm.model_executor.kernels.linear.scaled_mm import CutlassFP8ScaledMMLinea
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
 from cases import relative_error
-from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, layers
+from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, layers, mlp
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
 from vllm_flashinfer_vit.blocks.fp8_padding import TilesKernel
 from vllm_flashinfer_vit.blocks.linear import OwnLinear
@@ -286,6 +286,21 @@ def test_what_is_not_known_is_left_alone(
     assert kinds(tower) == {("OwnLinear", *("Fp8Linear",) * 3)}
     assert any("attn.qkv" in line and reason in line for line in lines)
     assert "vLLM's own" in programs(tower)[0].steps["attn.qkv"]
+
+
+def test_the_log_says_that_the_rest_of_an_mlp_does_not_run_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its layers are in FP8, and its activation is of an unknown class."""
+    program = programs(served("qwen2_vl", "tensor"))[0]
+    lines = log_of(layers, monkeypatch)
+    monkeypatch.setattr(mlp, "activation_of", lambda act: None)
+    program.build()
+    reason = "another part of its MLP does not run here"
+    assert [line.split()[0] for line in lines if reason in line] == [
+        "mlp.fc2",
+        "mlp.fc1",
+    ]
 
 
 @pytest.mark.parametrize(

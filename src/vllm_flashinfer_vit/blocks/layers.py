@@ -107,7 +107,7 @@ class Layers(NamedTuple):
                 path,
                 method,
                 self._fp8_problem(path)
-                or "it is padded, or the other layer of its MLP does not run here",
+                or "it is padded, or another part of its MLP does not run here",
             )
         return OwnLinear(self.block, path)
 
