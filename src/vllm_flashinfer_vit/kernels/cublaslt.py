@@ -36,6 +36,8 @@ _PLAIN, _BIAS, _GELU_BIAS = 1, 4, 36
 _OUTER_VECTORS = 3
 # cublasLtPointerMode_t: factors of the product are in the device's memory.
 _ON_DEVICE = 1
+# cublasStatus_t, for a GEMM that no algorithm is for.
+_NOT_SUPPORTED = 15
 # The first cuBLASLt with scales of rows.
 _ROW_SCALES_VERSION = 120900
 # cublasLtMatmulPreferenceAttributes_t: the workspace, then the alignment of A to D.
@@ -302,7 +304,9 @@ class _Problem:
             )
         finally:
             _library()[f"{name}Destroy"](preference)
-        _check(status or int(count.value == 0), f"find an algorithm for {sizes}")
+        if not (status or count.value):
+            status = _NOT_SUPPORTED
+        _check(status, f"find an algorithm for {sizes}")
 
 
 class Problems:
