@@ -11,7 +11,7 @@ from typing import Any, Literal
 OPTIMISATIONS: Mapping[str, str] = MappingProxyType(
     {
         "add_norm": "residual sums and the norm after them are one kernel",
-        "aligned": "an MLP's rows are padded to whole loads of 16 bytes",
+        "aligned": "an MLP's rows are padded to whole loads, in FP8 to whole tiles",
         "fp8_gemm": "linear layers in FP8 run the GEMM that was measured fastest",
         "fp8_linear": "norms and activations quantise the rows of linear layers in FP8",
         "fused_gelu": "cuBLASLt applies the tanh GELU after an MLP's first GEMM",
