@@ -38,8 +38,7 @@ PACKED = {
     "openpangu_vl": _program("openpangu_vl", lengths.openpangu),
     "isaac": _program("isaac", lengths.isaac),
     "lfm2_siglip2": _program("lfm2_siglip2", lengths.lfm2_siglip2),
-    # Its blocks run as programs on dense batches alone.
-    "radio": _model("radio", lengths.radio),
+    "radio": _program("radio", lengths.radio),
     "funaudiochat": _model("funaudiochat", lengths.funaudiochat, 1),
     "llava_onevision2": _model("llava_onevision2", lengths.llava_onevision2, 1),
     "pixtral": _program("pixtral", lengths.pixtral),

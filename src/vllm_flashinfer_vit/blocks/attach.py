@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -94,11 +94,13 @@ def runs(
         @functools.wraps(original)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             program = program_of(self)
-            given = kwargs
+            given: Mapping[str, Any] = kwargs
             if args:
                 given = {**kwargs, **dict(zip(parameters[1:], args, strict=False))}
             if program is None:
                 return original(self, *args, **kwargs)
+            if spec.packed_by is not None:
+                given = _with_lengths(given, spec.packed_by)
             if not program.takes(given[stream], given):
                 program.count_refused(given[stream])
                 return original(self, *args, **kwargs)
@@ -110,6 +112,19 @@ def runs(
         return forward
 
     return replace
+
+
+def _with_lengths(given: Mapping[str, Any], packed_by: str) -> Mapping[str, Any]:
+    """Return what `forward` was given, an object's lengths in the object's place."""
+    lengths = given.get(packed_by)
+    if lengths is None:
+        return given
+    others = {name: value for name, value in given.items() if name != packed_by}
+    return {
+        **others,
+        "cu_seqlens": lengths.cu_seqlens,
+        "max_seqlen": lengths.max_seqlen,
+    }
 
 
 def spec_of(block_class: type) -> BlockSpec | None:

@@ -201,7 +201,9 @@ class BlockProgram:
         # q and k are normalised and turned at once, or neither.
         if self._turn is not None and self._tables_in(given) is None:
             return False
-        if self.spec.is_packed:
+        if self.spec.is_packed or (
+            self.spec.packed_by is not None and given.get("cu_seqlens") is not None
+        ):
             # Rows of several batches would be in turns.
             is_one = x.dim() == 2 or (x.dim() == 3 and 1 in x.shape[:2])
             # Without offsets, `[T, C]` can be one sequence only.
@@ -397,8 +399,10 @@ class BlockProgram:
             return cu_seqlens, max_seqlen, seq_len
         if cu_seqlens is None:
             return None, None, x.shape[1]
-        longest = torch.tensor(x.shape[1], dtype=torch.int32, device="cpu")
-        return cu_seqlens, longest, 0
+        if max_seqlen is None:
+            # Of rows that are padded.
+            max_seqlen = torch.tensor(x.shape[1], dtype=torch.int32, device="cpu")
+        return cu_seqlens, max_seqlen, 0
 
     def _own_in(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return what `Rotary.own` reads of what `forward` was given."""

@@ -89,6 +89,9 @@ class BlockSpec:
             stream is multiplied by, in blocks that have them; None where none has.
         is_packed: Whether `forward` takes `cu_seqlens`, and a stream of one batch
             `[T, 1, C]`, `[1, T, C]` or `[T, C]`. Else the stream is `[B, S, C]`.
+        packed_by: The name of an object whose `cu_seqlens` and `max_seqlen` `forward`
+            is given with a packed batch, for blocks that get dense ones without it.
+            None where there is none.
         key_mask: The name of what `forward` adds to the scores of a dense batch,
             `[B, 1, 1, S]`: 0 for tokens, and the lowest number for the padding after
             them. None where it takes no mask.
@@ -115,6 +118,7 @@ class BlockSpec:
     qk_norms: tuple[str, str] | None = None
     layer_scales: tuple[str, str] | None = None
     is_packed: bool = True
+    packed_by: str | None = None
     key_mask: str | None = None
     is_clamped_in_fp16: bool = False
     returned_with: tuple[None, ...] | None = None

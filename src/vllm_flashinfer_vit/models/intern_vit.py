@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """InternViT, and RADIO, whose blocks derive from its: dense batches, no rotary.
 
-Both scale what their branches add.
+Both scale what their branches add. RADIO gets several images, and the frames of some
+videos, packed.
 """
+
+import dataclasses
 
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.models._shared import block_program, methods
@@ -24,11 +27,10 @@ PATCHES = (
         methods("intern_vit", "InternParallelAttention", "InternMLP"),
         ("self", "hidden_states"),
     ),
-    # Its packed batches, which an object describes, run by vLLM's own steps.
     block_program(
         "radio",
         "RadioVisionEncoderLayer",
-        SPEC,
+        dataclasses.replace(SPEC, packed_by="mask_meta"),
         (
             "radio:RadioParallelAttention.forward",
             "intern_vit:InternVisionEncoderLayer.__init__",
