@@ -9,6 +9,11 @@ as wheels (`nvidia-cublas` and its kin); all else travels, in parts.
     mkdir stack; cat out/stack/part.* | tar xJf - -C stack
     eval "$(python3 tools/offline_stack.py env stack)"
     python3 benchmarks/bench_attention.py
+
+FlashInfer's sources stay behind. With tensor parallelism vLLM would build its
+all-reduce from them for a compiled language model, and end: such a server is started
+with `--compilation-config.pass_config.fuse_allreduce_rms false`, and with all else that
+its `--compilation-config` holds in this form, too, since one form replaces the other.
 """
 
 import argparse
