@@ -11,9 +11,8 @@ the same tower, and take turns on one GPU, one at a time. Outputs are compared w
 tower in fp32 on TORCH_SDPA, with the same weights.
 
     python benchmarks/bench_encoder.py --models Qwen/Qwen2.5-VL-7B-Instruct
-    python benchmarks/bench_encoder.py --models dots.ocr Kimi-K2.5
-    python benchmarks/bench_encoder.py --models SigLIP-So400m --cases 1x729 8x729 32x729
-    python benchmarks/bench_encoder.py --models Qwen3-Omni-Audio --cases 1x30s 32x30s
+    python benchmarks/bench_encoder.py --models dots.ocr SigLIP-So400m Qwen3-Omni-Audio
+    python benchmarks/bench_encoder.py --models Kimi-K2.5 --cases 1x1024 8x4096
     python benchmarks/bench_encoder.py --smoke --output out/encoder.csv   # no GPU
 
 `dots.ocr` and the others of `known_stacks.py` are the blocks alone of towers that take
@@ -23,6 +22,7 @@ no patches and grids.
 import argparse
 import os
 
+from block_stacks import cases_of
 from contenders import MODES, default_providers
 from csv_log import DTYPES, CsvLog, results_path
 from environment import Environment, device
@@ -49,7 +49,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--models", nargs="+", type=any_model, help="names or checkpoint folders"
     )
-    parser.add_argument("--cases", nargs="+", choices=_KNOWN_CASES)
+    parser.add_argument(
+        "--cases", nargs="+", choices=_KNOWN_CASES, help="default each model's own"
+    )
     parser.add_argument("--modes", nargs="+", choices=MODES)
     parser.add_argument(
         "--stock-modes", nargs="+", choices=MODES, default=(), help="more for stock"
@@ -79,7 +81,6 @@ def main() -> None:
     if not on_gpu and not args.smoke:
         raise SystemExit("no GPU here: only --smoke runs on the CPU")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    names = args.cases or (SMOKE_CASES if args.smoke else CASES)
     print(load_text())
     environment = Environment.probe()
     output = results_path("encoder", environment.gpu, args.output)
@@ -92,13 +93,13 @@ def main() -> None:
         dtype=args.dtype,
         budget_s=args.budget_s,
     )
-    for model in args.models or (MODELS[1:2] if args.smoke else MODELS):
-        bench.run_model(
-            model,
-            args.providers or default_providers(on_gpu),
-            {name: _KNOWN_CASES[name] for name in names},
-            args.depth or (2 if args.smoke else None),
-        )
+    depth = args.depth or (2 if args.smoke else None)
+    with bench.processes(args.providers or default_providers(on_gpu)) as remotes:
+        for model in args.models or (MODELS[1:2] if args.smoke else MODELS):
+            names = args.cases or (SMOKE_CASES if args.smoke else cases_of(model))
+            cases = {name: _KNOWN_CASES[name] for name in names}
+            head_dim, ready = bench.build(remotes, model, depth)
+            bench.run_cases(model, head_dim, ready, cases)
     bench.failures.end(output)
 
 

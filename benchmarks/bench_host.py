@@ -161,14 +161,14 @@ def time_towers(
         budget_s=args.budget_s,
         bench="tower_host",
     )
-    for model in tower_models(args):
-        providers = args.providers or (stock, *mine)
-        with bench.towers(model, providers, args.depth) as (head_dim, remotes):
-            bench.run_cases(model, head_dim, remotes, towers)
+    with bench.processes(args.providers or (stock, *mine)) as remotes:
+        for model in tower_models(args):
+            head_dim, ready = bench.build(remotes, model, args.depth)
+            bench.run_cases(model, head_dim, ready, towers)
             # Attention's dtype and the blocks do not change the metadata.
             able = [
                 remote
-                for remote in remotes[1:]
+                for remote in ready[1:]
                 if remote.contender.attn_dtype is None
                 and remote.contender.blocks == "eager"
             ]

@@ -26,6 +26,7 @@ import gemma4_stack
 from gemma4_stack import Gemma4Stack
 from known_stacks import STACKS, Stack
 from stack_rotary import Tensors
+from tower_cases import CASES
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 from vllm_flashinfer_vit.towers.weights import fill_with_random_weights
@@ -55,6 +56,13 @@ _ROPE_BASE = 10000.0
 _WIDE = 2048
 # What `build_stack` can build.
 NAMES = frozenset({*STACKS, *gemma4_stack.TOWERS})
+
+
+def cases_of(model: str) -> tuple[str, ...]:
+    """Return the names of the cases that a model is timed with if none are given."""
+    if model in gemma4_stack.TOWERS:
+        return gemma4_stack.CASES
+    return STACKS[model].cases if model in STACKS else tuple(CASES)
 
 
 class BlockStack(nn.Module):

@@ -51,6 +51,10 @@ TOWERS: Mapping[str, Sizes] = {
 }
 
 
+# What `bench_encoder.py` runs of them if it is not told: a small image and the largest.
+CASES = ("1x1024", "8x1024", "1x2520", "8x2520")
+
+
 class Gemma4Stack(nn.Module):
     """An encoder of Transformers in a model of vLLM's kind, called as a tower is.
 

@@ -15,8 +15,11 @@ from torch import nn
 
 import stack_rotary
 from stack_rotary import Tensors
+from tower_cases import AUDIO_CASES, CASES
 from vllm_flashinfer_vit.towers.whole import WholeModel
 from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
+
+Build = Callable[[Any], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,11 @@ class Stack:
             columns.
         window: Rows and columns of the windows that its blocks attend in, 0 if none do.
         full: Those blocks that attend to whole images in spite of that.
+        cases: What `bench_encoder.py` runs if it is not told: cases' names.
     """
 
     module: str
-    block: Callable[[Any], nn.Module]
+    block: Build
     depth: int
     width: int
     head_dim: int
@@ -47,6 +51,7 @@ class Stack:
     fits: Callable[[int, int], bool] = lambda rows, columns: True
     window: int = 0
     full: frozenset[int] = frozenset()
+    cases: tuple[str, ...] = tuple(CASES)
 
 
 _GEMMA_3 = WHOLE_MODELS["google/gemma-3-4b-it"]
@@ -60,6 +65,11 @@ _PADDLE = WHOLE_MODELS["PaddlePaddle/PaddleOCR-VL"]
 _OMNI = WHOLE_MODELS["Qwen/Qwen3-Omni-30B-A3B-Instruct"]
 # Rows and columns of patches of Step-VL's largest image, 728 x 728 pixels.
 _STEP_SIDE = 52
+
+
+def _images(*tokens: int) -> tuple[str, ...]:
+    """Return the cases of a tower whose images have so many tokens each."""
+    return tuple(f"{images}x{each}" for each in tokens for images in (1, 8, 32))
 
 
 def _siglip(**fields: Any) -> Any:
@@ -249,20 +259,19 @@ def _omni_audio(m: Any) -> nn.Module:
 
 
 def _stack(
-    whole: WholeModel, block: Callable[[Any], nn.Module], shape: str, *rotary: Any
+    whole: WholeModel, block: Build, shape: str, *rotary: Any, **more: Any
 ) -> Stack:
     """Return the blocks of a model that the package knows."""
     vision = whole.vision
     width = vision.get("embed_dim", vision["hidden_size"])
     depth = vision[whole.depth]
-    return Stack(whole.tower, block, depth, width, whole.head_dim, shape, *rotary)
+    sizes = depth, width, whole.head_dim
+    return Stack(whole.tower, block, *sizes, shape, *rotary, **more)
 
 
-def _so400m(
-    module: str, block: Callable[[Any], nn.Module], shape: str, *rotary: Any
-) -> Stack:
+def _so400m(module: str, block: Build, shape: str, *rotary: Any, **more: Any) -> Stack:
     """Return the blocks of a tower of SigLIP So400m's size."""
-    return Stack(module, block, 27, 1152, 72, shape, *rotary)
+    return Stack(module, block, 27, 1152, 72, shape, *rotary, **more)
 
 
 STACKS: Mapping[str, Stack] = {
@@ -276,17 +285,24 @@ STACKS: Mapping[str, Stack] = {
     "Kimi-K2.5": _stack(_KIMI, _kimi, "TC", stack_rotary.polar),
     "Kimi-K3": Stack("kimi_k25_vit", _kimi_k3, 27, 1024, 128, "TC", stack_rotary.polar),
     "Pixtral-12B": _stack(_PIXTRAL, _pixtral, "1TC", stack_rotary.pixtral),
-    "SigLIP-So400m": _stack(_GEMMA_3, _siglip_layer, "BSC"),
-    "Idefics2": _so400m(
-        "idefics2_vision_model", lambda m: m.Idefics2EncoderLayer(_siglip()), "BSC"
+    "SigLIP-So400m": _stack(
+        _GEMMA_3, _siglip_layer, "BSC", cases=(*_images(729), "1x4096", "8x4096")
     ),
-    "InternViT-300M": _stack(_INTERN, _intern, "BSC"),
+    "Idefics2": _so400m(
+        "idefics2_vision_model",
+        lambda m: m.Idefics2EncoderLayer(_siglip()),
+        "BSC",
+        cases=(*_images(1024), "1x4096"),
+    ),
+    "InternViT-300M": _stack(_INTERN, _intern, "BSC", cases=_images(1024)),
     # MoonViTConfig of vLLM, by default.
     "Kimi-VL": _so400m("moonvit", _moonvit, "TC", stack_rotary.polar),
     # openai/clip-vit-large-patch14-336.
-    "CLIP-L": Stack("clip", _clip, 24, 1024, 64, "BSC"),
+    "CLIP-L": Stack("clip", _clip, 24, 1024, 64, "BSC", cases=_images(577)),
     # The configuration that vLLM's deepseek_ocr makes: CLIP-L's blocks, fewer tokens.
-    "DeepSeek-OCR": Stack("deepencoder", _clip, 24, 1024, 64, "BSC"),
+    "DeepSeek-OCR": Stack(
+        "deepencoder", _clip, 24, 1024, 64, "BSC", cases=_images(101, 257)
+    ),
     # Its technical report: SigLIP-400M-384-14.
     "Keye-VL": _so400m(
         "keye",
@@ -308,20 +324,27 @@ STACKS: Mapping[str, Stack] = {
     # Isaac 0.2 2B, as NxD Inference's port describes it: SigLIP 2 So400m.
     "Isaac": _so400m("isaac", lambda m: m.Siglip2EncoderLayer(_siglip()), "1TC"),
     # Aimv2VisionConfig of Transformers, by default: aimv2-large, which Ovis2-1B has.
-    "AIMv2-L": Stack("aimv2", _aimv2, 24, 1024, 128, "BSC"),
+    "AIMv2-L": Stack("aimv2", _aimv2, 24, 1024, 128, "BSC", cases=_images(1024)),
     # Blip2VisionConfig of Transformers, by default.
-    "BLIP-2": Stack("blip", _blip, 39, 1408, 88, "BSC"),
+    "BLIP-2": Stack("blip", _blip, 39, 1408, 88, "BSC", cases=_images(257)),
     # Moondream3VisionConfig of vLLM, by default.
     "Moondream3": _so400m(
-        "moondream3", lambda m: m.Moondream3VisionBlock(1152, 4304, 16), "BSC"
+        "moondream3",
+        lambda m: m.Moondream3VisionBlock(1152, 4304, 16),
+        "BSC",
+        cases=_images(729),
     ),
     # VitConfig of vLLM, by default, less two blocks that vLLM leaves out since the
     # adapter does not ask for them.
-    "Molmo2": Stack("molmo2 (encoder)", _molmo2, 25, 1152, 72, "BSC"),
+    "Molmo2": Stack(
+        "molmo2 (encoder)", _molmo2, 25, 1152, 72, "BSC", cases=_images(729)
+    ),
     # CohereCompassVisionConfig of Transformers, by default.
     "Cohere-Compass": _so400m("cohere_compass", _cohere, "T1C", stack_rotary.tables),
     # RadioConfig of vLLM: ViT-H.
-    "RADIO-H": Stack("radio (one image)", _radio, 32, 1280, 80, "BSC"),
+    "RADIO-H": Stack(
+        "radio (one image)", _radio, 32, 1280, 80, "BSC", cases=_images(1024)
+    ),
     # config.json of Llama 4 Scout and of Maverick: 336 x 336 pixels and a last token.
     "Llama-4": Stack(
         "mllama4",
@@ -331,6 +354,7 @@ STACKS: Mapping[str, Stack] = {
         88,
         "BSC",
         fits=lambda rows, columns: rows * columns == 24 * 24 + 1,
+        cases=_images(577),
     ),
     # PerceptionEncoderConfig of vLLM, by default, which Step3.7 and Step-5 have.
     "Step-VL": Stack(
@@ -341,6 +365,7 @@ STACKS: Mapping[str, Stack] = {
         96,
         "BSC",
         fits=lambda rows, columns: max(rows, columns) <= _STEP_SIDE,
+        cases=_images(1296, 2704),
     ),
     # Glm5NextVisionConfig of Transformers, by default: GLM-5.3-Flash.
     "GLM-5.3": Stack(
@@ -414,6 +439,12 @@ STACKS: Mapping[str, Stack] = {
     # Stock's tower waits for the longest length in each block, which is not in its
     # times here; with this package the tower, too, has it on the host.
     "Qwen3-Omni-Audio": Stack(
-        "qwen3_omni_moe_thinker (audio)", _omni_audio, 32, 1280, 64, "TC"
+        "qwen3_omni_moe_thinker (audio)",
+        _omni_audio,
+        32,
+        1280,
+        64,
+        "TC",
+        cases=tuple(AUDIO_CASES),
     ),
 }

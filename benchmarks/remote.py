@@ -99,11 +99,19 @@ class Remote:
         Raises:
             RemoteError: It raised, took too long, or the process is gone.
         """
+        self.ask(method, *arguments)
+        return self.wait()
+
+    def ask(self, method: str, *arguments: object) -> None:
+        """Have it run a method, whose answer `wait` returns.
+
+        Raises:
+            RemoteError: The process is gone.
+        """
         try:
             self._pipe.send((method, arguments))
         except OSError:
             raise self._gone() from None
-        return self.wait()
 
     def wait(self) -> Any:
         """Return the next answer; the first one means ready.
@@ -121,6 +129,11 @@ class Remote:
         if not done:
             raise RemoteError(answer)
         return answer
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its process runs."""
+        return self._process.is_alive()
 
     def close(self) -> None:
         """End the process."""

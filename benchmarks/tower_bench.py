@@ -37,27 +37,9 @@ class Bench:
     budget_s: float
     bench: str = "encoder"
 
-    def run_model(
-        self,
-        model: str,
-        providers: Sequence[str],
-        cases: Mapping[str, Grids],
-        depth: int | None,
-    ) -> None:
-        """Time one model's towers on every case."""
-        with self.towers(model, providers, depth) as (head_dim, remotes):
-            self.run_cases(model, head_dim, remotes, cases)
-
     @contextmanager
-    def towers(
-        self, model: str, providers: Sequence[str], depth: int | None
-    ) -> Iterator[tuple[int, list[RemoteTower]]]:
-        """Hold the reference's process and those that a mode needs.
-
-        Yields:
-            The head dim, and the processes with a tower, the reference's first; none
-            without the reference.
-        """
+    def processes(self, providers: Sequence[str]) -> Iterator[list[RemoteTower]]:
+        """Hold the reference's process, the first one, and those that a mode needs."""
         sdpa = Contender.of("stock-torch_sdpa", "fp32")
         contenders = [replace(sdpa, provider=REFERENCE)]
         modes = (*self.modes, *self.stock_modes)
@@ -66,19 +48,42 @@ class Bench:
                 contender = Contender.of(name, self.dtype, blocks)
                 if any(self.runs(contender, mode) for mode in modes):
                     contenders.append(contender)
-        # All at once, since importing and building take longer than measuring.
-        remotes = [RemoteTower(contender, model, depth) for contender in contenders]
+        # All at once, and for all models: importing takes longer than measuring.
+        remotes = [RemoteTower(contender) for contender in contenders]
         try:
-            ready, head_dim = [], 0
-            for remote in remotes:
-                with self.failures.noted(f"{model} {_title(remote)}"):
-                    head_dim = remote.wait()
-                    ready.append(remote)
-            has_reference = ready and ready[0].contender.provider == REFERENCE
-            yield head_dim, ready if has_reference else []
+            yield remotes
         finally:
             for remote in remotes:
                 remote.close()
+
+    def build(
+        self, remotes: list[RemoteTower], model: str, depth: int | None
+    ) -> tuple[int, list[RemoteTower]]:
+        """Build a model's tower in each process.
+
+        Args:
+            remotes: Those of `processes`; one that is gone is started anew.
+            model: A name or a checkpoint folder.
+            depth: Blocks to build; None for all.
+
+        Returns:
+            The head dim, and the processes with a tower, the reference's first; none
+            without the reference.
+        """
+        for place, remote in enumerate(remotes):
+            if not remote.is_there:
+                remotes[place] = RemoteTower(remote.contender)
+        begun, ready, head_dim = [], [], 0
+        for remote in remotes:
+            with self.failures.noted(f"{model} {_title(remote)}"):
+                remote.begin(model, depth)
+                begun.append(remote)
+        for remote in begun:
+            with self.failures.noted(f"{model} {_title(remote)}"):
+                head_dim = remote.wait()
+                ready.append(remote)
+        has_reference = ready and ready[0].contender.provider == REFERENCE
+        return head_dim, ready if has_reference else []
 
     def run_cases(
         self,
@@ -87,7 +92,7 @@ class Bench:
         remotes: Sequence[RemoteTower],
         cases: Mapping[str, Grids],
     ) -> None:
-        """Time towers of `towers` on every case."""
+        """Time towers of `build` on every case."""
         if not remotes:
             return
         reference, *others = remotes

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A contender's tower in a process of its own, and what is asked of it there."""
+"""A contender's towers in a process of its own, and what is asked of them there."""
 
 import functools
+import gc
 import itertools
 import math
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,51 @@ def gate(contender: Contender, model: str) -> float:
 
 
 class Worker:
-    """A tower in its own process, and what is asked of it there."""
+    """Towers in a process of their own, one after another, and what is asked there."""
 
-    def __init__(self, contender: Contender, model: str, depth: int | None) -> None:
-        """Build the tower and make sure that it is the one that the name promises."""
+    def __init__(self, contender: Contender) -> None:
+        """Make the process ready for `build`."""
+        torch.set_float32_matmul_precision("highest")
+        self._contender = contender
+        self._dtype = DTYPES.get(contender.dtype, torch.float32)
+        self._clock = Clock(device())
+        # What calls of the tower need.
+        self._held = ExitStack()
+        self.tower: Any = None
+        self._layer: Any = None
+        self._runs: dict[str, Run] = {}
+        self._before: dict[str, Run] = {}
+        self._pixels = self._reference = torch.empty(0)
+        self._grids: list[list[int]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let go of the last tower at the end."""
+        with self._held:
+            yield
+
+    def ready(self) -> None:
+        """Do nothing: `build` comes first."""
+
+    def build(self, model: str, depth: int | None) -> int:
+        """Build a tower in the last one's place, the one that the name promises.
+
+        Compiled blocks are compiled by a large batch. By the first batch Inductor
+        decides which weights it pads. An engine's first one, in its profiling run, is
+        the largest that it allows.
+
+        Args:
+            model: A name or a checkpoint folder.
+            depth: Blocks to build; None for all.
+
+        Returns:
+            Attention's head dim.
+        """
         from vllm_flashinfer_vit.towers.spec import resolve_spec
         from vllm_flashinfer_vit.towers.tower import build_tower
 
-        torch.set_float32_matmul_precision("highest")
-        self._dtype = DTYPES.get(contender.dtype, torch.float32)
+        self._let_go()
+        contender = self._contender
         how: dict[str, Any] = {
             "backend": contender.backend,
             "dtype": self._dtype,
@@ -64,7 +101,6 @@ class Worker:
             "flash_attn_version": contender.flash_attn_version,
             "quantization": contender.quantization,
         }
-        self.tower: Any
         if model in NAMES:
             self.tower = build_stack(model, depth=depth, **how)
         else:
@@ -74,31 +110,23 @@ class Worker:
         layers = self.tower.attention_layers()
         self._layer = next(iter(layers.values()))
         check_promises(contender, self._layer, self.tower.visual.blocks)
-        self._blocks = contender.blocks
         self._gate = gate(contender, model)
-        self._clock = Clock(device())
-        self._runs: dict[str, Run] = {}
-        self._before: dict[str, Run] = {}
-        self._pixels = self._reference = torch.empty(0)
-        self._grids: list[list[int]] = []
-
-    def running(self) -> AbstractContextManager[None]:
-        """Hold what a call of the tower needs."""
-        return self.tower.running()  # type: ignore[no-any-return]
-
-    def ready(self) -> int:
-        """Compile the blocks, if they are to be, by a large batch.
-
-        By the first batch Inductor decides which weights it pads. An engine's first
-        one, in its profiling run, is the largest that it allows.
-
-        Returns:
-            Attention's head dim.
-        """
-        if self._blocks == "compiled":
+        self._held.enter_context(self.tower.running())
+        if contender.blocks == "compiled":
             self.load(CASES["8x4096"], None)
             self._eager()
         return int(self._layer.head_size)
+
+    def _let_go(self) -> None:
+        """Give back what the last tower holds."""
+        self._held.close()
+        self._runs.clear()
+        self._before.clear()
+        self._pixels = self._reference = torch.empty(0)
+        self.tower = self._layer = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def load(self, grids: Grids, reference: str | None) -> str:
         """Draw a case's pixels, and read the output that is right for them.
@@ -265,8 +293,22 @@ class RemoteTower(Remote):
         contender: What it is.
     """
 
-    def __init__(self, contender: Contender, model: str, depth: int | None) -> None:
-        """Start it; the first answer is the head dim."""
-        arguments = contender, model, depth
-        super().__init__(Worker, arguments, contender.environment, ANSWER_WITHIN_S)
+    def __init__(self, contender: Contender) -> None:
+        """Start it."""
+        environment = contender.environment
+        super().__init__(Worker, (contender,), environment, ANSWER_WITHIN_S)
         self.contender = contender
+        self._is_ready = False
+
+    def begin(self, model: str, depth: int | None) -> None:
+        """Have it build a tower in the last one's place; see `Worker.build`.
+
+        The next answer is the head dim.
+
+        Raises:
+            RemoteError: As `call`.
+        """
+        if not self._is_ready:
+            self.wait()
+            self._is_ready = True
+        self.ask("build", model, depth)

@@ -82,9 +82,13 @@ def measure(
     remotes = {}
     for provider, blocks in contenders:
         contender = Contender.of(provider, "bf16", blocks)
-        remotes[provider, blocks] = RemoteTower(contender, model, depth)
-    ready = {}
+        remotes[provider, blocks] = RemoteTower(contender)
+    begun, ready = {}, {}
     for names, remote in remotes.items():
+        with failures.noted(" ".join((model, case, *names))):
+            remote.begin(model, depth)
+            begun[names] = remote
+    for names, remote in begun.items():
         with failures.noted(" ".join((model, case, *names))):
             remote.wait()
             ready[names] = remote
