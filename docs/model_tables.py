@@ -118,7 +118,7 @@ def gains(rows: Iterable[chosen_rows.Row]) -> dict[str, str]:
     They are of graphs, or say that they are not: where stock has none of a model.
 
     Args:
-        rows: Of one file, `encoder.csv` of a GPU.
+        rows: Of one GPU, those with graphs of one file.
     """
     found: dict[str, str] = {}
     rows = list(rows)
@@ -138,7 +138,11 @@ def measured() -> dict[str, str]:
     """Return by model the gain on the first of `GPUS` that has one, and which it is."""
     found: dict[str, str] = {}
     for prefix, gpu in GPUS.items():
-        of_gpu = gains(chosen_rows.read(RESULTS / gpu / "encoder.csv"))
+        rows = chosen_rows.read(RESULTS / gpu / "encoder.csv")
+        # Its rows of graphs are there to compare with eager mode.
+        if (eager := RESULTS / gpu / "eager.csv").is_file():
+            rows += [r for r in chosen_rows.read(eager) if r["mode"] != "graph"]
+        of_gpu = gains(rows)
         found = {**{model: prefix + gain for model, gain in of_gpu.items()}, **found}
     return found
 

@@ -227,6 +227,14 @@ def test_gains_are_without_graphs_only_where_stock_has_none() -> None:
     assert model_tables.gains(rows) == {"A": "A 2.00", "B": "B 4.00 without graphs"}
 
 
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def test_another_gpu_is_named_and_shown_only_for_models_without_rows_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,12 +244,19 @@ def test_another_gpu_is_named_and_shown_only_for_models_without_rows_of_the_firs
         [*timed("0.33.0", "A", 5.0), *timed("0.33.0", "B", 2.0)],
     ]
     for gpu, of_gpu in zip(model_tables.GPUS.values(), rows, strict=True):
-        (tmp_path / gpu).mkdir()
-        with (tmp_path / gpu / "encoder.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, of_gpu[0])
-            writer.writeheader()
-            writer.writerows(of_gpu)
+        write(tmp_path / gpu / "encoder.csv", of_gpu)
     assert model_tables.measured() == {"A": "A 2.00", "B": "H100: B 4.00"}
+
+
+def test_rows_without_graphs_stand_in_a_file_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_tables, "RESULTS", tmp_path)
+    for gpu in model_tables.GPUS.values():
+        write(tmp_path / gpu / "encoder.csv", timed("0.33.0", "A", 4.0))
+    eager = [*timed("0.33.0", "A", 1.0), *timed("0.33.0", "B", 2.0, "eager")]
+    write(tmp_path / model_tables.GPUS[""] / "eager.csv", eager)
+    assert model_tables.measured() == {"A": "A 2.00", "B": "B 4.00 without graphs"}
 
 
 def cells(table: str, module: str) -> dict[str, str]:
