@@ -22,7 +22,7 @@ leave out:
 
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +169,16 @@ class _Known:
 
     def runs_programs(self, tower: Tower) -> bool:
         """Whether a test counts programs, or a patch is for a module without a test."""
+        return self._is_so(tower, lambda encoder: encoder.programs > 0)
+
+    def turns(self, tower: Tower) -> bool:
+        """Whether attention turns q and k, as `runs_programs` knows."""
+        return self._is_so(tower, lambda encoder: encoder.turns)
+
+    def _is_so(self, tower: Tower, of: Callable[[Any], bool]) -> bool:
         names = tower.get("encoders", ())
         if names:
-            return any(self.encoders[name].programs for name in names)
+            return any(of(self.encoders[name]) for name in names)
         return "part" not in tower and full_name(tower["module"]) in self.patched
 
 
@@ -182,6 +189,7 @@ def _cells(tower: Tower, known: _Known) -> dict[str, str]:
     found = [known.gains[name] for name, _ in models if name in known.gains]
     is_outside = "why" in tower
     programs = "" if is_outside or not known.runs_programs(tower) else "programs"
+    fp8 = "" if is_outside else _fp8(head_dims, turns=known.turns(tower))
     return {
         "module": f"`{tower['module']}`" + ("" if is_outside else part + _when(tower)),
         "what": tower.get("part", ""),
@@ -190,7 +198,7 @@ def _cells(tower: Tower, known: _Known) -> dict[str, str]:
         "longest length": tower.get("length", ""),
         "blocks": tower.get("blocks", programs),
         "encoder graphs": _graphs(tower),
-        "FP8 on an H200": _fp8(head_dims),
+        "FP8 on an H200": fp8,
         "by name": ", ".join(_named(models)),
         "gain": "; ".join(found) or "not measured",
         "why": tower.get("why", ""),
@@ -226,21 +234,22 @@ def _graphs(tower: Tower) -> str:
     return "; ".join(f"{kind}: {', '.join(t)}" for kind, t in texts.items() if t)
 
 
-def _fp8(head_dims: Sequence[int]) -> str:
+def _fp8(head_dims: Sequence[int], *, turns: bool) -> str:
     """Say from which length on FP8 attention runs, by head dim if that differs."""
     texts: dict[str, list[str]] = {}
     for head_dim in head_dims:
-        texts.setdefault(_fp8_of(head_dim), []).append(str(head_dim))
+        texts.setdefault(_fp8_of(head_dim, turns=turns), []).append(str(head_dim))
     if len(texts) == 1:
         return next(iter(texts))
     return "; ".join(f"{', '.join(dims)}: {text}" for text, dims in texts.items())
 
 
-def _fp8_of(head_dim: int) -> str:
+def _fp8_of(head_dim: int, *, turns: bool) -> str:
     from vllm_flashinfer_vit.choices.lookup import (
         PORTABLE_FP8,
         fp8_choices_for,
         fp8_ranges,
+        not_turned,
     )
     from vllm_flashinfer_vit.kernels.catalog import KERNELS
     from vllm_flashinfer_vit.machine.stack import Gpu, Stack
@@ -250,7 +259,7 @@ def _fp8_of(head_dim: int) -> str:
         return "refused"
     h200 = Stack(python="", gpus=(Gpu("NVIDIA H200", (9, 0), None),))
     choices = fp8_choices_for(h200, "bfloat16", head_dim)
-    ranges = fp8_ranges(choices)
+    ranges = fp8_ranges(choices if turns else not_turned(choices))
     return f"from {ranges[0][0]} tokens" if ranges else "not faster"
 
 

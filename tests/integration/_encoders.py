@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own encoders at a small size, by name."""
 
+from dataclasses import replace
+
 import _dense_models as dense
 import _grid_models as grids
 import _length_models as lengths
@@ -18,40 +20,47 @@ def _program(name: str, build: Builder) -> Encoder:
     return _model(name, build, 2, 2)
 
 
+def _turning(name: str, build: Builder) -> Encoder:
+    """Return such an encoder, whose attention turns q and k."""
+    return replace(_program(name, build), turns=True)
+
+
 # Packed sequences: cu_seqlens, and a longest length in whatever form.
 PACKED = {
-    "glm4_1v": _program("glm4_1v", grids.glm4_1v),
+    "glm4_1v": _turning("glm4_1v", grids.glm4_1v),
     "glm_ocr": _program("glm_ocr", grids.glm_ocr),
-    "exaone4_5": _program("exaone4_5", grids.exaone4_5),
+    "exaone4_5": _turning("exaone4_5", grids.exaone4_5),
     "mimo_v2_omni": _model("mimo_v2_omni", grids.mimo_v2_omni),
-    "qwen3_omni-vision": _program("qwen3_omni_moe_thinker", grids.qwen3_omni_vision),
+    "qwen3_omni-vision": _turning("qwen3_omni_moe_thinker", grids.qwen3_omni_vision),
     "qwen3_omni-audio": _program("qwen3_omni_moe_thinker", lengths.qwen3_omni_audio),
-    "keye": _program("keye", grids.keye),
-    "paddleocr_vl": _program("paddleocr_vl", grids.paddleocr_vl),
-    "siglip2navit": _program("siglip2navit", grids.siglip2navit),
+    "keye": _turning("keye", grids.keye),
+    "paddleocr_vl": _turning("paddleocr_vl", grids.paddleocr_vl),
+    "siglip2navit": _turning("siglip2navit", grids.siglip2navit),
     "siglip2navit-unturned": _model("siglip2navit", grids.siglip2navit_unturned),
-    "ernie45_vl": _program("ernie45_vl", grids.ernie45_vl),
-    "dots_ocr": _program("dots_ocr", grids.dots_ocr),
-    "moonvit": _program("moonvit", grids.moonvit),
-    "kimi_k25": _program("kimi_k25_vit", grids.kimi_k25),
-    "kimi_k3": _program("kimi_k25_vit", grids.kimi_k3),
-    "openpangu_vl": _program("openpangu_vl", lengths.openpangu),
+    "ernie45_vl": _turning("ernie45_vl", grids.ernie45_vl),
+    "dots_ocr": _turning("dots_ocr", grids.dots_ocr),
+    "moonvit": _turning("moonvit", grids.moonvit),
+    "kimi_k25": _turning("kimi_k25_vit", grids.kimi_k25),
+    "kimi_k3": _turning("kimi_k25_vit", grids.kimi_k3),
+    "openpangu_vl": _turning("openpangu_vl", lengths.openpangu),
     "isaac": _program("isaac", lengths.isaac),
     "lfm2_siglip2": _program("lfm2_siglip2", lengths.lfm2_siglip2),
     "radio": _program("radio", lengths.radio),
     "funaudiochat": _model("funaudiochat", lengths.funaudiochat, 1),
     "llava_onevision2": _model("llava_onevision2", lengths.llava_onevision2, 1),
-    "pixtral": _program("pixtral", lengths.pixtral),
-    "pixtral_hf": _program("pixtral", lengths.pixtral_hf),
+    "pixtral": _turning("pixtral", lengths.pixtral),
+    "pixtral_hf": _turning("pixtral", lengths.pixtral_hf),
     "muse_glimmer": _model("muse_glimmer", lengths.muse_glimmer, 1),
-    "cohere_compass": _program("cohere_compass", lengths.cohere_compass),
-    "muse_spark": Encoder("models.muse_spark.common.vision", lengths.muse_spark, 2, 2),
+    "cohere_compass": _turning("cohere_compass", lengths.cohere_compass),
+    "muse_spark": Encoder(
+        "models.muse_spark.common.vision", lengths.muse_spark, 2, 2, turns=True
+    ),
     # Four passes.
     "deepseek_v4": Encoder(
-        "models.deepseek_v4.common.vision", lengths.deepseek_v4, 8, 8
+        "models.deepseek_v4.common.vision", lengths.deepseek_v4, 8, 8, turns=True
     ),
     "minimax_m3": Encoder(
-        "models.minimax_m3.common.vision_tower", lengths.minimax_m3, 2, 2
+        "models.minimax_m3.common.vision_tower", lengths.minimax_m3, 2, 2, turns=True
     ),
     "glm5next": Encoder("models.glm5next.common.multimodal", grids.glm5next, 2, 2),
 }
@@ -71,12 +80,12 @@ DENSE = {
     "idefics2-masked": _model("idefics2_vision_model", dense.idefics2_masked, 4, 4),
     "glm4v": _model("glm4v", dense.glm4v, 1),
     "glmasr": _model("glmasr", dense.glmasr, 1),
-    "mllama4": _model("mllama4", dense.mllama4, 6, 6),
+    "mllama4": replace(_model("mllama4", dense.mllama4, 6, 6), turns=True),
     "molmo2": _program("molmo2", dense.molmo2),
     "moondream3": _program("moondream3", dense.moondream3),
     "step3_vl": _model("step3_vl", dense.step3_vl, 1),
-    "step_vl": _model("step_vl", dense.step_vl, 6, 6),
-    "step_vl-plain": _model("step_vl", dense.step_vl_plain, 4, 4),
+    "step_vl": replace(_model("step_vl", dense.step_vl, 6, 6), turns=True),
+    "step_vl-plain": replace(_model("step_vl", dense.step_vl_plain, 4, 4), turns=True),
     "minicpmv4_6": _model("minicpmv4_6", dense.minicpmv4_6, 1),
     "hunyuan_vision": _model("hunyuan_vision", dense.hunyuan_vision, 1),
     "funasr": _model("funasr", dense.funasr, 1),

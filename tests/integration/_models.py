@@ -82,7 +82,12 @@ def encode(encoder: "Encoder", tower: Tower) -> "Result":
         ):
             out = call()
     layers = {type(m).__name__ for m in encoder_module.modules()} & LAYERS
-    return Result(_flat(out), layers, count.calls, len(programs), layouts)
+    turns = [
+        layer.turning is not None
+        for layer in encoder_module.modules()
+        if type(layer).__name__ == "FlashInferViTAttention"
+    ]
+    return Result(_flat(out), layers, count.calls, len(programs), layouts, turns)
 
 
 @contextmanager
@@ -249,6 +254,7 @@ class Result:
         ops: Calls of this package's custom op.
         programs: Blocks that ran as programs.
         layouts: How q, k and v lay in each call, and how the layer says they may.
+        turns: Of each layer of this package, whether it turns q and k.
     """
 
     out: torch.Tensor
@@ -256,6 +262,7 @@ class Result:
     ops: int
     programs: int
     layouts: list[tuple[str, tuple[str, ...]]]
+    turns: list[bool]
 
 
 @dataclass(frozen=True)
@@ -267,12 +274,14 @@ class Encoder:
         build: Builds it from that module.
         ops: Calls of the custom op in one forward pass.
         programs: Blocks that run as programs in it.
+        turns: Whether its attention turns q and k.
     """
 
     module: str
     build: Builder
     ops: int = 2
     programs: int = 0
+    turns: bool = False
 
     def load(self) -> ModuleType:
         """Import the module; ImportError if this vLLM lacks it.

@@ -53,7 +53,7 @@ def two_classes(tower: Tower, bound: int) -> None:
     """Give layers a class for short sequences, as on a GPU."""
     plan = Plan.decode(f"{bound}:reference,*:reference")
     for layer in tower.attention_layers().values():
-        layer._plan = layer.counts._plan = plan
+        layer._plan = layer.counts.plan = plan
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,7 +148,7 @@ class TestKinds:
         tower = small_tower("qwen2_vl")
         plan = Plan.decode("*:flash_attn_4/reference")
         for layer in tower.attention_layers().values():
-            layer._plan = layer.counts._plan = plan
+            layer._plan = layer.counts.plan = plan
         with Counting.of(tower.vllm_config).step():
             encode(tower)
         kernels = {key[0] for key in of_series(metrics, "encoder_passes")}

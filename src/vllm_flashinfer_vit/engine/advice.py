@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's user is told of settings: which do nothing, and which would help."""
+"""What an engine's user is told: what serves, and which settings do nothing or help."""
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
+from vllm_flashinfer_vit.choices.lookup import Choice, fp8_ranges
 from vllm_flashinfer_vit.machine.versions import runner_note, vllm_version
 from vllm_flashinfer_vit.settings import unknown_variables
 
@@ -15,6 +18,43 @@ FLAG = """--compilation-config '{"cudagraph_mm_encoder": true}'"""
 # One image of 1x256, 1x1024 or 1x4096 patches: benchmarks/results/h200/eager.csv,
 # provider `plugin`, the least and the most of eager over graph.
 SPEED_UP = (1.1, 3.5)
+
+
+def served_by(
+    choices: Sequence[Choice], head_dim: int, dtype: torch.dtype
+) -> Iterator[str]:
+    """Say which kernels serve layers, and why these.
+
+    Args:
+        choices: The layers'.
+        head_dim: Head dim in elements.
+        dtype: Activation dtype.
+
+    Yields:
+        A sentence for each class of sequences.
+    """
+    for choice in choices:
+        which = "longer sequences" if len(choices) > 1 else "all sequences"
+        if choice.max_len is not None:
+            which = f"sequences of up to {choice.max_len} tokens"
+        yield (
+            f"{which} (head dim {head_dim}, {dtype}) are served by {choice.served_by}: "
+            f"{choice.reason}"
+        )
+
+
+def fp8_later(choices: Sequence[Choice], head_dim: int) -> str:
+    """Say that FP8 begins later, in layers that do not turn q and k.
+
+    Args:
+        choices: The layers', see `not_turned`.
+        head_dim: Head dim in elements.
+    """
+    (first, _), *_ = fp8_ranges(choices)
+    return (
+        f"attention of head dim {head_dim} gets q and k as they attend: FP8 saves no "
+        f"pass that turns them: it runs for sequences of {first} tokens or more"
+    )
 
 
 def ignored(vllm_config: Any) -> Iterator[str]:

@@ -163,13 +163,14 @@ class LayerCounts:
     Attributes:
         is_first: Whether it is the first one.
         is_last: Whether it is the last one.
+        plan: Which kernel serves which batches.
     """
 
     def __init__(self, engine: Counting, plan: Plan, *, is_first: bool) -> None:
         """Count for an engine; use `Counting.enroll`."""
         self.is_first, self.is_last = is_first, True
         self._engine = engine
-        self._plan = plan
+        self.plan = plan
 
     @property
     def is_end(self) -> bool:
@@ -198,7 +199,7 @@ class LayerCounts:
         """
         if not self._engine.is_on or not num_tokens:
             return
-        found = self._plan.class_for(
+        found = self.plan.class_for(
             longest_of(num_tokens, cu_seqlens, max_seqlen, seq_len)
         )
         mean_len: float = seq_len

@@ -18,9 +18,14 @@ from vllm.platforms import current_platform
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.blocks.attach import attach, mark_served, spec_of
 from vllm_flashinfer_vit.blocks.program import BlockProgram
-from vllm_flashinfer_vit.choices.lookup import Choice, plan_of
+from vllm_flashinfer_vit.choices.lookup import Choice, not_turned, plan_of
 from vllm_flashinfer_vit.choices.usable import NotServedError
-from vllm_flashinfer_vit.engine.advice import graphs_off, ignored
+from vllm_flashinfer_vit.engine.advice import (
+    fp8_later,
+    graphs_off,
+    ignored,
+    served_by,
+)
 from vllm_flashinfer_vit.engine.counting import Counting, count_stock_layer
 from vllm_flashinfer_vit.engine.element_offsets import token_offsets
 from vllm_flashinfer_vit.engine.hooks import Hooks
@@ -89,6 +94,7 @@ class FlashInferViTAttention(MMEncoderAttention):
         super().__init__(*args, **named)
         _watch_towers()
         self._settings = settings
+        self._choices = choices
         self._plan = plan_of(choices)
         self._fp8_policy = policy
         config = get_current_vllm_config()
@@ -118,24 +124,13 @@ class FlashInferViTAttention(MMEncoderAttention):
             self.hooks.fp8_patches(self._settings)
 
     def _say(self, choices: tuple[Choice, ...]) -> None:
-        for choice in choices:
-            which = "longer sequences" if len(choices) > 1 else "all sequences"
-            if choice.max_len is not None:
-                which = f"sequences of up to {choice.max_len} tokens"
-            logger.info_once(
-                "vllm-flashinfer-vit %s: %s (head dim %d, %s) are served by %s: %s",
-                __version__,
-                which,
-                self.head_size,
-                self.dtype,
-                choice.served_by,
-                choice.reason,
-            )
+        lines = [*served_by(choices, self.head_size, self.dtype)]
         if self._fp8_policy is not None:
-            summary = self._fp8_policy.summary
-            logger.info_once("vllm-flashinfer-vit %s: %s", __version__, summary)
+            lines.append(self._fp8_policy.summary)
         if advice := graphs_off(get_current_vllm_config()):
-            logger.info_once("vllm-flashinfer-vit %s: %s", __version__, advice)
+            lines.append(advice)
+        for line in lines:
+            logger.info_once("vllm-flashinfer-vit %s: %s", __version__, line)
 
     def _init_fp8_state(self) -> None:
         # The base class would judge FP8 by the backend that the models are told.
@@ -151,6 +146,7 @@ class FlashInferViTAttention(MMEncoderAttention):
         if self._engine_scales is not None:
             self._engine_scales.check_has_scales(self.layer_name)
             self._engine_scales.check_names(self._settings)
+        self._settle_plan()
         if self._fp8_state is not None:
             self._fp8_state.materialize()
         if self.program is not None:
@@ -162,6 +158,13 @@ class FlashInferViTAttention(MMEncoderAttention):
                 self._forgets_workspaces = False
         if self._fp8_state is not None:
             self._fp8_state.reset()
+
+    def _settle_plan(self) -> None:
+        """Choose by whether attention turns q and k, which is known with the blocks."""
+        choices = self._choices if self.turning else not_turned(self._choices)
+        self._plan = self.counts.plan = plan_of(choices)
+        if choices != self._choices:
+            logger.info_once("%s", fp8_later(choices, self.head_size))
 
     @property
     def signature(self) -> tuple[object, ...]:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 attention begins later where attention does not turn q and k."""
+
+import pytest
+import torch
+from _layers import build
+from _models import engine
+from _towers import SMALL, cpu_only
+
+from vllm_flashinfer_vit.choices.lookup import Choice, not_turned, plan_of
+from vllm_flashinfer_vit.engine import layer as layers
+from vllm_flashinfer_vit.ops.batch import Turning
+from vllm_flashinfer_vit.ops.plan import Plan
+from vllm_flashinfer_vit.towers.spec import TowerSpec
+from vllm_flashinfer_vit.towers.tower import build_tower
+
+pytestmark = pytest.mark.usefixtures("plain_kernel")
+
+# Of an H200, head dim 72.
+MEASURED = "512:triton,768:flash_attn_4/triton,1024:triton_fp8,*:hopper_fp8"
+LATER = "512:triton,2816:flash_attn_4/triton,*:hopper_fp8"
+
+
+def choices_of(text: str) -> tuple[Choice, ...]:
+    classes = Plan.decode(text).classes
+    return tuple(Choice(c.kernel, c.max_len, "a test", c.many) for c in classes)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (MEASURED, LATER),
+        (
+            "8192:flash_attn_4,16384:triton_fp8,*:hopper_fp8",
+            "10240:flash_attn_4,16384:triton_fp8,*:hopper_fp8",
+        ),
+        # All of it is FP8, or nothing.
+        ("*:hopper_fp8", "*:hopper_fp8"),
+        ("128:triton_window,*:flash_attn_4", "128:triton_window,*:flash_attn_4"),
+        # The kernel before, or that for many sequences, takes no longer ones.
+        ("128:triton_window,*:triton_fp8", "128:triton_window,*:triton_fp8"),
+        ("128:triton/triton_window,*:triton_fp8",) * 2,
+        # Nobody waits for plain PyTorch.
+        ("128:reference,*:reference_fp8", "128:reference,*:reference_fp8"),
+    ],
+)
+def test_fp8_begins_so_many_tokens_later(before: str, after: str) -> None:
+    assert plan_of(not_turned(choices_of(before))).text == after
+
+
+@cpu_only
+def test_a_layer_chooses_once_its_blocks_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        layers.logger, "info_once", lambda text, *given: said.append(text % given)
+    )
+    layer = build(engine("FLASHINFER"))
+    layer._choices = choices_of(MEASURED)
+    said.clear()
+    layer.turning = Turning(torch.bfloat16, 16, False)
+    layer._settle_plan()
+    assert (layer._plan.text, said) == (MEASURED, [])
+    assert layer.kernel_for(1024) == "triton_fp8"
+    layer.turning = None
+    # Weights may be loaded again.
+    for _ in range(2):
+        layer._settle_plan()
+        assert layer._plan.text == layer.counts.plan.text == LATER
+    assert layer.kernel_for(1024) == "flash_attn_4"
+    assert layer.bounds == (512, 2816)
+    assert "it runs for sequences of 2817 tokens or more" in said[0]
+
+
+@cpu_only
+def test_choosing_is_part_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    settled: list[tuple[str, bool]] = []
+
+    def settle(self: layers.FlashInferViTAttention) -> None:
+        settled.append((self.layer_name, self.turning is not None))
+
+    monkeypatch.setattr(layers.FlashInferViTAttention, "_settle_plan", settle)
+    spec = TowerSpec(SMALL["qwen2_vl"] | {"depth": 2}, "a test", 2, family="qwen2_vl")
+    build_tower(spec, backend="FLASHINFER", dtype=torch.float32, device="cpu")
+    assert [is_turned for _, is_turned in settled] == [True, True]
+    assert len({name for name, _ in settled}) == 2
