@@ -15,7 +15,12 @@ from timing import Run
 
 
 def layer_plan(
-    head_dim: int, dtype: torch.dtype, forced: str | None, *, is_fp8: bool
+    head_dim: int,
+    dtype: torch.dtype,
+    forced: str | None,
+    *,
+    is_fp8: bool,
+    turns: bool = True,
 ) -> Any:
     """Return the plan of a layer on this machine.
 
@@ -24,14 +29,16 @@ def layer_plan(
         dtype: Activation dtype.
         forced: A kernel's name, or None for the package's own choice.
         is_fp8: Whether the layer attends in FP8.
+        turns: Whether its attention turns q and k.
     """
-    from vllm_flashinfer_vit.choices.lookup import plan_of
+    from vllm_flashinfer_vit.choices.lookup import not_turned, plan_of
     from vllm_flashinfer_vit.engine.selection import resolve
     from vllm_flashinfer_vit.fp8.policy import resolve_fp8
     from vllm_flashinfer_vit.settings import Settings
 
     look_up = resolve_fp8 if is_fp8 else resolve
-    return plan_of(look_up(head_dim, dtype, forced, Settings.from_env().tuned_dir))
+    choices = look_up(head_dim, dtype, forced, Settings.from_env().tuned_dir)
+    return plan_of(choices if turns else not_turned(choices))
 
 
 def stock_attend(backend: str, problem: Problem) -> Callable[..., torch.Tensor]:
@@ -143,11 +150,12 @@ def plugin_run(kernel: str | None, bench: str, problem: Problem) -> Run:
 
     is_fp8 = is_fp8_provider(f"plugin-{kernel}")
     forced = None if kernel == "fp8" else kernel
-    plan = layer_plan(problem.q.shape[2], problem.q.dtype, forced, is_fp8=is_fp8)
     if bench == "attention":
         q, k, v, cos, sin = problem.q, problem.k, problem.v, None, None
     else:
         (q, k, v), cos, sin = problem.parts(), problem.cos, problem.sin
+    layer = problem.q.shape[2], problem.q.dtype, forced
+    plan = layer_plan(*layer, is_fp8=is_fp8, turns=cos is not None)
     batch = Batch(q, k, v, cos, sin, problem.cu_seqlens, problem.max_seqlen)
     fp8 = None
     if is_fp8:
