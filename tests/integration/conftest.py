@@ -57,6 +57,14 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_addmm_activation", _addmm_gelu)
 
 
+@pytest.fixture
+def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
+    """Have FP8 layers run as on a GPU, by the references."""
+    from vllm_flashinfer_vit.blocks import fp8_methods
+
+    monkeypatch.setattr(fp8_methods, "can_launch", lambda layer, kernel: True)
+
+
 @pytest.fixture(params=[False, True], ids=["own", "direct"])
 def either(request: pytest.FixtureRequest) -> None:
     """Run linear layers by their own methods, or past them."""

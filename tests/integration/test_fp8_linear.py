@@ -59,12 +59,6 @@ TOLERANCE = {"tensor": 0.05, "channel": 0.05, "static": 0.08}
 can_launch = fp8_methods.can_launch
 
 
-@pytest.fixture
-def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
-    """Have FP8 layers run as on a GPU, by the references."""
-    monkeypatch.setattr(fp8_methods, "can_launch", lambda layer, kernel: True)
-
-
 class Other(CutlassFP8ScaledMMLinearKernel):
     pass
 

@@ -46,12 +46,6 @@ SECOND = {"qwen2_5_vl": "mlp.down_proj", "qwen3_vl": "mlp.linear_fc2"}
 TOLERANCE = {"tensor": 0.05, "channel": 0.05, "static": 0.08}
 
 
-@pytest.fixture
-def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
-    """Have FP8 layers run as on a GPU, by references."""
-    monkeypatch.setattr(fp8_methods, "can_launch", lambda layer, kernel: True)
-
-
 @pytest.mark.usefixtures("fp8")
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", SECOND)

@@ -15,7 +15,6 @@ from _fp8_layers import layers_of, served
 from _towers import cpu_only, small_spec, small_tower
 from rich.console import Console
 
-from vllm_flashinfer_vit.blocks import fp8_methods
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.commands import encode
 from vllm_flashinfer_vit.towers import tower as towers
@@ -98,12 +97,6 @@ def test_a_model_that_is_built_whole_is_refused_at_once(
     path = save_image(tmp_path / "a.png", 60, 60)
     with pytest.raises(TowerError, match="not quantised outside an engine"):
         encode.run(options(path, model="google/gemma-3-4b-it", **quantized))
-
-
-@pytest.fixture
-def fp8(monkeypatch: pytest.MonkeyPatch, direct: None) -> None:
-    """Have FP8 layers run as on a GPU, by the references."""
-    monkeypatch.setattr(fp8_methods, "can_launch", lambda layer, kernel: True)
 
 
 def in_programs(tower: Tower) -> int:
