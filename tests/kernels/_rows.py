@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_flashinfer_vit.kernels.formats import MIN_ROW_SCALE, num_groups
+from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 from vllm_flashinfer_vit.kernels.scaled_mm import ScaledGemm, ScaledWeight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,6 +37,13 @@ def multiply(gemm: ScaledGemm, given: Operands) -> None:
     """Settle a GEMM for operands, and launch it."""
     weight = scaled_weight(given)
     gemm.prepare(weight, given.rows, given.scales, given.out)(weight, given.scales)
+
+
+def exact(given: Operands) -> torch.Tensor:
+    """Return the product of operands in fp32."""
+    out = torch.empty_like(given.out, dtype=torch.float32)
+    scaled_mm_ref(out, *given[1:])
+    return out
 
 
 def row_scales(rows: int, given: float | None) -> torch.Tensor:

@@ -6,7 +6,7 @@ On a CPU the reference stands for vLLM's op.
 
 import pytest
 import torch
-from _rows import Operands, multiply
+from _rows import Operands, exact, multiply
 
 from cases import relative_error
 from vllm_flashinfer_vit.choices.clock import capture
@@ -14,7 +14,6 @@ from vllm_flashinfer_vit.kernels import scaled_mm
 from vllm_flashinfer_vit.kernels.cublaslt import Problems
 from vllm_flashinfer_vit.kernels.formats import num_groups
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS
-from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 from vllm_flashinfer_vit.kernels.scaled_mm import ScaledGemm, scaled_gemm
 
 HAS_GPU = torch.cuda.is_available()
@@ -67,12 +66,6 @@ def draw(rows, inputs, outputs, dtype, has_bias=True, seed=0):
 
 def gemm_on(device: torch.device) -> ScaledGemm:
     return scaled_gemm(CUTLASS, None, device, Problems(), has_blocks=True)
-
-
-def exact(given: Operands) -> torch.Tensor:
-    out = torch.empty_like(given.out, dtype=torch.float32)
-    scaled_mm_ref(out, *given[1:])
-    return out
 
 
 def test_the_reference_block_by_block():

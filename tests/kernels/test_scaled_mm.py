@@ -7,7 +7,7 @@ has what it is asked).
 
 import pytest
 import torch
-from _rows import Operands, multiply, scaled_weight
+from _rows import Operands, exact, multiply, scaled_weight
 
 from cases import relative_error
 from vllm_flashinfer_vit.choices.clock import capture
@@ -21,7 +21,6 @@ from vllm_flashinfer_vit.kernels.gemms import (
     SCALES,
     scales_of,
 )
-from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 from vllm_flashinfer_vit.kernels.scaled_mm import CublasLt, ScaledGemm, scaled_gemm
 
 HAS_GPU = torch.cuda.is_available()
@@ -72,12 +71,6 @@ def draw(rows, inputs, outputs, dtype, scales="rows", has_bias=True, seed=0):
 
 def gemm_for(name: str, scales: str = "rows") -> ScaledGemm:
     return scaled_gemm(name, scales, DEVICE, Problems())
-
-
-def exact(given: Operands) -> torch.Tensor:
-    out = torch.empty_like(given.out, dtype=torch.float32)
-    scaled_mm_ref(out, *given[1:])
-    return out
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "plain"])
