@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from _models import patches
 from packaging.version import Version
 from test_whole_models import skip_if_missing
 
@@ -80,10 +81,6 @@ class Case:
             raise
         except (ImportError, NotImplementedError) as error:
             pytest.skip(f"this vLLM's language model cannot be built: {error}")
-
-
-def patches(grids: list[list[int]]) -> int:
-    return sum(t * h * w for t, h, w in grids)
 
 
 def merged(grids: list[list[int]]) -> int:

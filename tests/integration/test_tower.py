@@ -10,6 +10,7 @@ import pytest
 import torch
 from _towers import FAMILIES, SMALL, cpu_only, pixels, small_spec, small_tower
 
+from cases import relative_error
 from vllm_flashinfer_vit.towers import spec as towers_spec
 from vllm_flashinfer_vit.towers.cpu_platform import use_cpu_platform
 from vllm_flashinfer_vit.towers.spec import (
@@ -23,11 +24,6 @@ from vllm_flashinfer_vit.towers.tower import build_tower
 
 # A wide image with cut windows, one token, a square image, a video of two frames.
 GRIDS = [[1, 12, 20], [1, 2, 2], [1, 8, 8], [2, 6, 4]]
-
-
-def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    reference = reference.double()
-    return ((value.double() - reference).norm() / reference.norm()).item()
 
 
 def split(values: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
