@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 from unittest.mock import patch
 
+import pytest
 import torch
 from _towers import SMALL
 from torch import nn
@@ -21,6 +22,7 @@ from torch import nn
 from vllm_flashinfer_vit.blocks.program import BlockProgram
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.ops.batch import Batch
+from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
@@ -192,6 +194,19 @@ class OpCount:
 
     def __exit__(self, *exc: object) -> None:
         self._patch.__exit__(*exc)
+
+
+def choices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collect the lengths that kernels are chosen by, from now on."""
+    asked: list[int] = []
+    kernel_for = Plan.kernel_for
+
+    def noting(self: Plan, *args: Any) -> str:
+        asked.append(args[0])
+        return kernel_for(self, *args)
+
+    monkeypatch.setattr(Plan, "kernel_for", noting)
+    return asked
 
 
 @contextmanager

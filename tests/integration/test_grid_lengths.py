@@ -9,13 +9,12 @@ import pytest
 import torch
 from _blocks import without
 from _encoders import PACKED
-from _models import Call, Result, encode, engine, noise
+from _models import Call, Result, choices, encode, engine, noise
 from _towers import cpu_only
 from torch import nn
 
 from cases import relative_error
 from vllm_flashinfer_vit.models.longest import largest_frame
-from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.patches.fingerprints import left_out
 
 # An image, several, a video of three frames, a video and a larger image, and the like
@@ -137,19 +136,6 @@ def test_it_is_the_largest_frames_and_the_output_is_stocks(
     monkeypatch.undo()
     stock = run(name, "TORCH_SDPA", grids)
     assert relative_error(found.out, stock.out) < TOLERANCE
-
-
-def choices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Collect the lengths that kernels are chosen by."""
-    asked: list[int] = []
-    kernel_for = Plan.kernel_for
-
-    def noting(self: Plan, *args: Any) -> str:
-        asked.append(args[0])
-        return kernel_for(self, *args)
-
-    monkeypatch.setattr(Plan, "kernel_for", noting)
-    return asked
 
 
 @pytest.mark.parametrize("is_patched", [True, False])
