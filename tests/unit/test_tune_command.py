@@ -30,8 +30,11 @@ from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.settings import ENV_TUNED_DIR
 
 
+@pytest.mark.parametrize(
+    ("words", "options"), [([], Options()), (["--quick"], Options(quick=True))]
+)
 def test_the_commands_defaults_are_those_of_options(
-    monkeypatch: pytest.MonkeyPatch,
+    words: list[str], options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = []
 
@@ -40,8 +43,8 @@ def test_the_commands_defaults_are_those_of_options(
         raise TuneError("enough")
 
     monkeypatch.setattr(tuning, "run", record)
-    assert CliRunner().invoke(main, ["tune"]).exit_code == 2
-    assert given == [Options()]
+    assert CliRunner().invoke(main, ["tune", *words]).exit_code == 2
+    assert given == [options]
 
 
 def test_without_a_gpu_tune_says_so_and_exits_with_2(

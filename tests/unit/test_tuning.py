@@ -305,17 +305,6 @@ class TestQuick:
         assert set(table.classes) == {"bfloat16/80"}
         assert "--quick" in table.made_by["command"]
 
-    def test_the_command_takes_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = []
-
-        def record(options: Options, console: Console) -> None:
-            given.append(options)
-            raise TuneError("enough")
-
-        monkeypatch.setattr(tuning, "run", record)
-        assert CliRunner().invoke(main, ["tune", "--quick"]).exit_code == 2
-        assert given == [Options(quick=True)]
-
 
 def test_fp8_layers_have_entries_of_their_own(
     monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Callable[..., Any]]
