@@ -11,8 +11,13 @@ from _cublaslt import Library, library, prepare, tensors
 
 from vllm_flashinfer_vit.kernels import cublaslt
 from vllm_flashinfer_vit.kernels.cublaslt import Layer, Problems, Scaling
-from vllm_flashinfer_vit.kernels.gemms import SCALES, Scales
-from vllm_flashinfer_vit.kernels.scaled_mm import CublasLt, Launch, ScaledWeight
+from vllm_flashinfer_vit.kernels.gemms import CUBLASLT, SCALES, Scales
+from vllm_flashinfer_vit.kernels.scaled_mm import (
+    Launch,
+    ScaledGemm,
+    ScaledWeight,
+    scaled_gemm,
+)
 
 __all__ = ["library"]
 
@@ -97,18 +102,25 @@ def scaled() -> ScaledWeight:
 
 
 @pytest.fixture
-def gemm(library: Library, monkeypatch: pytest.MonkeyPatch) -> CublasLt:
+def gemm_for(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Scales], ScaledGemm]:
     monkeypatch.setattr(cublaslt, "takes_fp8", lambda: True)
-    return CublasLt("tokens", Problems())
+    return lambda kind: scaled_gemm(CUBLASLT, kind, torch.device("cpu"), Problems())
 
 
-def settle(gemm: CublasLt, like: ScaledWeight, scales: torch.Tensor) -> Launch:
+@pytest.fixture
+def gemm(gemm_for: Callable[[Scales], ScaledGemm]) -> ScaledGemm:
+    return gemm_for("tokens")
+
+
+def settle(gemm: ScaledGemm, like: ScaledWeight, scales: torch.Tensor) -> Launch:
     rows = torch.zeros(3, 32).to(torch.float8_e4m3fn)
     return gemm.prepare(like, rows, scales, torch.zeros(3, 16).bfloat16())
 
 
 def test_a_settled_gemm_points_layers_at_a_passs_scales(
-    library: Library, gemm: CublasLt
+    library: Library, gemm: ScaledGemm
 ) -> None:
     first, second = scaled(), scaled()
     passes = [torch.ones(3, 1) for _ in range(2)]
@@ -128,6 +140,19 @@ def test_a_settled_gemm_points_layers_at_a_passs_scales(
     assert len(sets) == 2 + 4 * 2
 
 
+@pytest.mark.parametrize("kind", ["tensor", "rows"])
+def test_without_scales_of_tokens_there_are_no_constants(
+    library: Library, gemm_for: Callable[[Scales], ScaledGemm], kind
+) -> None:
+    gemm, weight, scales = gemm_for(kind), scaled(), torch.ones(3, 1)
+    settle(gemm, weight, scales)(weight, scales)
+    ((_, number, factor, *_, of_output), *_) = [x[:8] for x in library.of("Matmul")]
+    assert factor.value == 1 and of_output.value == 0
+    read = library.attributes("MatmulDesc", number)[17][0]
+    assert read == weight.scale.data_ptr()
+    assert not any(isinstance(x, torch.Tensor) for x in vars(gemm).values())
+
+
 def constants(library: Library) -> list[float]:
     """Return what the last launch reads as the outputs' scales, and of the output."""
     number, of_output = (library.of("Matmul")[-1][at] for at in (1, 7))
@@ -137,7 +162,7 @@ def constants(library: Library) -> list[float]:
 
 
 def test_constants_outlive_what_was_made_while_weights_were_loaded(
-    library: Library, gemm: CublasLt
+    library: Library, gemm: ScaledGemm
 ) -> None:
     """vLLM's sleep mode discards that, and restores a model's buffers alone."""
     for value in vars(gemm).values():
@@ -149,7 +174,7 @@ def test_constants_outlive_what_was_made_while_weights_were_loaded(
 
 
 def test_constants_of_a_graph_are_its_own(
-    library: Library, gemm: CublasLt, monkeypatch: pytest.MonkeyPatch
+    library: Library, gemm: ScaledGemm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It writes them when it is replayed, and not when it is captured."""
     made: list[torch.Tensor] = []
