@@ -116,6 +116,10 @@ def test_fp8_must_pay_for_every_count(alone: float, kernel: str) -> None:
     assert derive_classes(few + many) == (Class(None, kernel),)
 
 
+def test_fp8_alone_has_nothing_to_pay_for() -> None:
+    assert classes({64: {"hopper_fp8": 9, "triton_fp8": 12}}) == [(None, "hopper_fp8")]
+
+
 def test_a_kernel_must_have_run_every_batch_of_a_length() -> None:
     few = rows({64: {"reference": 1, "flash_attn": 3}}, 1)
     many = rows({64: {"flash_attn": 3}}, 4)

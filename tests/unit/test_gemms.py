@@ -202,19 +202,52 @@ class TestMeasure:
         # Outputs as large as a bias, so that either shows in the error.
         assert 0.5 < float(out.float().std()) < 4
 
+    @pytest.mark.parametrize(
+        ("vllms", "cublaslts", "exact_enough"),
+        [
+            (0.0, 0.01, {CUTLASS}),
+            (0.01, 0.0105, {CUTLASS, CUBLASLT}),
+            (0.01, 0.012, {CUTLASS}),
+            (0.03, 0.0, {CUBLASLT}),
+        ],
+    )
     def test_cublaslts_must_be_as_exact_as_vllms(
-        self, cublaslt: Callable[..., None]
+        self,
+        vllms: float,
+        cublaslts: float,
+        exact_enough: set[str],
+        cublaslt: Callable[..., None],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        def off(out: torch.Tensor, *operands: Any) -> None:
-            exact = torch.empty_like(out, dtype=torch.float32)
-            scaled_mm_ref(exact, *operands)
-            out.copy_(exact * 1.01)
+        def off_by(error: float) -> Callable[..., None]:
+            def multiply(out: torch.Tensor, *operands: Any) -> None:
+                exact = torch.empty_like(out, dtype=torch.float32)
+                scaled_mm_ref(exact, *operands)
+                out.copy_(exact * (1 + error))
 
-        cublaslt(off)
+            return multiply
+
+        cublaslt(off_by(cublaslts))
+        monkeypatch.setattr(scaled_mm, "scaled_mm_ref", off_by(vllms))
         found, left_out = measure()
-        assert [set(m.us) for m in found] == [{CUTLASS}] * 3
-        (reason,) = left_out
-        assert reason.startswith("cublaslt from 8 rows on: WrongResultError: wrong")
+        assert [set(m.us) for m in found] == [exact_enough] * 3
+        assert [line.partition(":")[0] for line in left_out] == [
+            f"{gemm} from 8 rows on" for gemm in GEMMS if gemm not in exact_enough
+        ]
+        assert all("WrongResultError: wrong" in line for line in left_out)
+
+    def test_many_rows_are_timed_without_a_check(
+        self, cublaslt: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def wrong(out: torch.Tensor, *operands: Any) -> None:
+            if len(out) <= 16:
+                scaled_mm_ref(out, *operands)
+
+        cublaslt(wrong)
+        monkeypatch.setattr(measure_gemms, "_GATE_MAX_ROWS", 16)
+        found, left_out = measure()
+        assert [set(m.us) for m in found] == [set(GEMMS)] * 3
+        assert left_out == []
 
     def test_a_wrong_one_loses_all_of_its_times(
         self, cublaslt: Callable[..., None]
