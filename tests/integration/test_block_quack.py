@@ -96,7 +96,9 @@ def build_bf16(family: str) -> Tower:
 
 @pytest.mark.parametrize("family", SPECS)
 class TestQuack:
-    def test_large_batches(self, family: str, calls: list[Call], large: None) -> None:
+    def test_large_batches_are_fused(
+        self, family: str, calls: list[Call], large: None
+    ) -> None:
         fused = build_bf16(family)
         activation = ACTIVATIONS[family]
         # Kernels are built while weights are loaded, once for all blocks.

@@ -60,7 +60,9 @@ class Packed:
 
 @pytest.mark.parametrize("padded", [None, *PADDED])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_offsets(lengths: tuple[int, ...], padded: int | None) -> None:
+def test_offsets_in_tokens_are_found(
+    lengths: tuple[int, ...], padded: int | None
+) -> None:
     engine("FLASHINFER", device="cuda" if HAS_GPU else "cpu")
     packed = Packed(lengths, padded, "cpu")
     found = token_offsets(packed.cu_seqlens, packed.sequence_lengths)
@@ -127,7 +129,7 @@ def compare(
 @pytest.mark.skipif(HAS_GPU, reason="vLLM runs on the GPU in this process")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_layer(
+def test_a_layer_attends_as_by_offsets_in_tokens(
     lengths: tuple[int, ...],
     dtype: torch.dtype,
     is_fp8: bool,
@@ -139,7 +141,7 @@ def test_layer(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_layer_on_a_gpu(
+def test_a_layer_on_a_gpu_attends_as_by_offsets_in_tokens(
     lengths: tuple[int, ...],
     dtype: torch.dtype,
     is_fp8: bool,

@@ -97,7 +97,7 @@ class TestRun:
         assert "Weights are random" in notes
 
     @pytest.mark.usefixtures("narrow")
-    def test_table(self, tmp_path: Path) -> None:
+    def test_the_table_has_every_part(self, tmp_path: Path) -> None:
         image = save_image(tmp_path / "a.png", 100, 60)
         report = run(options(image, depth=2, backends=["FLASHINFER", "TORCH_SDPA"]))
         console = Console(file=io.StringIO(), width=160)

@@ -328,7 +328,9 @@ class TestCrossShapes:
         assert "query and key lengths differ" in said[0]
         assert "TORCH_SDPA" in said[0]
 
-    def test_strict(self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_strict_settings_refuse_them(
+        self, flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv(ENV_STRICT, "1")
         layer = build(flashinfer)
         with pytest.raises(
@@ -356,7 +358,7 @@ BATCHES = [
 @pytest.mark.parametrize("head_dim", [7, 72])
 @pytest.mark.parametrize("kv_heads", [HEADS, 1])
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
-def test_sequences(
+def test_sequences_attend_as_in_plain_pytorch(
     batch: Case, kv_heads: int, head_dim: int, flashinfer: Tower
 ) -> None:
     layer = build(flashinfer, head_size=head_dim, num_kv_heads=kv_heads)
@@ -431,6 +433,8 @@ class TestShapes:
         )
 
     @pytest.mark.parametrize("shape", [(0, 9), (2, 0)], ids=str)
-    def test_nothing(self, shape: tuple[int, int], flashinfer: Tower) -> None:
+    def test_no_tokens_give_none(
+        self, shape: tuple[int, int], flashinfer: Tower
+    ) -> None:
         x = torch.empty(*shape, HEADS, HEAD_DIM)
         assert build(flashinfer)(x, x, x).shape == x.shape

@@ -213,7 +213,9 @@ class TestRefusals:
             (60, [[1, 8, 8]], r"shape \(60, 1176\); these grids need \(64, 1176\)"),
         ],
     )
-    def test_grids(self, rows: int, grids: list[list[int]], message: str) -> None:
+    def test_grids_that_do_not_fit(
+        self, rows: int, grids: list[list[int]], message: str
+    ) -> None:
         tower = small_tower("qwen2_vl")
         with pytest.raises(TowerError, match=message):
             tower.encode(torch.zeros(rows, tower.spec.patch_dim), grids)
@@ -223,13 +225,13 @@ class TestRefusals:
         with pytest.raises(TowerError, match=r"these grids need \(64, 1176\)"):
             tower.encode(torch.zeros(64, 1536), [[1, 8, 8]])
 
-    def test_backends(self) -> None:
+    def test_backends_that_do_not_run_here(self) -> None:
         with pytest.raises(TowerError, match=r"'NONE_SUCH' is unknown to vLLM"):
             small_tower("qwen2_vl", "NONE_SUCH")
         with pytest.raises(TowerError, match=r"FLASH_ATTN does not run .* on cpu"):
             small_tower("qwen2_vl", "FLASH_ATTN")
 
-    def test_devices(self) -> None:
+    def test_devices_that_are_not_here(self) -> None:
         spec = small_spec("qwen2_vl")
         with pytest.raises(
             TowerError, match=r"'cuda' is not available: .* sees 0 GPUs; use"

@@ -72,7 +72,7 @@ def test_act_quantize(width, padded, dtype, activation, has_bias, given):
 
 
 @SCALES
-def test_the_reference(activation, given):
+def test_the_reference_is_as_exact(activation, given):
     values, bias, rows = make_inputs(5, 44, 48, activation)
     scales, expected_scales = row_scales(5, given), row_scales(5, given)
     act_quantize(values, 44, bias, activation, rows, scales)
@@ -124,7 +124,7 @@ def test_zeros_and_outliers(activation):
     assert rows[1, 5].float() == 448
 
 
-def test_nothing(activation):
+def test_no_rows_are_no_error(activation):
     values, bias, rows = make_inputs(0, 44, 48, activation)
     act_quantize(values, 44, bias, activation, rows, row_scales(0, None))
 

@@ -217,7 +217,7 @@ def test_parameters_in_fp32():
     assert_exact(terms, weight.float(), bias.float(), True)
 
 
-def test_equal_values():
+def test_the_norm_of_equal_values_is_the_bias():
     x = torch.full((2, 1152), 5.0, dtype=torch.float16, device=DEVICE)
     _, weight, bias = make_inputs(2, 1152)
     total, normed = sum_norm((x, x), weight, bias, EPS, True)
@@ -238,7 +238,7 @@ def test_rows_stay_apart(num_terms, has_bias):
     assert after[1][1].isnan().all()
 
 
-def test_nothing():
+def test_no_rows_give_none():
     total, normed = sum_norm(*make_inputs(0, 1, 1152), EPS, True)
     assert total.shape == normed.shape == (0, 1, 1152)
 

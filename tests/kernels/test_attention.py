@@ -118,7 +118,7 @@ EAGER_CASES = [c for c in CASES + GPU_CASES if not c.zeros and not c.pad_rows]
         (128, 1, torch.bfloat16),
     ],
 )
-def test_cases(kernel, attention, case, wanted, kv_heads, dtype):
+def test_it_is_as_exact_as_eager(kernel, attention, case, wanted, kv_heads, dtype):
     head_dim = _nearest(kernel, wanted)
     qkv = _make(case, head_dim, dtype, kv_heads=kv_heads)
     out = _run(attention, qkv, case, head_dim**-0.5)
@@ -164,7 +164,7 @@ REPLAYS = [
 
 
 @pytest.mark.parametrize("wanted", [80, 72])
-def test_replay(kernel, attention, wanted):
+def test_replays_hold_their_own_batch(kernel, attention, wanted):
     head_dim = _nearest(kernel, wanted)
     scale = head_dim**-0.5
     first = REPLAYS[0]

@@ -47,7 +47,7 @@ def _run(qkv, case, scale):
 
 
 @pytest.mark.parametrize("case", params(CASES))
-def test_cases(flashinfer, case):
+def test_each_case_is_right(flashinfer, case):
     qkv = make_qkv(case, 4, 80, torch.bfloat16, kv_heads=2)
     out = _run(qkv, case, 80**-0.5)
     assert not out[: case.tokens].isnan().any()

@@ -141,7 +141,7 @@ def run(made, case, scale, head_dim, dtype=torch.float16):
 
 
 @pytest.mark.parametrize("case", params(CASES))
-def test_cases(cudnn, case):
+def test_each_case_is_right(cudnn, case):
     width = kernel.padded_head_dim(72, torch.device("cpu"))
     made = make(case, 4, 72, width, kv_heads=2)
     out = run(made, case, 72**-0.5, 72)
@@ -149,7 +149,7 @@ def test_cases(cudnn, case):
 
 
 @pytest.mark.parametrize(("head_dim", "width"), [(80, 80), (64, 128), (96, 96)])
-def test_widths(cudnn, head_dim, width):
+def test_padded_heads_are_right(cudnn, head_dim, width):
     made = make(IMAGES, 2, head_dim, width)
     out = run(made, IMAGES, 0.1, head_dim)
     assert_right(out, made[:3], made[3], IMAGES, 0.1, head_dim)

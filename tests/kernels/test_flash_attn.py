@@ -66,7 +66,9 @@ def prepare(request):
 
 @pytest.mark.parametrize("is_capturing", [False, True])
 @pytest.mark.parametrize("case", params(CASES))
-def test_cases(prepare, calls, monkeypatch, case, is_capturing):
+def test_rows_are_right_and_padding_is_zero_in_a_graph(
+    prepare, calls, monkeypatch, case, is_capturing
+):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     q, k, v = make_qkv(case, 4, 80, torch.float16, kv_heads=2)
     cu_seqlens = case.cu_seqlens()

@@ -64,7 +64,7 @@ def quantized(x, activation=None, bias=None):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rows(width, dtype):
+def test_rows_are_quantized_by_groups(width, dtype):
     x = draw(5, width, dtype=dtype)
     rows, scales = quantized(x)
     assert_grouped(rows, scales, x)
@@ -76,7 +76,7 @@ def test_rows(width, dtype):
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("width", [4304, 200])
 @pytest.mark.parametrize("activation", ["swiglu", "quick_gelu", "tanh_gelu", "gelu"])
-def test_activations(activation, width, has_bias):
+def test_activations_are_quantized_by_groups(activation, width, has_bias):
     columns = width * (1 + (activation == "swiglu"))
     x = draw(3, columns, dtype=torch.float32)
     bias = draw(columns, seed=1, dtype=torch.float32) if has_bias else None
@@ -88,7 +88,7 @@ def test_activations(activation, width, has_bias):
 @pytest.mark.parametrize("num_terms", [2, 3])
 @pytest.mark.parametrize("has_bias", [True, False], ids=["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("width", [1280, 1152, 200])
-def test_norms(width, has_bias, num_terms):
+def test_norms_are_quantized_by_groups(width, has_bias, num_terms):
     terms = [draw(4, width, dtype=torch.float32, seed=at) for at in range(num_terms)]
     weight = draw(width, dtype=torch.float32, seed=8)
     bias = draw(width, dtype=torch.float32, seed=9) if has_bias else None
@@ -101,7 +101,7 @@ def test_norms(width, has_bias, num_terms):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_reference(width, dtype):
+def test_the_reference_is_as_exact(width, dtype):
     x = draw(5, width, dtype=dtype)
     rows, scales = torch.empty_like(x, dtype=E4M3), group_scales(5, width)
     quantize_rows_ref(x, rows, scales)

@@ -11,7 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("case", params([case for case in CASES if case.rows]))
-def test_cases(case):
+def test_padding_alone_is_cleared(case):
     qkv = make_qkv(case, 3, 72, torch.float16, kv_heads=1, device=DEVICE)
     before = [x.clone() for x in qkv]
     out = torch.full((case.rows, 3, 72), float("nan"), device=DEVICE)

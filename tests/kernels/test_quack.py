@@ -179,7 +179,7 @@ def test_quack_gets_the_tile(activation, release, monkeypatch):
         (6840, 1280, torch.bfloat16, SWIGLU, False),
     ],
 )
-def test_fits(outputs, inputs, dtype, activation, expected):
+def test_which_layers_fit(outputs, inputs, dtype, activation, expected):
     assert fits(outputs, inputs, dtype, activation) is expected
 
 
@@ -192,7 +192,9 @@ def test_fits(outputs, inputs, dtype, activation, expected):
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "none"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", SIZES)
-def test_linear_act(activation, dtype, has_bias, rows, width, act):
+def test_linear_act_is_as_exact_as_cublas(
+    activation, dtype, has_bias, rows, width, act
+):
     sizes = SIZES[activation]
     inputs = make_inputs(rows, *sizes, dtype=dtype, has_bias=has_bias)
     act = functools.partial(act, width=width)

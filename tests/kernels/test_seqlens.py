@@ -38,7 +38,7 @@ def _check(derived: SeqLens, expected: list[int], strides: tuple[int, ...]) -> N
 
 @pytest.mark.parametrize("extra_slots", [0, 5])
 @pytest.mark.parametrize("case", params(CASES))
-def test_cases(case: Case, extra_slots):
+def test_lengths_and_offsets_are_the_references(case: Case, extra_slots):
     cu_seqlens = case.cu_seqlens(DEVICE)
     slots = cu_seqlens.shape[0] - 1 + extra_slots
     derived = derive_seqlens(cu_seqlens, case.rows, slots, STRIDES)

@@ -85,7 +85,9 @@ def test_a_sound_stack_has_no_problems() -> None:
         ),
     ],
 )
-def test_problems(changes: dict[str, Any], what: str, remedy: str, fatal: bool) -> None:
+def test_a_problem_says_what_to_do(
+    changes: dict[str, Any], what: str, remedy: str, fatal: bool
+) -> None:
     (problem,) = stack_problems(replace(STACK, **changes))
     assert what in problem.what
     assert problem.remedy is not None
