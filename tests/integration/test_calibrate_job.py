@@ -343,6 +343,7 @@ class TestCalibrate:
 
         monkeypatch.setattr(Tower, "encode", encode)
         report = calibrate.run(options(image))
+        assert report.layers
         for layer in report.layers:
             assert layer.amax == tuple(x.abs().max().item() for x in (q, k, v))
             assert 1e-3 < layer.relative_error < 0.1

@@ -271,6 +271,7 @@ class TestPacked:
         with simulated_graphs():
             manager = build_manager(tower, **limits(name))
             capture(manager, tower)
+        assert metas(manager)
         for meta in metas(manager):
             held = meta.input_buffers
             assert held["pixel_values"].shape[0] == meta.token_budget * 4
