@@ -141,8 +141,8 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
 
 def offload_again(parameter: torch.Tensor) -> None:
     """Have vLLM offload a parameter again if it was: its values are on the device."""
-    if getattr(parameter, _OFFLOADED, False):
-        setattr(parameter, _OFFLOADED, False)
+    # It asks those alone that were.
+    setattr(parameter, _OFFLOADED, False)
 
 
 def align(first: Any, second: Any, parts: int) -> None:
