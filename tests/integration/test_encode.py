@@ -302,7 +302,7 @@ class TestRun:
         logger.removeHandler(caplog.handler)
         # Said of the other model's file alone.
         (warning,) = {m for m in caplog.messages if "were made with model" in m}
-        assert "another.json" in warning
+        assert "another.json were made with model another, this one is" in warning
         assert report.notes[-1].startswith("FP8 attention ran for 1 of 2 images. For")
         with safe_open(output, framework="pt") as file:
             metadata = file.metadata()

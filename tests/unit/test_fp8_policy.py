@@ -233,7 +233,10 @@ class TestState:
         """It may be built: models drop blocks, and then nobody asks for its scales."""
         engine.mm_encoder_fp8_scale_path = str(put_scales(tmp_path, NAME))
         layers = Engine(required(), NAMES).layers
-        layers.check_has_scales(NAME)
+        # One of 16 bits needs none.
+        layers.enroll("visual.blocks.5.attn.attn", 80, None)
+        for layer_name in (NAME, "visual.blocks.5.attn.attn"):
+            layers.check_has_scales(layer_name)
         with pytest.raises(ScaleError, match=f"{NAMES[1]!r} is not in the file"):
             layers.check_has_scales(NAMES[1])
 
