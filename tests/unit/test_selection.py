@@ -70,3 +70,29 @@ def test_without_its_layer_nothing_is_promised(
     answer = selection.answer_flash_attn(stock)
     with pytest.raises(NotServedError, match="could not register"):
         answer(object, 72, BF16, AttentionBackendEnum.FLASHINFER)
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_cuda", "choices", "expected"),
+    [
+        ("TORCH_SDPA", True, (), "TORCH_SDPA"),
+        ("FLASHINFER", False, (), "FLASHINFER"),
+        # It then answers as if nothing was asked for.
+        ("FLASHINFER", True, None, None),
+    ],
+    ids=["another-backend", "another-platform", "not-served"],
+)
+def test_vllm_answers_where_nothing_is_served(
+    backend: str,
+    is_cuda: bool,
+    choices: tuple[()] | None,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(selection, "served", lambda *_: choices)
+    platform = SimpleNamespace(is_cuda=lambda: is_cuda, is_cpu=lambda: False)
+    monkeypatch.setattr(selection, "current_platform", platform)
+    answer = selection.answer_flash_attn(lambda *asked: asked)
+    asked = answer(object, 72, BF16, AttentionBackendEnum[backend])
+    theirs = None if expected is None else AttentionBackendEnum[expected]
+    assert asked == (object, 72, BF16, theirs)
