@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from _blocks import blocks, build, without
+from _blocks import blocks, build, call, programs, stream, tables, without
 from torch import nn
 from vllm.model_executor.kernels.linear.scaled_mm import (
     CutlassFP8ScaledMMLinearKernel,
@@ -209,3 +209,30 @@ def contexts_of(block: Any) -> list[torch.Tensor]:
 
     block.attn.attn.prepare = prepare
     return contexts
+
+
+def step_by_step(
+    tower: Tower, rounded: Callable[[Any, torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a block of a Qwen2.5-VL tower makes, and its steps one by one.
+
+    Args:
+        tower: The tower, which is of no use afterwards.
+        rounded: Takes a layer and rows, and returns what its quantised rows stand for.
+    """
+    block, x, with_ = blocks(tower)[0], stream(tower), tables(tower)
+    contexts = contexts_of(block)
+    # Its last block's: both branches are added, nothing is normalised.
+    programs(tower)[0]._tower.blocks.pop(1)
+    found = call(tower, 0, x, with_).view(24, -1)
+
+    def linear(layer: Any, rows: torch.Tensor) -> torch.Tensor:
+        rows = rounded(layer, rows)
+        return nn.functional.linear(rows, weights_of(layer), layer.bias)
+
+    x = x.view(24, -1)
+    attended = linear(block.attn.proj, contexts[0].flatten(1))
+    normed = block.norm2.forward_native(x + attended)
+    gate, up = linear(block.mlp.gate_up_proj, normed).chunk(2, -1)
+    hidden = nn.functional.silu(gate) * up
+    return found, x + attended + linear(block.mlp.down_proj, hidden)

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from _blocks import blocks, call, image, kinds, log_of, outputs, programs, stream
-from _blocks import tables as tables_of
+from _blocks import blocks, image, kinds, log_of, outputs, programs
 from _fp8_layers import (
-    contexts_of,
     in_16_bits,
     layers_of,
     quantize_layer,
     served,
+    step_by_step,
     weights_of,
 )
 from _towers import cpu_only
@@ -74,24 +73,15 @@ def test_towers_are_as_exact_as_their_rows(family: str, nan_empty: None) -> None
 
 def test_a_block_step_by_step() -> None:
     """Each group of a row has the scale of its largest value."""
-    tower = in_blocks("qwen2_5_vl")
-    block, x, with_ = blocks(tower)[0], stream(tower), tables_of(tower)
-    contexts = contexts_of(block)
-    programs(tower)[0]._tower.blocks.pop(1)
-    found = call(tower, 0, x, with_).view(24, -1)
 
-    def linear(layer: Any, rows: torch.Tensor) -> torch.Tensor:
+    def rounded(layer: Any, rows: torch.Tensor) -> torch.Tensor:
         parts = []
         for part in rows.split(GROUP, -1):
             scale = part.abs().amax(-1, keepdim=True) / 448
             parts.append((part / scale).to(torch.float8_e4m3fn).float() * scale)
-        return nn.functional.linear(torch.cat(parts, -1), weights_of(layer), layer.bias)
+        return torch.cat(parts, -1)
 
-    x = x.view(24, -1)
-    attended = linear(block.attn.proj, contexts[0].flatten(1))
-    normed = block.norm2.forward_native(x + attended)
-    gate, up = linear(block.mlp.gate_up_proj, normed).chunk(2, -1)
-    expected = x + attended + linear(block.mlp.down_proj, nn.functional.silu(gate) * up)
+    found, expected = step_by_step(in_blocks("qwen2_5_vl"), rounded)
     # A value between two of e4m3 may fall to either.
     assert relative_error(found, expected) < 2e-3
 

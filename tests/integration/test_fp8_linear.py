@@ -17,22 +17,19 @@ from _blocks import (
     allow_lora,
     blocks,
     build,
-    call,
     image,
     kinds,
     log_of,
     outputs,
     programs,
-    stream,
-    tables,
 )
 from _fp8_layers import (
     SCHEMES,
-    contexts_of,
     in_16_bits,
     layers_of,
     quantize_layer,
     served,
+    step_by_step,
     weights_of,
 )
 from _towers import cpu_only
@@ -102,27 +99,15 @@ def test_every_value_is_written(family: str, nan_empty: None) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_block_step_by_step(scheme: str) -> None:
     """What is quantised, by which scale, and where the bias is added."""
-    tower = served("qwen2_5_vl", scheme)
-    block, x, with_ = blocks(tower)[0], stream(tower), tables(tower)
-    contexts = contexts_of(block)
-    # Its last block's: both branches are added, nothing is normalised.
-    programs(tower)[0]._tower.blocks.pop(1)
-    found = call(tower, 0, x, with_).view(24, -1)
 
-    def linear(layer: Any, rows: torch.Tensor) -> torch.Tensor:
+    def rounded(layer: Any, rows: torch.Tensor) -> torch.Tensor:
         if layer.input_scale is None:
             scale = rows.abs().amax(-1, keepdim=True) / 448
         else:
             scale = layer.input_scale
-        rows = (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-        return nn.functional.linear(rows, weights_of(layer), layer.bias)
+        return (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
 
-    x = x.view(24, -1)
-    attended = linear(block.attn.proj, contexts[0].flatten(1))
-    normed = block.norm2.forward_native(x + attended)
-    gate, up = linear(block.mlp.gate_up_proj, normed).chunk(2, -1)
-    hidden = nn.functional.silu(gate) * up
-    expected = x + attended + linear(block.mlp.down_proj, hidden)
+    found, expected = step_by_step(served("qwen2_5_vl", scheme), rounded)
     # A value between two of e4m3 may fall to either.
     assert relative_error(found, expected) < 2e-3
 
