@@ -16,6 +16,7 @@ from vllm_flashinfer_vit.choices.lookup import Choice  # noqa: E402
 from vllm_flashinfer_vit.fp8 import scale_files as scales  # noqa: E402
 from vllm_flashinfer_vit.fp8.policy import Policy  # noqa: E402
 from vllm_flashinfer_vit.fp8.scale_files import ScaleError  # noqa: E402
+from vllm_flashinfer_vit.fp8.state import logger  # noqa: E402
 
 TEXT_STEP = SimpleNamespace(scheduled_encoder_inputs={})
 
@@ -39,7 +40,18 @@ def test_a_path_that_cannot_be_written_is_said_with_its_setting(
         saving_to(path)
 
 
-def test_at_the_16th_pass_and_never_again(path: Path) -> None:
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged."""
+    found: list[str] = []
+    for level in ("info", "error"):
+        monkeypatch.setattr(
+            logger, level, lambda text, *args: found.append(text % args)
+        )
+    return found
+
+
+def test_at_the_16th_pass_and_never_again(path: Path, lines: list[str]) -> None:
     saving = saving_to(path)
     for i in range(16):
         for state in saving.states:
@@ -52,6 +64,7 @@ def test_at_the_16th_pass_and_never_again(path: Path) -> None:
     assert len(file.layers) == 2
     assert file.margin == 1.5
     assert file.made_by["model"] == "some/model"
+    assert lines == [f"Saved FP8 scales of 2 layers to {path}"]
     path.unlink()
     for _ in range(32):
         saving.step()
@@ -159,7 +172,7 @@ def test_a_margin_of_no_use_is_said_at_once(path: Path) -> None:
 
 
 def test_an_engine_outlives_a_full_disk(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = saving_to(path)
     saving.states[0].history[0] = 1.0
@@ -177,3 +190,4 @@ def test_an_engine_outlives_a_full_disk(
     for _ in range(48):
         saving.step()
     assert len(calls) == 1
+    assert lines == [f"the FP8 scales were not saved to {path}: no space left"]
