@@ -71,6 +71,16 @@ def test_at_the_16th_pass_and_never_again(path: Path, lines: list[str]) -> None:
     assert not path.exists()
 
 
+def test_without_a_path_nothing_is_saved() -> None:
+    engine = Engine(Policy((Choice("hopper_fp8", None, ""),), "dynamic"))
+    for state in engine.states:
+        state.history.fill_(1.0)
+    engine.layers.forget_dummies()
+    for _ in range(16):
+        engine.step()
+    assert [bool(state.history.any()) for state in engine.states] == [False] * 2
+
+
 def test_dummies_do_not_count(path: Path) -> None:
     saving = saving_to(path)
     states = saving.states
