@@ -238,18 +238,25 @@ class TestMeasure:
         ]
         assert all("WrongResultError: wrong" in line for line in left_out)
 
-    def test_many_rows_are_timed_without_a_check(
-        self, cublaslt: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("most_checked", "timed"), [(63, {CUTLASS, CUBLASLT}), (64, {CUTLASS})]
+    )
+    def test_more_rows_are_timed_without_a_check(
+        self,
+        most_checked: int,
+        timed: set[str],
+        cublaslt: Callable[..., None],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        def wrong(out: torch.Tensor, *operands: Any) -> None:
-            if len(out) <= 16:
+        def wrong_of_64(out: torch.Tensor, *operands: Any) -> None:
+            if len(out) < 64:
                 scaled_mm_ref(out, *operands)
 
-        cublaslt(wrong)
-        monkeypatch.setattr(measure_gemms, "_GATE_MAX_ROWS", 16)
+        cublaslt(wrong_of_64)
+        monkeypatch.setattr(measure_gemms, "_GATE_MAX_ROWS", most_checked)
         found, left_out = measure()
-        assert [set(m.us) for m in found] == [set(GEMMS)] * 3
-        assert left_out == []
+        assert [set(m.us) for m in found] == [timed] * 3
+        assert bool(left_out) is (CUBLASLT not in timed)
 
     def test_a_wrong_one_loses_all_of_its_times(
         self, cublaslt: Callable[..., None]

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E4
 
 from vllm_flashinfer_vit.choices.usable import NotServedError  # noqa: E402
 from vllm_flashinfer_vit.engine import selection  # noqa: E402
-from vllm_flashinfer_vit.settings import Settings  # noqa: E402
+from vllm_flashinfer_vit.settings import ENV_KERNEL, Settings  # noqa: E402
 
 BF16 = torch.bfloat16
 
@@ -41,6 +41,31 @@ def test_a_kernel_that_is_forced_for_fp8_is_not_forced_for_other_layers(
     settings = Settings(kernel=kernel)
     asked = selection.served(72, BF16, settings)
     assert asked == (72, BF16, forced, settings.tuned_dir)
+
+
+def test_a_kernel_is_forced_where_nothing_is_said_of_a_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(selection, "get_multimodal_config", lambda: None)
+    monkeypatch.setattr(selection, "resolve", lambda *asked: asked)
+    asked = selection.served(72, BF16, Settings(kernel="triton_fp8"))
+    assert asked is not None and asked[2] == "triton_fp8"
+
+
+@pytest.mark.parametrize(
+    ("forced", "advice"), [(None, ""), ("triton", rf"\. Unset {ENV_KERNEL}=triton")]
+)
+def test_what_no_kernel_serves_says_why(
+    forced: str | None, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise NotServedError("why")
+
+    monkeypatch.setattr(selection, "choices_here", refuse)
+    with pytest.raises(
+        NotServedError, match=rf"head dim 72 in torch\.bfloat16: why{advice}$"
+    ):
+        selection.resolve.__wrapped__(72, BF16, forced, None)
 
 
 def test_an_old_vllm_is_refused_where_nothing_is_strict(
