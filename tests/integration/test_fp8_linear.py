@@ -147,6 +147,12 @@ def test_layers_that_ranks_replicate(inputs: int, outputs: int, is_plain: bool) 
     assert fp8_methods.has_plain_sizes(layer) is is_plain
 
 
+def test_a_ranks_part_of_a_layer_is_not_padded() -> None:
+    layer = blocks(served("qwen2_vl", "channel"))[0].attn.proj
+    layer.input_size, layer.output_size = 2 * layer.input_size, 2 * layer.output_size
+    assert fp8_methods.has_plain_sizes(layer)
+
+
 def test_weights_loaded_anew_are_used() -> None:
     tower = served("qwen2_5_vl", "tensor")
     before = outputs(tower)
@@ -168,14 +174,17 @@ def test_a_scale_loaded_anew_in_place_is_used() -> None:
     assert relative_error(outputs(tower), found) > 0.3
 
 
-def test_a_scale_that_is_another_tensor_is_used_at_once() -> None:
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "input_scale", "bias"])
+def test_a_parameter_that_is_another_tensor_is_used_at_once(name: str) -> None:
     tower = served("qwen3_vl", "static")
-    outputs(tower)
+    before = outputs(tower)
     for _, layer in layers_of(tower):
         # As trainers make it, which quantise by methods of vLLM's on their own.
-        scale = 4 * layer.input_scale.detach()
-        layer.input_scale = nn.Parameter(scale, requires_grad=False)
+        old = getattr(layer, name).detach()
+        new = (old.float() / 64 + (name == "bias")).to(old.dtype)
+        setattr(layer, name, nn.Parameter(new, requires_grad=False))
     first = outputs(tower)
+    assert relative_error(first, before) > 0.1
     assert torch.equal(first, outputs(tower))
 
 
