@@ -108,8 +108,10 @@ def letters(text: str) -> str:
 
 
 def says(message: str, word: str) -> bool:
-    """Whether a message has a word of the command line, as it was given or quoted."""
-    said, *forms = (text.lower() for text in (message, word, repr(word)[1:-1]))
+    """Whether a message has a word of the command line: as it was given or quoted, or
+    with what cannot be printed quoted alone."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in word)
+    said, *forms = (text.lower() for text in (message, word, repr(word)[1:-1], shown))
     if not letters(word):
         return any(text in said for text in forms)
     return any(letters(text) in letters(said) for text in forms)

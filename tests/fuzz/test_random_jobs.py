@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from _commands import AFTER_CHECKS, COMMANDS, run, says
 from _fuzz import WORDS, fuzz
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
 
+KNOWN = "Qwen/Qwen2-VL-2B-Instruct"
 FILES = ["", ".", "a.png", "folder", "empty", "new", "missing/new", "loop", "/dev/null"]
 PATHS = st.sampled_from([*FILES, "scales.json", "b.svg"]) | WORDS
 VALUES = {
@@ -71,6 +72,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 @given(words=jobs())
+@example(words=["encode", "--random-weights", f"--model={KNOWN}", "--", "\x1f\\"])
 @fuzz(150)
 def test_a_job_comes_to_its_tower_or_a_line_names_what_cannot_be(
     folder: Path, words: list[str]
