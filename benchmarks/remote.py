@@ -13,6 +13,7 @@ from unittest import mock
 
 # An engine's process first ends others.
 _END_WITHIN_S = 30.0
+_KILLED_WITHIN_S = 10.0
 
 
 class Held(Protocol):
@@ -122,6 +123,8 @@ class Remote:
         try:
             if not self._pipe.poll(self._answer_within_s):
                 self._process.kill()
+                # `is_there` tells the truth then.
+                self._process.join(_KILLED_WITHIN_S)
                 raise RemoteError(f"no answer within {self._answer_within_s:.0f} s")
             done, answer = self._pipe.recv()
         except (EOFError, OSError):
@@ -143,5 +146,5 @@ class Remote:
             self._process.kill()
 
     def _gone(self) -> RemoteError:
-        self._process.join(10)
+        self._process.join(_KILLED_WITHIN_S)
         return RemoteError(f"its process ended with {self._process.exitcode}")

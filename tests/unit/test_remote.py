@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from _benchmarks import BENCHMARKS
 
+from remote import Remote, RemoteError
+
 # Holds something whose making takes long, and starts a process meanwhile.
 BENCHMARK = """
 import subprocess, sys, time
@@ -61,3 +63,10 @@ def test_no_process_stays_behind_a_benchmark_that_is_ended(
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
+
+
+def test_a_process_that_did_not_answer_in_time_is_gone() -> None:
+    remote = Remote(time.sleep, (600.0,), {}, 0.0)
+    with pytest.raises(RemoteError, match="no answer within 0 s"):
+        remote.wait()
+    assert not remote.is_there
