@@ -8,6 +8,7 @@ from _models import engine
 from _towers import SMALL, cpu_only
 
 from vllm_flashinfer_vit.choices.lookup import Choice, not_turned, plan_of
+from vllm_flashinfer_vit.engine import advice
 from vllm_flashinfer_vit.engine import layer as layers
 from vllm_flashinfer_vit.ops.batch import Turning
 from vllm_flashinfer_vit.ops.plan import Plan
@@ -34,6 +35,15 @@ def choices_of(text: str) -> tuple[Choice, ...]:
             "8192:flash_attn_4,16384:triton_fp8,*:hopper_fp8",
             "10240:flash_attn_4,16384:triton_fp8,*:hopper_fp8",
         ),
+        # What is faster than FP8 of longer ones stays, wherever FP8 would begin.
+        (
+            "4096:flash_attn_4,5120:triton_fp8,*:triton",
+            "5120:flash_attn_4,*:triton",
+        ),
+        (
+            "4096:flash_attn_4,8192:triton_fp8,*:triton",
+            "6144:flash_attn_4,8192:triton_fp8,*:triton",
+        ),
         # All of it is FP8, or nothing.
         ("*:hopper_fp8", "*:hopper_fp8"),
         ("128:triton_window,*:flash_attn_4", "128:triton_window,*:flash_attn_4"),
@@ -53,12 +63,12 @@ def test_a_layer_chooses_once_its_blocks_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
+    layer = build(engine("FLASHINFER"))
+    # Building imports modules, which give the logger of all its methods anew.
     monkeypatch.setattr(
         layers.logger, "info_once", lambda text, *given: said.append(text % given)
     )
-    layer = build(engine("FLASHINFER"))
     layer._choices = choices_of(MEASURED)
-    said.clear()
     layer.turning = Turning(torch.bfloat16, 16, False)
     layer._settle_plan()
     assert (layer._plan.text, said) == (MEASURED, [])
@@ -71,6 +81,19 @@ def test_a_layer_chooses_once_its_blocks_are_known(
     assert layer.kernel_for(1024) == "flash_attn_4"
     assert layer.bounds == (512, 2816)
     assert "it runs for sequences of 2817 tokens or more" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "lengths"),
+    [
+        (MEASURED, "sequences of 2817 tokens or more"),
+        ("4096:flash_attn_4,8192:triton_fp8,*:triton", "sequences of 6145 to 8192"),
+        ("4096:flash_attn_4,5120:triton_fp8,*:triton", "no length"),
+    ],
+)
+def test_what_is_left_to_fp8_is_said(before: str, lengths: str) -> None:
+    said = advice.fp8_later(not_turned(choices_of(before)), 72)
+    assert said.endswith(f": it runs for {lengths}")
 
 
 @cpu_only

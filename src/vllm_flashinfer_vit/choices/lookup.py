@@ -206,6 +206,14 @@ def fp8_ranges(choices: Iterable[Choice]) -> list[tuple[int, int | None]]:
     return ranges
 
 
+def fp8_lengths(choices: Iterable[Choice]) -> str:
+    """Say which sequences run in FP8; empty if none do."""
+    return " and ".join(
+        f"of {first} tokens or more" if last is None else f"of {first} to {last}"
+        for first, last in fp8_ranges(choices)
+    )
+
+
 def is_measured(gpu_name: str, tuned_dir: Path | None = None) -> bool:
     """Whether a file has measurements of exactly this GPU.
 
@@ -401,6 +409,10 @@ def not_turned(choices: Iterable[Choice]) -> tuple[Choice, ...]:
             continue
         assert short.max_len is not None
         end = short.max_len + _NOT_TURNED
+        _, last = next(r for r in fp8_ranges(kept) if r[0] == short.max_len + 1)
+        if last is not None:
+            # Where another kernel is faster than FP8, it stays.
+            end = min(end, last)
         longer = [c for c in kept[place:] if c.max_len is None or c.max_len > end]
         return (*kept[:place], short._replace(max_len=end), *longer)
     return kept

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_flashinfer_vit.choices.lookup import Choice, fp8_ranges
+from vllm_flashinfer_vit.choices.lookup import Choice, fp8_lengths
 from vllm_flashinfer_vit.machine.versions import runner_note, vllm_version
 from vllm_flashinfer_vit.settings import unknown_variables
 
@@ -44,16 +44,17 @@ def served_by(
 
 
 def fp8_later(choices: Sequence[Choice], head_dim: int) -> str:
-    """Say that FP8 begins later, in layers that do not turn q and k.
+    """Say which lengths are left to FP8 in layers that do not turn q and k.
 
     Args:
         choices: The layers', see `not_turned`.
         head_dim: Head dim in elements.
     """
-    (first, _), *_ = fp8_ranges(choices)
+    lengths = fp8_lengths(choices)
+    served = f"sequences {lengths}" if lengths else "no length"
     return (
-        f"attention of head dim {head_dim} gets q and k as they attend: FP8 saves no "
-        f"pass that turns them: it runs for sequences of {first} tokens or more"
+        f"attention of head dim {head_dim} gets q and k as they attend, so FP8 saves "
+        f"no pass that turns them: it runs for {served}"
     )
 
 

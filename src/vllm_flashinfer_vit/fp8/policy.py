@@ -18,7 +18,12 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.vision import get_multimodal_config
 
 from vllm_flashinfer_vit import __version__
-from vllm_flashinfer_vit.choices.lookup import PORTABLE_FP8, Choice, fp8_ranges
+from vllm_flashinfer_vit.choices.lookup import (
+    PORTABLE_FP8,
+    Choice,
+    fp8_lengths,
+    fp8_ranges,
+)
 from vllm_flashinfer_vit.choices.resolve import choices_here
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
@@ -77,14 +82,11 @@ class Policy:
             "dynamic": f"dynamic scales, from the last {HISTORY} passes",
             "block": f"a scale for each block of {BLOCK} tokens and head",
         }[self.method]
-        spans = " and ".join(
-            f"of {first} tokens or more" if last is None else f"of {first} to {last}"
-            for first, last in fp8_ranges(self.choices)
-        )
-        if not spans:
+        lengths = fp8_lengths(self.choices)
+        if not lengths:
             return "FP8 attention runs for no length: on this GPU it is not faster"
         return (
-            f"FP8 attention runs for sequences {spans}, with {scales}; other lengths "
+            f"FP8 attention runs for sequences {lengths}, with {scales}; other lengths "
             "run in the model's dtype, where FP8 is not faster"
         )
 
