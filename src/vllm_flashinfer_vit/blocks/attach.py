@@ -119,9 +119,9 @@ def _with_lengths(given: Mapping[str, Any], packed_by: str) -> Mapping[str, Any]
     lengths = given.get(packed_by)
     if lengths is None:
         return given
-    others = {name: value for name, value in given.items() if name != packed_by}
     return {
-        **others,
+        **given,
+        packed_by: None,
         "cu_seqlens": lengths.cu_seqlens,
         "max_seqlen": lengths.max_seqlen,
     }
