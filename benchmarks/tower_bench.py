@@ -15,7 +15,7 @@ from failures import Failures
 from host_load import watched_load
 from timing import rounds_within
 from tower_cases import NEW_SIZES, Grids
-from tower_worker import RemoteTower
+from tower_worker import RemoteTower, build_towers, title_of
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 
 # A process whose turn comes is called once unmeasured where one of them takes less.
@@ -73,15 +73,8 @@ class Bench:
         for place, remote in enumerate(remotes):
             if not remote.is_there:
                 remotes[place] = RemoteTower(remote.contender)
-        begun, ready, head_dim = [], [], 0
-        for remote in remotes:
-            with self.failures.noted(f"{model} {_title(remote)}"):
-                remote.begin(model, depth)
-                begun.append(remote)
-        for remote in begun:
-            with self.failures.noted(f"{model} {_title(remote)}"):
-                head_dim = remote.wait()
-                ready.append(remote)
+        built = build_towers(remotes, model, depth, self.failures, model)
+        ready, head_dim = [*built], max(built.values(), default=0)
         has_reference = ready and ready[0].contender.provider == REFERENCE
         return head_dim, ready if has_reference else []
 
@@ -119,9 +112,9 @@ class Bench:
     ) -> None:
         loaded = []
         for remote in remotes:
-            with self.failures.noted(f"{model} {case} {_title(remote)}"):
+            with self.failures.noted(f"{model} {case} {title_of(remote)}"):
                 if kernels := remote.call("load", grids, reference):
-                    print(f"  {_title(remote)} runs {kernels}")
+                    print(f"  {title_of(remote)} runs {kernels}")
                 loaded.append(remote)
         # Stock's own first: where a run ends within a case, this package has no row of
         # it yet, and is not compared with less than stock's best.
@@ -129,7 +122,9 @@ class Bench:
             errors: dict[RemoteTower, float] = {}
             for remote in loaded:
                 if self.runs(remote.contender, mode):
-                    with self.failures.noted(f"{model} {case} {_title(remote)} {mode}"):
+                    with self.failures.noted(
+                        f"{model} {case} {title_of(remote)} {mode}"
+                    ):
                         errors[remote] = remote.call("check", mode)
             with self.failures.noted(f"{model} {case} {mode}"):
                 # A replay does not wait for the host.
@@ -178,7 +173,3 @@ class Bench:
             for remote in order_of_turn(remotes, turn):
                 samples[remote] += remote.call("sample", mode, count, warm_up)
         return samples
-
-
-def _title(remote: RemoteTower) -> str:
-    return f"{remote.contender.provider} {remote.contender.blocks}"

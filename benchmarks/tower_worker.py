@@ -6,7 +6,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from contenders import PACKAGE, Contender, check_promises
 from correctness import check_error, relative_error
 from csv_log import DTYPES, attention_flops
 from environment import device
+from failures import Failures
 from remote import Remote
 from timing import Clock, Run, host_ms
 from tower_cases import CASES, Grids, of_new_sizes
@@ -312,3 +313,38 @@ class RemoteTower(Remote):
             self.wait()
             self._is_ready = True
         self.ask("build", model, depth)
+
+
+def title_of(remote: RemoteTower) -> str:
+    """Return what failures call a process."""
+    return f"{remote.contender.provider} {remote.contender.blocks}"
+
+
+def build_towers(
+    remotes: Iterable[RemoteTower],
+    model: str,
+    depth: int | None,
+    failures: Failures,
+    what: str,
+) -> dict[RemoteTower, int]:
+    """Have processes build a model's towers, all at the same time.
+
+    Args:
+        remotes: The processes.
+        model: A name or a checkpoint folder.
+        depth: Blocks to build; None for all.
+        failures: Where it is noted what cannot be built.
+        what: What they are built for, in words.
+
+    Returns:
+        Those that have a tower, in their order, and its head dim.
+    """
+    begun, built = [], {}
+    for remote in remotes:
+        with failures.noted(f"{what} {title_of(remote)}"):
+            remote.begin(model, depth)
+            begun.append(remote)
+    for remote in begun:
+        with failures.noted(f"{what} {title_of(remote)}"):
+            built[remote] = remote.wait()
+    return built

@@ -24,7 +24,7 @@ from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment, device
 from failures import Failures
 from tower_cases import CASES, MODELS, SMOKE_CASES, any_model
-from tower_worker import RemoteTower
+from tower_worker import RemoteTower, build_towers, title_of
 
 # The first that is found in a kernel's name decides.
 CLASSES: Mapping[str, re.Pattern[str]] = {
@@ -79,21 +79,13 @@ def measure(
 ) -> None:
     """Build one model's towers side by side, and profile them one after another."""
     grids = {**CASES, **SMOKE_CASES}[case]
-    remotes = {}
-    for provider, blocks in contenders:
-        contender = Contender.of(provider, "bf16", blocks)
-        remotes[provider, blocks] = RemoteTower(contender)
-    begun, ready = {}, {}
-    for names, remote in remotes.items():
-        with failures.noted(" ".join((model, case, *names))):
-            remote.begin(model, depth)
-            begun[names] = remote
-    for names, remote in begun.items():
-        with failures.noted(" ".join((model, case, *names))):
-            remote.wait()
-            ready[names] = remote
-    for (provider, blocks), remote in ready.items():
-        with failures.noted(f"{model} {case} {provider} {blocks}"):
+    remotes = [
+        RemoteTower(Contender.of(provider, "bf16", blocks))
+        for provider, blocks in contenders
+    ]
+    for remote in build_towers(remotes, model, depth, failures, f"{model} {case}"):
+        provider, blocks = remote.contender.provider, remote.contender.blocks
+        with failures.noted(f"{model} {case} {title_of(remote)}"):
             remote.call("load", grids, None)
             kernels = remote.call("kernel_times", _CALLS)
             for name, (time_ms, count) in class_times(kernels).items():
@@ -114,7 +106,7 @@ def measure(
                 :12
             ]:
                 print(f"  {time_ms:9.4f} ms  {class_of(name):<18} {name[:80]}")
-    for remote in remotes.values():
+    for remote in remotes:
         remote.close()
 
 
