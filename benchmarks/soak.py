@@ -9,7 +9,7 @@ memory must not grow. The tower has its true size, the language model is small, 
 weights are random.
 
     python benchmarks/soak.py --models Qwen/Qwen3-VL-8B-Instruct
-    python benchmarks/soak.py --requests 2000 --serve-args "--tensor-parallel-size 2"
+    python benchmarks/soak.py --requests 8000 --serve-args "--tensor-parallel-size 2"
     python benchmarks/soak.py --print                 # the servers' commands; no GPU
 
 Any fault is an exit status of 1: a status of 5xx, a lost connection, an answer to what
