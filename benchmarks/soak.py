@@ -216,7 +216,9 @@ def complaints(tally: Tally, grown: Mapping[str, float]) -> list[str]:
         found.append("no answer was compared with the judge's")
     for name, most in MAX_GROWTH.items():
         if math.isnan(grown[name]):
-            found.append(f"{name}: too few samples to tell whether it grew")
+            found.append(
+                f"{name}: too few samples to tell whether it grew: send more --requests"
+            )
         elif grown[name] > most:
             found.append(f"{name} grew by {grown[name]:.1f} %, more than {most} %")
     return found

@@ -206,7 +206,9 @@ def test_what_is_wrong_is_said() -> None:
     lines = soak.complaints(bad, {"rss": 11.0, "device": 6.0})
     assert len(lines) == 4
     unknown = soak.complaints(good, {"rss": 3.0, "device": math.nan})
-    assert unknown == ["device: too few samples to tell whether it grew"]
+    assert unknown == [
+        "device: too few samples to tell whether it grew: send more --requests"
+    ]
     assert "no answer was compared" in soak.complaints(soak_client.Tally(), grown)[0]
 
 
