@@ -247,14 +247,37 @@ def test_pages_say_what_servers_with_linear_layers_in_fp8_gain() -> None:
 def test_the_page_says_what_a_soak_found() -> None:
     page = text_of("serving.md")
     (row,) = rows("soak", "0.33.0", H100_RESULTS)
-    (older,) = rows("soak", "0.33.0", RESULTS)
+    older, parallel, data = rows("soak", "0.33.0", RESULTS)
     counts = ("sent", "answered", "refused", "cancelled", "faults", "wrong", "sampled")
-    assert [row[name] for name in counts] == [older[name] for name in counts]
+    for one, other in ((row, older), (parallel, data)):
+        assert [one[name] for name in counts] == [other[name] for name in counts]
+        sent, answered, refused, cancelled = (f"{int(one[n]):,}" for n in counts[:4])
+        assert (
+            f"| {sent} | {answered} | {refused} | {cancelled} | {one['faults']} | "
+            f"{one['wrong']} of {one['sampled']} sampled | {one['built_after_start']} |"
+        ) in page
     assert f"{row['scale_file_changes']} changes of the scale file" in page
     assert (
         f"Device memory grew by {row['device_growth']} % and host memory by "
         f"{row['rss_growth']} %"
     ) in page
+    assert "--mm-encoder-tp-mode data" in data["serve_args"]
+    assert (
+        f"Device memory grew by {parallel['device_growth']} % and "
+        f"{data['device_growth']} %, host memory by {parallel['rss_growth']} % and "
+        f"{data['rss_growth']} %"
+    ) in page
+    middle, worst = (
+        [f"{float(r[name]):.2f}" for r in (parallel, data)]
+        for name in ("median_diff", "worst_diff")
+    )
+    assert (
+        f"by {middle[0]} in the median and by at most {worst[0]} with heads shared, by "
+        f"{middle[1]} and {worst[1]} with whole images"
+    ) in page
+    saved = [(r["scales_saved"], r["scales_not_saved"]) for r in (parallel, data)]
+    assert saved == [("2", "2"), ("1", "3")]
+    assert "two saved their scales with heads shared and one with whole images" in page
 
 
 def test_the_page_of_an_h100_has_its_older_servers() -> None:
