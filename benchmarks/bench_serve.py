@@ -28,15 +28,11 @@ them: rows are compared with stock's of the same run. Two of one model are up in
 
 import argparse
 import itertools
-import os
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -52,6 +48,7 @@ from failures import Failures
 from gpu_use import noted_use, utilisation
 from make_checkpoint import make_checkpoint
 from serve_inputs import NAME, WORKLOADS, image_tokens, write_dataset
+from server_process import START_TIMEOUT_S, ServerProcess, stop_as_by_ctrl_c
 from setups import SETUPS, Setup, setup_option, with_variables
 from tower_cases import MODELS
 from vllm_flashinfer_vit.choices.clock import order_of_turn
@@ -85,8 +82,6 @@ COLUMNS = (
     *ENVIRONMENT_COLUMNS,
 )
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-START_TIMEOUT_S = 400.0
-STOP_TIMEOUT_S = 20.0
 
 
 def server_command(
@@ -114,8 +109,8 @@ def server_command(
     return [*main, str(checkpoint), *own, *setup.options(model, vllm), *more]
 
 
-class Server:
-    """A server's process."""
+class Server(ServerProcess):
+    """A setup's server."""
 
     def __init__(
         self,
@@ -126,64 +121,9 @@ class Server:
         variables: Mapping[str, str] | None = None,
     ) -> None:
         """Start it, with more environment variables; `wait` returns once it answers."""
-        self.setup, self.port, self._log = setup, port, log
-        self.variables = variables or {}
-        with log.open("w") as file:
-            # A group of its own, so that what it starts can be ended with it.
-            self._process = subprocess.Popen(
-                command,
-                env={**setup.environment(command), **self.variables},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        return f"http://127.0.0.1:{self.port}"
-
-    def wait(self, until: float) -> None:
-        """Wait until it answers.
-
-        Args:
-            until: The latest moment, by `time.monotonic`.
-
-        Raises:
-            RuntimeError: It ended, or did not answer in time.
-        """
-        while time.monotonic() < until:
-            if (status := self._process.poll()) is not None:
-                raise RuntimeError(f"it ended with {status}: {self._last_error()}")
-            try:
-                # Its address begins with http.
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):  # noqa: S310
-                    return
-            except OSError:
-                time.sleep(1)
-        raise RuntimeError(f"no answer in {START_TIMEOUT_S:.0f} s, see {self._log}")
-
-    def stop(self) -> None:
-        """End it and all that it started."""
-        for how in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, how)
-                self._process.wait(STOP_TIMEOUT_S)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-
-    def _last_error(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if "Error" in line]
-        return errors[-1].strip() if errors else f"no error in {self._log}"
-
-
-def stop_as_by_ctrl_c() -> None:
-    """Let SIGTERM raise KeyboardInterrupt: servers are stopped, and do not stay behind.
-
-    They are in process groups of their own, which no signal to this one reaches.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+        self.setup, self.variables = setup, variables or {}
+        environment = {**setup.environment(command), **self.variables}
+        super().__init__(command, port, log, environment)
 
 
 def ask(

@@ -33,10 +33,10 @@ from typing import Any
 
 import torch
 
-from bench_serve import stop_as_by_ctrl_c
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment
 from failures import Failures
+from server_process import ServerProcess, stop_as_by_ctrl_c
 from setups import with_variables
 from soak_checkpoint import write_checkpoint
 from soak_client import (
@@ -51,7 +51,7 @@ from soak_client import (
 from soak_inputs import LARGEST, MAX_IMAGES, Request, Size, body, draw_request
 from soak_memory import MAX_GROWTH, MemoryLog, growth
 from soak_scales import Mischief, broken_promises, saves, valid_file
-from soak_servers import SETUP, SoakServer, built, commands, scale_file, serving
+from soak_servers import SETUP, built, commands, scale_file, serving
 from tower_cases import MODELS
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
 
@@ -307,7 +307,7 @@ def soak_model(
         failures.add(model, line)
 
 
-def ended(servers: Sequence[SoakServer]) -> list[str]:
+def ended(servers: Sequence[ServerProcess]) -> list[str]:
     """Return which servers are gone, in words."""
     return [f"the server on {s.port} has ended" for s in servers if s.has_ended]
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from bench_serve import START_TIMEOUT_S, Server, server_command
+from bench_serve import Server, server_command
+from server_process import START_TIMEOUT_S
 from setups import Setup
 
 SETUP = Setup.of("plugin-fp8:graph")
@@ -23,24 +24,6 @@ _BUILT = re.compile(r"JIT compilation during inference: ([^\s.(]+)")
 def scale_file(checkpoint: Path) -> Path:
     """Return where a model's servers save their scales."""
     return checkpoint / "scales" / "scales.json"
-
-
-class SoakServer(Server):
-    """A server whose process and log are looked into."""
-
-    @property
-    def pid(self) -> int:
-        """Its first process."""
-        return self._process.pid
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its first process is gone."""
-        return self._process.poll() is not None
-
-    def log(self) -> str:
-        """All that it has said."""
-        return self._log.read_text(errors="replace")
 
 
 def options(scales: Path, serve_args: str) -> list[str]:
@@ -89,7 +72,7 @@ def commands(
 @contextmanager
 def serving(
     checkpoint: Path, model: str, vllm: str, args: argparse.Namespace
-) -> Iterator[list[SoakServer]]:
+) -> Iterator[list[Server]]:
     """Hold a model's servers, the judge last.
 
     Raises:
@@ -102,7 +85,7 @@ def serving(
         servers = []
         for setup, port, command in commands(checkpoint, model, vllm, args):
             stem = f"soak.{model.rpartition('/')[2]}.{port}"
-            server = SoakServer(setup, command, port, logs / f"{stem}.log")
+            server = Server(setup, command, port, logs / f"{stem}.log")
             stack.callback(server.stop)
             servers.append(server)
         until = time.monotonic() + START_TIMEOUT_S

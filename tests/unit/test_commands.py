@@ -8,11 +8,9 @@ generated, smoke runs of benchmarks and the examples in tests of their own.
 import argparse
 import re
 import runpy
-import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import typer.main
@@ -20,14 +18,10 @@ from _benchmarks import BENCHMARKS
 from _vllm_serve import serve_arguments
 from packaging.version import Version
 
+from page_commands import PAGES, commands, words
 from vllm_flashinfer_vit.commands.cli import main as command
 
 ROOT = BENCHMARKS.parent
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", ".github/SECURITY.md")),
-    *(ROOT / name / "README.md" for name in ("benchmarks", "examples")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
 # What a page of the log shows, not a command.
 LOG_LINES = ("vllm-flashinfer-vit warmed up",)
 # Nothing here can take them: they need Docker, or change the environment. `make
@@ -35,11 +29,6 @@ LOG_LINES = ("vllm-flashinfer-vit warmed up",)
 ELSEWHERE = ("docker", "pip", "uv")
 # Options that the oldest vLLM lacks, as their pages say.
 SINCE = {"--quantization online": "0.33.0"}
-FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-INDENTED = re.compile(r"(?:^|\n)\n((?:    .*\n)+)")
-INLINE = re.compile(r"(?<!`)`([^`\n]+)`")
-COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
-
 
 # Of the click that typer brings, or that it is installed with.
 UsageError = typer.BadParameter.__bases__[0]
@@ -124,29 +113,16 @@ TAKE: dict[str, Callable[[list[str]], None]] = {
 }
 
 
-def commands(page: Path) -> Iterator[str]:
-    """Give the commands of a page, each as one line, in its order."""
-    text = COMMENT.sub("", page.read_text())
-    lines = []
-    for block in (*FENCED.findall(text), *INDENTED.findall(text)):
-        lines += block.replace("\\\n", " ").splitlines()
-    lines += INLINE.findall(FENCED.sub("", text))
-    runners = re.compile(rf"({'|'.join(map(re.escape, (*TAKE, *ELSEWHERE)))})(\s|$)")
-    for line in dict.fromkeys(line.strip() for line in lines):
-        if runners.match(line) and not line.startswith(LOG_LINES):
-            yield line
-
-
 def is_taken(line: str) -> bool:
     """Whether a program here can say if it would take a command."""
-    words = shlex.split(line, comments=True)
-    return words[0] in TAKE and len(words) > 1
+    program, *more = words(line)
+    return program in TAKE and bool(more) and not line.startswith(LOG_LINES)
 
 
 FOUND = [
     pytest.param(line, id=f"{page.relative_to(ROOT)}-{line[:60]}")
     for page in PAGES
-    for line in commands(page)
+    for line in commands(page, (*TAKE, *ELSEWHERE))
     if is_taken(line)
 ]
 
@@ -157,11 +133,10 @@ def test_pages_have_commands() -> None:
 
 @pytest.mark.parametrize("line", FOUND)
 def test_a_command_is_taken(line: str) -> None:
-    words = shlex.split(line, comments=True)
     for option, vllm in SINCE.items():
         if option in line and Version(version("vllm")) < Version(vllm):
             pytest.skip(f"{option}: from vLLM {vllm} on")
-    TAKE[words[0]](words)
+    TAKE[words(line)[0]](words(line))
 
 
 @pytest.mark.parametrize(
@@ -180,6 +155,5 @@ def test_a_command_is_taken(line: str) -> None:
     ],
 )
 def test_a_command_with_a_mistake_is_found(line: str) -> None:
-    words = shlex.split(line)
     with pytest.raises((AssertionError, KeyError, SystemExit, UsageError)):
-        TAKE[words[0]](words)
+        TAKE[words(line)[0]](words(line))

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server of vLLM as a process, and all that it starts."""
+
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+START_TIMEOUT_S = 400.0
+STOP_TIMEOUT_S = 20.0
+
+
+class ServerProcess:
+    """A process that is to answer at a port."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        port: int,
+        log: Path,
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+    ) -> None:
+        """Start it; `wait` returns once it answers.
+
+        Args:
+            command: What to run.
+            port: Where it is going to listen.
+            log: The file that gets all it prints.
+            environment: All of its variables.
+            folder: Where it runs; None for this process's own.
+        """
+        self.port, self._log = port, log
+        with log.open("w") as file:
+            # A group of its own, so that what it starts can be ended with it.
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                cwd=folder,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The first process."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the first process is gone."""
+        return self._process.poll() is not None
+
+    def log(self) -> str:
+        """All that it has said."""
+        return self._log.read_text(errors="replace")
+
+    def wait(self, until: float) -> None:
+        """Wait until it answers.
+
+        Args:
+            until: The latest moment, by `time.monotonic`.
+
+        Raises:
+            RuntimeError: It ended, or did not answer in time.
+        """
+        while time.monotonic() < until:
+            if (status := self._process.poll()) is not None:
+                raise RuntimeError(f"it ended with {status}: {self._last_error()}")
+            try:
+                # Its address begins with http.
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):  # noqa: S310
+                    return
+            except OSError:
+                time.sleep(1)
+        raise RuntimeError(f"no answer in {START_TIMEOUT_S:.0f} s, see {self._log}")
+
+    def stop(self) -> None:
+        """End it and all that it started."""
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._process.pid, how)
+                self._process.wait(STOP_TIMEOUT_S)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+    def _last_error(self) -> str:
+        errors = [line for line in self.log().splitlines() if "Error" in line]
+        return errors[-1].strip() if errors else f"no error in {self._log}"
+
+
+def stop_as_by_ctrl_c() -> None:
+    """Let SIGTERM raise KeyboardInterrupt: servers are stopped, and do not stay behind.
+
+    They are in process groups of their own, which no signal to this one reaches.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
