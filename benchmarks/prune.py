@@ -25,7 +25,7 @@ IDENTITY = (
     *("bench", "level", "config", "input", "seed", "method", "model", "case"),
     *("provider", "kernel", "blocks", "class", "head_dim", "dtype", "mode", "tokens"),
     *("workload", "concurrency", "answer_tokens", "serve_args", "server"),
-    *("stage", "engine_args"),
+    *("stage", "engine_args", "line"),
     # Ten random requests do not stand for a hundred.
     "requests",
 )
@@ -46,6 +46,8 @@ MEASURED = (
     *("median_diff", "worst_diff", "noticed", "rss_growth", "device_growth"),
     *("built_after_start", "scale_file_changes", "scales_saved", "scales_not_saved"),
     *("device_of", "done", "rss_mib", "device_mib"),
+    # Of commands in pages, which may move to another page.
+    *("page", "outcome", "seconds"),
 )
 UNKNOWN = "unknown"
 

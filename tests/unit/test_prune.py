@@ -17,6 +17,7 @@ import csv_log
 import engine_check
 import fp8_page
 import graph_check
+import page_commands
 import prune
 import soak
 import waterfall
@@ -27,6 +28,7 @@ COLUMNS: dict[str, Sequence[str]] = {
     "engine": engine_check.COLUMNS,
     "fp8_accuracy": fp8_page.COLUMNS,
     "graphs": graph_check.COLUMNS,
+    "page_commands": page_commands.COLUMNS,
     "quantize": bench_quantize.BENCH_COLUMNS,
     "request": bench_request.COLUMNS,
     "serve": bench_serve.COLUMNS,
