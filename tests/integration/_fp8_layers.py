@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from _blocks import blocks, build, call, programs, stream, tables, without
 from torch import nn
+from vllm import _custom_ops
 from vllm.model_executor.kernels.linear.scaled_mm import (
     CutlassFP8ScaledMMLinearKernel,
     cutlass,
@@ -20,13 +22,16 @@ from vllm.model_executor.kernels.linear.scaled_mm import (
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import (
     CutlassFp8BlockScaledMMKernel,
 )
+from vllm.model_executor.layers.quantization import fp8, modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (  # noqa: E501
     CompressedTensorsLinearMethod,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Fp8,
+    compressed_tensors_w8a8_fp8,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm.model_executor.layers.quantization.online import fp8 as online
 from vllm.model_executor.layers.quantization.online.fp8 import (
     Fp8PerBlockOnlineLinearMethod,
 )
@@ -152,6 +157,35 @@ def quantize_in_blocks(layer: Any) -> None:
     layer.quant_method = method.__new__(method)
     layer.quant_method.fp8_linear = BlockKernel()
     layer.quant_method.fp8_linear.process_weights_after_loading(layer)
+
+
+def _quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    use_per_token_if_dynamic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand for vLLM's op, which is for GPUs."""
+    if scale is None:
+        dims = (1,) if use_per_token_if_dynamic else (0, 1)
+        scale = x.abs().amax(dims, keepdim=True).float() / E4M3.max
+    rows = (x.float() / scale).clamp(E4M3.min, E4M3.max).to(torch.float8_e4m3fn)
+    return rows, scale if use_per_token_if_dynamic else scale.view(1)
+
+
+def let_vllm_build_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM build layers in FP8 with its CUTLASS kernel, and load them, here."""
+
+    def make(*, activation_quant_key: Any, **_: Any) -> CutlassFP8ScaledMMLinearKernel:
+        config: Any = SimpleNamespace(
+            activation_quant_key=activation_quant_key, out_dtype=None
+        )
+        return CutlassFP8ScaledMMLinearKernel(config, Kernel(False).layer_param_names)
+
+    supported = classmethod(lambda cls, capability=None: (True, None))
+    monkeypatch.setattr(CutlassFP8ScaledMMLinearKernel, "is_supported", supported)
+    for module in (fp8, compressed_tensors_w8a8_fp8, modelopt, online):
+        monkeypatch.setattr(module, "init_fp8_linear_kernel", make)
+    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", _quantize)
 
 
 def weights_of(layer: Any) -> torch.Tensor:

@@ -101,11 +101,12 @@ def op(
 
 @pytest.mark.parametrize("kind", [Kernel, InTiles])
 @pytest.mark.parametrize("inputs", [48, 44, 128])
+@pytest.mark.parametrize("outputs", [32, 36])
 def test_vllm_runs_a_padded_layer_itself(
-    inputs: int, kind: type[Any], monkeypatch: pytest.MonkeyPatch
+    inputs: int, outputs: int, kind: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block that gets what no program takes calls its layers as modules."""
-    layer = row_parallel(inputs)
+    layer = row_parallel(inputs, outputs)
     quantize_layer(layer, "channel", kind)
     monkeypatch.setattr(_custom_ops, "cutlass_scaled_mm", op)
     x = torch.randn(5, inputs)
@@ -119,7 +120,7 @@ def test_vllm_runs_a_padded_layer_itself(
         As=scales,
         Bs=layer.weight_scale,
         bias=layer.bias,
-        output_shape=[5, layer.weight.shape[1]],
+        output_shape=[5, outputs],
     )
     expected = (rows.float() * scales) @ weights_of(layer).t() + layer.bias
     torch.testing.assert_close(found, expected)

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 from _blocks import build
-from _fp8_layers import E4M3, Kernel, weights_of
+from _fp8_layers import let_vllm_build_kernels, weights_of
 from _towers import cpu_only
 from torch import nn
-from vllm import _custom_ops
-from vllm.model_executor.kernels.linear.scaled_mm import CutlassFP8ScaledMMLinearKernel
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.quantization.online import fp8 as online
 from vllm.model_executor.model_loader import reload
@@ -29,33 +27,10 @@ TOLERANCE = 0.04
 METHODS = ["Fp8PerTensorOnlineLinearMethod", "Fp8PtpcOnlineLinearMethod"]
 
 
-def quantize(
-    x: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    use_per_token_if_dynamic: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stand for vLLM's op, which is for GPUs."""
-    if scale is None:
-        dims = (1,) if use_per_token_if_dynamic else (0, 1)
-        scale = x.abs().amax(dims, keepdim=True).float() / E4M3.max
-    rows = (x.float() / scale).clamp(E4M3.min, E4M3.max).to(torch.float8_e4m3fn)
-    return rows, scale if use_per_token_if_dynamic else scale.view(1)
-
-
 @pytest.fixture
 def tower(monkeypatch: pytest.MonkeyPatch) -> Tower:
-    """A tower, for vLLM's configuration; let vLLM's kernel be built here."""
-
-    def make(**_: Any) -> CutlassFP8ScaledMMLinearKernel:
-        made = Kernel(False)
-        key = made.config.activation_quant_key
-        config: Any = SimpleNamespace(activation_quant_key=key, out_dtype=None)
-        return CutlassFP8ScaledMMLinearKernel(config, made.layer_param_names)
-
-    supported = classmethod(lambda cls, capability=None: (True, None))
-    monkeypatch.setattr(CutlassFP8ScaledMMLinearKernel, "is_supported", supported)
-    monkeypatch.setattr(online, "init_fp8_linear_kernel", make)
-    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", quantize)
+    """A tower, for vLLM's configuration."""
+    let_vllm_build_kernels(monkeypatch)
     return build()
 
 
@@ -78,6 +53,8 @@ def test_a_reload_by_layers(method: str, tower: Tower) -> None:
     second: Any = model.second
     kernel = second.quant_method.fp8_linear
     assert type(kernel) is TilesKernel
+    # Its FP8 weight is another tensor.
+    assert second.weight.untyped_storage().nbytes() == second.weight.nbytes
 
     def load(factor: float) -> None:
         for parameter, value in ((second.weight, weight), (second.bias, bias)):

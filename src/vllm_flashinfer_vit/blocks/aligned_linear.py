@@ -53,16 +53,9 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
         self.parts = parts
 
     def reserve(self, layer: torch.nn.Module) -> None:
-        """Give the padding its room after the parameters of a layer just built.
-
-        Tensors that replaced them after loading would leave gaps, each too small
-        for the next block's.
-        """
+        """Give the padding its room after the parameters of a layer just built."""
         for parameter in self._padded(layer):
-            stock = parameter.data
-            values = stock.numel() // self.size * aligned_size(self.size)
-            room = stock.new_empty(values)
-            parameter.data = room[: stock.numel()].view(stock.shape)
+            reserve_room(parameter, self.size, aligned_size(self.size))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pad the layer's parameters, then do what every unquantized layer does."""
@@ -99,13 +92,8 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
     def _align(self, parameter: Any) -> None:
         # vLLM's reload leaves a bias in place, which is padded and has its loader.
         if parameter.shape[self.dim] == self.parts * self.size:
-            padded = self.pad(parameter.data)
-            room = parameter.data.untyped_storage()
-            if room.nbytes() == padded.untyped_storage().nbytes():
-                padded = padded.new_empty(0).set_(room).view(padded.shape).copy_(padded)
-            else:
-                offload_again(parameter)
-            parameter.data = padded
+            parameter.data = into_room(parameter.data, self.pad(parameter.data))
+            offload_again(parameter)
         # vLLM's reload waits for as many elements as a checkpoint has.
         unpadded = parameter.numel() // aligned_size(self.size) * self.size
         parameter.weight_loader_numel = unpadded
@@ -137,6 +125,38 @@ class AlignedLinearMethod(UnquantizedLinearMethod):
             # vLLM's reload counts copied elements, so nothing is copied by copy_.
             self.pad(parameter.data, out=padded)
             parameter.data = padded
+
+
+def reserve_room(parameter: torch.Tensor, size: int, padded: int) -> None:
+    """Give a parameter just built the room for its padding, after its values.
+
+    A tensor that replaced it after loading would leave a gap, too small for the next
+    block's.
+
+    Args:
+        parameter: Contiguous, of any shape.
+        size: Values of one of its dimensions, or of a part of it.
+        padded: How many these will be.
+    """
+    stock = parameter.data
+    room = stock.new_empty(stock.numel() // size * padded)
+    parameter.data = room[: stock.numel()].view(stock.shape)
+
+
+def into_room(stock: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+    """Write a padded copy over a parameter's values, if their storage has the room.
+
+    Args:
+        stock: The values. Offloaded or replaced ones have no room.
+        padded: The copy, contiguous, of the same dtype.
+
+    Returns:
+        What lies in the storage of `stock` then, else `padded` itself.
+    """
+    room = stock.untyped_storage()
+    if room.nbytes() != padded.untyped_storage().nbytes():
+        return padded
+    return padded.new_empty(0).set_(room).view(padded.shape).copy_(padded)
 
 
 def offload_again(parameter: torch.Tensor) -> None:

@@ -15,7 +15,9 @@ from vllm.model_executor.kernels.linear.scaled_mm import CutlassFP8ScaledMMLinea
 from vllm.model_executor.utils import replace_parameter
 
 from vllm_flashinfer_vit.blocks.aligned_linear import (
+    into_room,
     offload_again,
+    reserve_room,
     writes_past_loaders,
 )
 
@@ -29,13 +31,15 @@ class TilesKernel(CutlassFP8ScaledMMLinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pad the weight, `[inputs, outputs]` with contiguous columns, as vLLM does."""
-        super().process_weights_after_loading(layer)
         name = self.layer_param_names[0]
-        rows = getattr(layer, name).t()
-        added = -rows.shape[1] % _TILE
+        stock = getattr(layer, name).data.t()
+        added = -stock.shape[1] % _TILE
         if added:
-            padded = torch.nn.functional.pad(rows, (0, added)).t()
-            replace_parameter(layer, name, padded)
+            # Before vLLM pads to 16 values, by a tensor of its own.
+            padded = into_room(stock, torch.nn.functional.pad(stock, (0, added)))
+            replace_parameter(layer, name, padded.t())
+        super().process_weights_after_loading(layer)
+        if added:
             parameter = getattr(layer, name)
             # Loads what has the checkpoint's size, too.
             parameter.weight_loader = self.padded_weight_loader
@@ -62,8 +66,13 @@ def pad_to_tiles(layer: Any, holder: Any, name: str) -> None:
     if not is_vllms or size % _TILE == 0 or writes_past_loaders():
         return
     setattr(holder, name, TilesKernel(kernel.config, kernel.layer_param_names))
+    padded = size + -size % _TILE
+    weight = getattr(layer, kernel.layer_param_names[0])
+    # A checkpoint's own values stay there; those of 16 bits get a tensor in FP8 later.
+    if weight.dtype == torch.float8_e4m3fn:
+        reserve_room(weight, size, padded)
     logger.info_once(
         "The vision tower's MLPs in FP8 get rows of %d values instead of %d.",
-        size + -size % _TILE,
+        padded,
         size,
     )
