@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 from collections.abc import Iterable
+from types import ModuleType
 
 from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
 from vllm_flashinfer_vit.machine.versions import check_vllm, newer_note, vllm_version
@@ -153,11 +154,8 @@ def apply_early_patches() -> tuple[PatchError, ...]:
     """
     errors: list[PatchError] = []
     for module in _EARLY:
-        try:
-            importlib.import_module(module.MODULE)
-        except ImportError as error:
-            names = ", ".join(patch.name for patch in module.PATCHES)
-            errors.append(PatchError(f"patch {names} does not fit this vLLM: {error}"))
+        if missing := _missing(module):
+            errors.append(missing)
         else:
             errors += apply_fitting(module.PATCHES)
     if errors and is_strict():
@@ -190,10 +188,13 @@ def apply_model_patches(settings: Settings) -> tuple[str, ...]:
             f"the names are {', '.join(sorted(names))}"
         )
     # Runners import it after the model is built.
-    importlib.import_module(encoder_graphs.MODULE)
+    missing = _missing(encoder_graphs)
     if note := newer_note(vllm_version()):
         _warn_once(note)
     _leave_out(apply_fitting(_MODEL_PATCHES, settings.disabled_patches), settings)
+    graphs = {patch.name for patch in encoder_graphs.PATCHES}
+    if missing is not None and not graphs <= settings.disabled_patches:
+        _leave_out([missing], settings)
     in_place = [patch for patch in _MODEL_PATCHES if patch.applied]
     late = [p.name for p in in_place if p.name in settings.disabled_patches]
     if late:
@@ -211,7 +212,8 @@ def apply_graph_patches() -> None:
         PatchError: vLLM's manager is not what this package was written for. The user
             asked for right results where vLLM's may be wrong.
     """
-    importlib.import_module(encoder_graphs.MODULE)
+    if missing := _missing(encoder_graphs):
+        raise missing
     if errors := apply_fitting(encoder_graphs.PATCHES):
         raise errors[0]
 
@@ -223,6 +225,16 @@ def apply_fp8_patches(settings: Settings) -> None:
         PatchError: A patch does not fit, and the settings are strict.
     """
     _leave_out(apply_fitting(fp8_scales.PATCHES, settings.disabled_patches), settings)
+
+
+def _missing(home: ModuleType) -> PatchError | None:
+    """Import the module that patches are of; return why it cannot be had, or None."""
+    try:
+        importlib.import_module(home.MODULE)
+    except ImportError as error:
+        names = ", ".join(patch.name for patch in home.PATCHES)
+        return PatchError(f"patch {names} does not fit this vLLM: {error}")
+    return None
 
 
 def _leave_out(errors: Iterable[PatchError], settings: Settings) -> None:

@@ -271,3 +271,26 @@ def test_patches_that_no_compiled_code_meets_are_not_in_its_cache_key(
     assert plugin.apply_model_patches(Settings()) == ("met",)
     assert all(patch.applied for patch in group)
     revert_group(group)
+
+
+@pytest.mark.parametrize("names", [(), ("encoder-graphs",)])
+def test_graphs_whose_module_is_missing(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, target: type
+) -> None:
+    said: list[str] = []
+    group = (make_patch(), make_patch("make", ("cls", "x"), doubled, "encoder-graphs"))
+    monkeypatch.setattr(plugin.encoder_graphs, "MODULE", "vllm.v1.no_such_module")
+    monkeypatch.setattr(plugin, "_MODEL_PATCHES", group)
+    monkeypatch.setattr(plugin, "newer_note", lambda vllm: None)
+    monkeypatch.setattr(plugin, "_warn_once", said.append)
+    plugin.apply_model_patches(Settings(disabled_patches=frozenset(names)))
+    assert group[0].applied
+    assert len(said) == 1 - len(names)
+    told = "patch encoder-graphs does not fit this vLLM: No module named"
+    assert all(told in line for line in said)
+    with pytest.raises(PatchError, match=told):
+        plugin.apply_model_patches(Settings(strict=True))
+    # Asked for without FLASHINFER.
+    with pytest.raises(PatchError, match=told):
+        plugin.apply_graph_patches()
+    revert_group(group)
