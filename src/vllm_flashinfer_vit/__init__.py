@@ -16,6 +16,18 @@ def register() -> None:
     Called by vLLM in every process that it starts. Initialises no CUDA. A failure
     is logged, or raised if `VLLM_FLASHINFER_VIT_STRICT` is set.
     """
-    from vllm_flashinfer_vit.plugin import register as register_plugin
+    try:
+        # Of a newer vLLM, what this imports may have moved.
+        from vllm_flashinfer_vit.plugin import register as register_plugin
 
-    register_plugin()
+        register_plugin()
+    except Exception:
+        import logging
+
+        from vllm_flashinfer_vit.settings import is_strict
+
+        logging.getLogger("vllm.plugins.flashinfer_vit").exception(
+            "vllm-flashinfer-vit is not active in this process; vLLM runs without it"
+        )
+        if is_strict():
+            raise

@@ -47,28 +47,25 @@ def register() -> None:
     """Wrap the backend selection and register the layer; see `__init__.register`.
 
     Nothing else changes until a model asks for FLASHINFER; model patches follow when
-    the first FLASHINFER layer is built. What goes wrong here is logged. As soon as
-    FLASHINFER is asked for, the wrapped selection raises where no layer is registered,
-    and the layer raises where the selection is not wrapped.
+    the first FLASHINFER layer is built. As soon as FLASHINFER is asked for, the wrapped
+    selection raises where no layer is registered, and the layer raises where the
+    selection is not wrapped.
+
+    Raises:
+        PatchError: A patch does not fit, and the settings are strict.
+        RuntimeError: Another plugin replaces MMEncoderAttention already.
     """
-    try:
-        refusal = apply_platform_patches()
-        if problem := check_vllm(vllm_version()):
-            if os.environ.get(_ENV_WARNED) != problem:
-                os.environ[_ENV_WARNED] = problem
-                logger.warning("%s Without FLASHINFER, vLLM runs as ever.", problem)
-            return
-        if refusal is not None:
-            logger.error("%s Without FLASHINFER, vLLM runs as ever.", refusal)
-        _register_layer(refusal)
-        for error in apply_early_patches():
-            logger.warning("%s", error)
-    except Exception:
-        logger.exception(
-            "vllm-flashinfer-vit is not active in this process; vLLM runs without it"
-        )
-        if is_strict():
-            raise
+    refusal = apply_platform_patches()
+    if problem := check_vllm(vllm_version()):
+        if os.environ.get(_ENV_WARNED) != problem:
+            os.environ[_ENV_WARNED] = problem
+            logger.warning("%s Without FLASHINFER, vLLM runs as ever.", problem)
+        return
+    if refusal is not None:
+        logger.error("%s Without FLASHINFER, vLLM runs as ever.", refusal)
+    _register_layer(refusal)
+    for error in apply_early_patches():
+        logger.warning("%s", error)
 
 
 def _register_layer(refusal: str | None) -> None:

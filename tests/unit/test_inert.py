@@ -132,3 +132,27 @@ def test_a_failed_registration_is_logged_and_raised_if_strict():
     output = done.stdout + done.stderr
     assert "vllm-flashinfer-vit is not active in this process" in output
     assert "Other already replaces MMEncoderAttention" in done.stderr.splitlines()[-1]
+
+
+MOVED = """
+import os, vllm.v1.attention.backends.registry as registry
+del registry.AttentionBackendEnum
+import vllm_flashinfer_vit
+vllm_flashinfer_vit.register()
+print('went on')
+os.environ['VLLM_FLASHINFER_VIT_STRICT'] = '1'
+vllm_flashinfer_vit.register()
+print('went on, strict')
+"""
+
+
+@pytest.mark.extended
+def test_a_vllm_that_lacks_what_is_imported_starts_unless_strict():
+    done = subprocess.run(
+        [sys.executable, "-c", MOVED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "went on" in done.stdout and "went on, strict" not in done.stdout
+    output = done.stdout + done.stderr
+    assert "vllm-flashinfer-vit is not active in this process" in output
+    assert "cannot import name 'AttentionBackendEnum'" in done.stderr
