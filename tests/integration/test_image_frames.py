@@ -267,6 +267,6 @@ def test_items_of_a_batch_are_no_patches():
 
 def test_no_patches_at_all():
     assert image_frames._holds_one_frame(none := torch.zeros(0, 3, 1, 8, 8).byte())
-    field = image_frames.MultiModalFlatField(slices=[slice(0, 0)])
+    field = inputs.MultiModalFlatField(slices=[slice(0, 0)])
     (elem,) = field.build_elems("image", "pixel_values", none)
     assert field.reduce_data([elem]).shape == (0, 384)

@@ -156,3 +156,20 @@ def test_a_vllm_that_lacks_what_is_imported_starts_unless_strict():
     output = done.stdout + done.stderr
     assert "vllm-flashinfer-vit is not active in this process" in output
     assert "cannot import name 'AttentionBackendEnum'" in done.stderr
+
+
+LACKS = """
+import vllm.model_executor.layers.attention, vllm.multimodal.processing
+del vllm.multimodal.inputs.MultiModalFlatField
+import json, vllm_flashinfer_vit
+vllm_flashinfer_vit.register()
+from vllm_flashinfer_vit import plugin
+print(json.dumps([p.name for p in plugin.all_patches() if p.applied]))
+"""
+
+
+@pytest.mark.extended
+def test_a_class_that_one_patch_needs_and_vllm_lacks():
+    applied = run(LACKS)
+    assert "image-frames-received" not in applied
+    assert {"select-cpu", "image-patches"} <= {*applied}

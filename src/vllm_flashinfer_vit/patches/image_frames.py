@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.multimodal.inputs import MultiModalFlatField
 
 from vllm_flashinfer_vit.patches.image_patches import (
     FRAMES,
@@ -84,6 +83,8 @@ def _are_cut_once(pixels: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _receive(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm.multimodal.inputs import MultiModalFlatField
+
     @functools.wraps(original)
     def reduce_data(self: Any, elems: Any, **where: Any) -> Any:
         if not isinstance(self, MultiModalFlatField):
