@@ -103,6 +103,19 @@ def test_a_runner_without_graphs_is_named(
 
 
 @cpu_only
+def test_a_vllm_with_a_single_runner(
+    config_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of()
+    monkeypatch.setattr(advice, "vllm_version", lambda: "99.0")
+    monkeypatch.delattr(type(config), "use_v2_model_runner")
+    text = graphs_off(config)
+    assert text is not None and text.endswith(f"add {FLAG}.")
+    config.compilation_config.cudagraph_mm_encoder = True
+    assert not list(ignored(config))
+
+
+@cpu_only
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("eager", [True, False])
 def test_graphs_that_enforce_eager_leaves_out_are_said(

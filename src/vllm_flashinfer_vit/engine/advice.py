@@ -78,12 +78,17 @@ def ignored(vllm_config: Any) -> Iterator[str]:
             "cudagraph_mm_encoder has no effect with enforce_eager: vLLM captures no "
             "encoder CUDA graphs"
         )
-    if (
-        vllm_config.compilation_config.cudagraph_mm_encoder
-        and vllm_config.use_v2_model_runner
-        and (note := runner_note(vllm_version(), os.environ))
+    if vllm_config.compilation_config.cudagraph_mm_encoder and (
+        note := _runner_note(vllm_config)
     ):
         yield note
+
+
+def _runner_note(vllm_config: Any) -> str | None:
+    """Say if the engine's runner ignores encoder CUDA graphs."""
+    note = runner_note(vllm_version(), os.environ)
+    # Asked last: a vLLM that has a single runner need not say which it is.
+    return note if note and vllm_config.use_v2_model_runner else None
 
 
 def graphs_off(vllm_config: Any) -> str | None:
@@ -125,5 +130,5 @@ def _advice(vllm_config: Any) -> str | None:
         f"models {least} to {most} times as fast for one image of up to 4096 patches, "
         f"which otherwise waits for Python. To turn them on, add {FLAG}."
     )
-    note = vllm_config.use_v2_model_runner and runner_note(vllm_version(), os.environ)
+    note = _runner_note(vllm_config)
     return f"{advice} {note}" if note else advice
