@@ -225,11 +225,13 @@ class TestLookUp:
         assert found == made().layers[FIRST]
 
     def test_a_missing_layer(self) -> None:
-        with pytest.raises(ScaleError, match=rf"'other'.*the-file.json.*{FIRST}"):
+        told = rf"'other'.*the-file.json.*{FIRST}.*; make another by"
+        with pytest.raises(ScaleError, match=told):
             scales.scales_for(made(), self.path, "other", 72)
 
     def test_another_head_dim(self) -> None:
-        with pytest.raises(ScaleError, match=rf"'{FIRST}' has head dim 80, but 72"):
+        told = rf"'{FIRST}' has head dim 80, but 72.*; make another by"
+        with pytest.raises(ScaleError, match=told):
             scales.scales_for(made(), self.path, FIRST, 80)
 
     def test_a_layer_that_the_model_lacks(self) -> None:
@@ -241,7 +243,7 @@ class TestLookUp:
         ("layers", "named"), [("abc", "a, b, c"), ("abcd", "a, b, c and 1 more")]
     )
     def test_no_more_than_three_layers_are_named(self, layers: str, named: str) -> None:
-        with pytest.raises(ScaleError, match=f"model's layers: {named}$"):
+        with pytest.raises(ScaleError, match=f"model's layers: {named}; make"):
             scales.check_no_others(made(), self.path, list(layers))
 
 

@@ -40,6 +40,8 @@ _COUNTED = re.compile(r"abs-max of (\d+) (\w+)")
 # Numbers may be rounded by hand; e4m3 itself rounds by up to 6 %.
 _SCALE_TOLERANCE = 0.01
 
+_ANOTHER = "make another by `vllm-flashinfer-vit calibrate`"
+
 # Ranks that save at once need milliseconds each; an engine must not wait for more.
 _SAVE_TIMEOUT_S = 10.0
 
@@ -139,8 +141,7 @@ def read(path: Path) -> ScaleFile:
         return _parse(read_json(path))
     except (OSError, ValueError) as error:
         raise ScaleError(
-            f"the file of FP8 scales {path} cannot be used: {error}; make another by "
-            "`vllm-flashinfer-vit calibrate`"
+            f"the file of FP8 scales {path} cannot be used: {error}; {_ANOTHER}"
         ) from error
 
 
@@ -267,12 +268,13 @@ def scales_for(
     if found is None:
         raise ScaleError(
             f"layer {layer_name!r} is not in the file of FP8 scales {path}; it has "
-            f"{_some(scales.layers)}. It is of another model, or made for a part of it"
+            f"{_some(scales.layers)}. It is of another model, or made for a part of "
+            f"it; {_ANOTHER}"
         )
     if found.head_dim not in (None, head_dim):
         raise ScaleError(
             f"layer {layer_name!r} has head dim {head_dim}, but {found.head_dim} in "
-            f"the file of FP8 scales {path}; it is of another model"
+            f"the file of FP8 scales {path}, so it is of another model; {_ANOTHER}"
         )
     return found
 
@@ -287,7 +289,7 @@ def check_no_others(scales: ScaleFile, path: Path, layers: Collection[str]) -> N
     if others:
         raise ScaleError(
             f"layer {others[0]!r} of the file of FP8 scales {path} is none of this "
-            f"model's layers: {_some(layers)}"
+            f"model's layers: {_some(layers)}; {_ANOTHER}"
         )
 
 
