@@ -79,6 +79,8 @@ class FlashInferViTAttention(MMEncoderAttention):
             NotServedError: FLASHINFER cannot be had, see `selection.served`, or not
                 with these arguments; or FP8 attention, see `fp8.policy_for`.
             ScaleError: The file of FP8 scales cannot be used, or not for this head dim.
+            PatchError: A patch does not fit, and the settings are strict.
+            ValueError: A setting or a file of measured choices cannot be used.
         """
         settings = Settings.from_env()
         choices = policy = None
