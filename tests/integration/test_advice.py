@@ -14,6 +14,7 @@ from _towers import FAMILIES, cpu_only, small_tower
 from vllm_flashinfer_vit.engine import advice
 from vllm_flashinfer_vit.engine.advice import FLAG, SPEED_UP, graphs_off, ignored
 from vllm_flashinfer_vit.machine.versions import ENV_V2_RUNNER
+from vllm_flashinfer_vit.settings import ENV_FP8_SCALES, ENV_FP8_SKIP_LAYERS
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "eager.csv"
 
@@ -126,6 +127,23 @@ def test_graphs_that_enforce_eager_leaves_out_are_said(
     config.model_config.enforce_eager = eager
     said = [text for text in ignored(config) if "enforce_eager" in text]
     assert len(said) == (asked and eager)
+
+
+@cpu_only
+@pytest.mark.parametrize("dtype", [None, "fp8"])
+def test_settings_of_fp8_without_fp8_are_said(
+    dtype: str | None, config_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of()
+    multimodal = config.model_config.multimodal_config
+    monkeypatch.setattr(multimodal, "mm_encoder_attn_dtype", dtype)
+    monkeypatch.setenv(ENV_FP8_SCALES, "auto")
+    monkeypatch.setenv(ENV_FP8_SKIP_LAYERS, "")
+    assert not list(ignored(config))
+    monkeypatch.setenv(ENV_FP8_SCALES, "block")
+    monkeypatch.setenv(ENV_FP8_SKIP_LAYERS, "0")
+    said = [text.partition(" has no effect without")[0] for text in ignored(config)]
+    assert said == ([] if dtype else [ENV_FP8_SCALES, ENV_FP8_SKIP_LAYERS])
 
 
 @cpu_only

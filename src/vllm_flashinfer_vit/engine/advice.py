@@ -10,7 +10,12 @@ import torch
 
 from vllm_flashinfer_vit.choices.lookup import Choice, fp8_lengths
 from vllm_flashinfer_vit.machine.versions import runner_note, vllm_version
-from vllm_flashinfer_vit.settings import unknown_variables
+from vllm_flashinfer_vit.settings import (
+    ENV_FP8_SCALES,
+    ENV_FP8_SKIP_LAYERS,
+    Settings,
+    unknown_variables,
+)
 
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
@@ -69,10 +74,18 @@ def ignored(vllm_config: Any) -> Iterator[str]:
     """
     for problem in unknown_variables():
         yield problem.what
-    if (
-        vllm_config.compilation_config.cudagraph_mm_encoder
-        # A tower outside an engine may have no model.
-        and getattr(vllm_config.model_config, "enforce_eager", False)
+    # A tower outside an engine may have no model.
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if getattr(multimodal, "mm_encoder_attn_dtype", None) is None:
+        settings = Settings.from_env()
+        of_fp8 = {
+            ENV_FP8_SCALES: settings.fp8_scales,
+            ENV_FP8_SKIP_LAYERS: settings.fp8_skip_layers,
+        }
+        for name in (name for name, value in of_fp8.items() if value):
+            yield f"{name} has no effect without --mm-encoder-attn-dtype fp8"
+    if vllm_config.compilation_config.cudagraph_mm_encoder and getattr(
+        vllm_config.model_config, "enforce_eager", False
     ):
         yield (
             "cudagraph_mm_encoder has no effect with enforce_eager: vLLM captures no "
