@@ -215,6 +215,9 @@ def report(
 ) -> None:
     """Write, print and judge an engine's rows."""
     for values in json.loads((folder / f"{job.stem}.json").read_text()):
+        if "refused" in values:
+            failures.add(f"{job.stem} {values['case']}", values["refused"])
+            continue
         row = {
             **dict.fromkeys(COLUMNS, ""),
             **asdict(job),

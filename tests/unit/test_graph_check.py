@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import vllm
 from _benchmarks import ENVIRONMENT
 
+import chosen_rows
 import engine_check
 import engines
 import graph_check
@@ -20,6 +22,7 @@ import graph_encoder
 import graph_engine
 import graph_requests
 from csv_log import CsvLog
+from failures import Failures
 from simulated_graphs import build_manager, capture, simulated_graphs
 from tower_cases import MODELS
 
@@ -201,6 +204,45 @@ def test_mixtures_are_timed_when_they_first_come(
         "random mixtures",
     ]
     assert [row["requests"] for row in rows[-2:]] == [5, 5]
+
+
+def test_a_case_that_stops_stocks_engine_is_left_out_of_its_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stopped = "The size of tensor a (129) must match tensor b (161)"
+
+    def compare(
+        encoder: SimpleNamespace, request: graph_requests.Request
+    ) -> graph_encoder.Found:
+        if request == graph_requests.CASES["video 160x4x4"]:
+            raise RuntimeError(stopped)
+        return graph_encoder.Found(0.0, True, 0.0, True, 8, 8, 1, 0)
+
+    monkeypatch.setattr(graph_engine, "compare", compare)
+    encoder = SimpleNamespace(
+        device=torch.device("cpu"),
+        inputs=lambda request, seed: request,
+        graph=lambda request: None,
+    )
+    options = {"mixtures": 2, "requests": 2, "max_tokens": 16384}
+    budgets = {"budget_s": 60.0, "requests_budget_s": 60.0}
+    given = encoder, {**options, **budgets}, tmp_path / "lock"
+    with pytest.raises(RuntimeError, match="must match"):
+        graph_engine.measure(*given)
+    rows = graph_engine.measure(*given, is_stock=True)
+    job = engines.Job("Qwen/Qwen3-VL-8B-Instruct", "automatic", "stock-flash_attn")
+    (tmp_path / f"{job.stem}.json").write_text(json.dumps(rows))
+    failures = Failures()
+    log = CsvLog(tmp_path / "graphs.csv", graph_check.COLUMNS)
+    graph_check.report(job, tmp_path, log, failures, ENVIRONMENT)
+    assert failures.lines == [f"{job.stem} video 160x4x4: {stopped}"]
+    written = [row["case"] for row in chosen_rows.read(log.path)]
+    assert {*written} == {
+        *graph_requests.CASES,
+        "random requests after start",
+        "first 2 random mixtures",
+        "random mixtures",
+    } - {"video 160x4x4"}
 
 
 def test_graphs_of_either_runner_are_found() -> None:

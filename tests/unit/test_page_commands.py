@@ -26,6 +26,7 @@ First, on a GPU:
 python examples/embed_images.py IMAGES
 ```
 """
+FOLDER = "PROMETHEUS_MULTIPROC_DIR=$(mktemp -d) "
 SERVER = """\
 import http.server, json, os
 
@@ -161,17 +162,20 @@ def test_a_command_that_fails_says_why(
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("variables", "change", "expected"),
     [
-        ({}, None),
-        ({"SAYS": "stock"}, "does not say that it serves FLASHINFER"),
-        ({"COUNTER": ""}, f"no {page_commands.COUNTER} at /metrics"),
-        ({"TOKENS": "0"}, "no answer about coffee.jpg"),
+        ("", {}, None),
+        ("", {"SAYS": "stock"}, "does not say that it serves FLASHINFER"),
+        ("", {"TOKENS": "0"}, "no answer about coffee.jpg"),
+        ("", {"COUNTER": ""}, None),
+        (FOLDER, {}, None),
+        (FOLDER, {"COUNTER": ""}, f"no {page_commands.COUNTER} at /metrics"),
     ],
 )
 def test_a_server_has_to_serve(
     furnished: tuple[Path, dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,
+    variables: str,
     change: dict[str, str],
     expected: str | None,
 ) -> None:
@@ -184,7 +188,7 @@ def test_a_server_has_to_serve(
     script.write_text(textwrap.dedent(SERVER).replace("PORT", str(port)))
     says = {"SAYS": f"it {page_commands.SERVES}", "COUNTER": page_commands.COUNTER}
     environment |= says | change
-    arguments = f"python {script}", folder, environment, folder / "log"
+    arguments = f"{variables}python {script}", folder, environment, folder / "log"
     if expected is None:
         assert page_commands.serve(*arguments) == "2 images answered"
     else:
