@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM 0.33.0's page says of graphs when they first come, and of the host's time."""
+
+from _pages import ROOT, rows
+
+PAGE = " ".join((ROOT / "docs" / "results_0.33.0.md").read_text().split())
+MODELS = ("Qwen2-VL-7B", "Qwen2.5-VL-7B", "Qwen3-VL-8B")
+
+
+def of(case: str, config: str) -> list[dict[str, str]]:
+    """Return the three models' rows of a case, in the order in which pages name them."""
+    found = {
+        row["model"]: row
+        for row in rows("graphs_first_time", "0.33.0")
+        if (row["case"], row["config"]) == (case, config)
+    }
+    return [found[f"Qwen/{model}-Instruct"] for model in MODELS]
+
+
+def test_mixtures_that_first_come() -> None:
+    for config, what in (("automatic", "in bf16"), ("fp8", "with FP8 attention")):
+        times = [
+            f"{float(row['total_ms']):.0f}"
+            for row in of("first 60 random mixtures", config)
+        ]
+        assert f"{times[0]}, {times[1]} and {times[2]} ms {what}" in PAGE
+
+
+def test_graphs_have_the_bits_of_eager_mode() -> None:
+    counts = []
+    for config in ("automatic", "fp8"):
+        for row in of("random mixtures", config):
+            assert row["same_kernel_bitwise"] == "1"
+            assert row["graph_misses"] == "0"
+            counts.append(int(row["requests"]))
+    assert f"all of {min(counts)} to {max(counts)} |" in PAGE
+
+
+def test_nothing_is_built_after_start() -> None:
+    for config in ("automatic", "fp8"):
+        for row in of("random requests after start", config):
+            assert (row["triton_kernels"], row["cudnn_plans"]) == ("0", "0")
+            assert row["requests"] == "60"
+    assert "nor in 60 of each of the three models" in PAGE
+
+
+def test_host_times_of_stocks_fused_blocks() -> None:
+    fused = [
+        1000 * float(row["p50_ms"])
+        for row in rows("host", "0.33.0")
+        if row["mode"] == "fused_host" and "Qwen2.5-VL" in row["model"]
+    ]
+    assert len(fused) == 3
+    assert f"Qwen2.5-VL take {min(fused):.0f} to {max(fused):.0f}." in PAGE
