@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM 0.33.0's page says of graphs when they first come, and of the host's time."""
+"""What the page of vLLM 0.33.0 says of new mixtures in graphs, and of the host."""
 
 from _pages import ROOT, rows
 
@@ -8,7 +8,7 @@ MODELS = ("Qwen2-VL-7B", "Qwen2.5-VL-7B", "Qwen3-VL-8B")
 
 
 def of(case: str, config: str) -> list[dict[str, str]]:
-    """Return the three models' rows of a case, in the order in which pages name them."""
+    """Return the three models' rows of a case, in the order of pages."""
     found = {
         row["model"]: row
         for row in rows("graphs_first_time", "0.33.0")
