@@ -108,36 +108,26 @@ def test_an_unsupported_vllm_is_named_once_and_left_alone():
     assert "vLLM 0.19.1 is installed" in found["error"]
 
 
-FAILED = """
-import os
+# A vLLM or another plugin that this one cannot serve with, and what is said then.
+OBSTACLES = {
+    "replaced": (
+        """
 from vllm.model_executor.custom_op import op_registry_oot
 class Other: pass
 op_registry_oot['MMEncoderAttention'] = Other
-import vllm_flashinfer_vit
-vllm_flashinfer_vit.register()
-print('went on')
-os.environ['VLLM_FLASHINFER_VIT_STRICT'] = '1'
-vllm_flashinfer_vit.register()
-print('went on, strict')
-"""
-
-
-@pytest.mark.extended
-def test_a_failed_registration_is_logged_and_raised_if_strict():
-    done = subprocess.run(
-        [sys.executable, "-c", FAILED], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "went on" in done.stdout and "went on, strict" not in done.stdout
-    output = done.stdout + done.stderr
-    assert "vllm-flashinfer-vit is not active in this process" in output
-    assert "Other already replaces MMEncoderAttention" in done.stderr.splitlines()[-1]
-
-
-MOVED = """
-import os, vllm.v1.attention.backends.registry as registry
+""",
+        "Other already replaces MMEncoderAttention",
+    ),
+    "moved": (
+        """
+import vllm.v1.attention.backends.registry as registry
 del registry.AttentionBackendEnum
-import vllm_flashinfer_vit
+""",
+        "cannot import name 'AttentionBackendEnum'",
+    ),
+}
+REGISTERS = """
+import os, vllm_flashinfer_vit
 vllm_flashinfer_vit.register()
 print('went on')
 os.environ['VLLM_FLASHINFER_VIT_STRICT'] = '1'
@@ -147,15 +137,17 @@ print('went on, strict')
 
 
 @pytest.mark.extended
-def test_a_vllm_that_lacks_what_is_imported_starts_unless_strict():
+@pytest.mark.parametrize(("obstacle", "said"), OBSTACLES.values(), ids=OBSTACLES)
+def test_a_failed_registration_is_logged_and_raised_if_strict(obstacle, said):
+    code = obstacle + REGISTERS
     done = subprocess.run(
-        [sys.executable, "-c", MOVED], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert "went on" in done.stdout and "went on, strict" not in done.stdout
     output = done.stdout + done.stderr
     assert "vllm-flashinfer-vit is not active in this process" in output
-    assert "cannot import name 'AttentionBackendEnum'" in done.stderr
+    assert said in done.stderr.splitlines()[-1]
 
 
 LACKS = """
