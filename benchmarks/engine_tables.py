@@ -189,20 +189,28 @@ def serve_table(rows: Iterable[Row]) -> str:
     """Write a line a workload: what each server did, and the best over stock's best.
 
     One request at a time: the median time to the first token and its 99th percentile,
-    in milliseconds. Several: requests a second. A line has the servers of the commit
-    that measured it last.
+    in milliseconds. Several: requests a second. A line has the servers of one run, of
+    the commit that measured the workload last; a run without a server of stock's, to
+    which nothing is compared, has none.
+
+    Raises:
+        NoRowsError: No run has one.
     """
-    rows = of_servers(rows)
-    setups = setups_of(rows)
     found: dict[tuple[str, ...], dict[tuple[str, str], Row]] = defaultdict(dict)
-    for row in rows:
-        key = tuple(row[name] for name in SERVER_KEYS)
+    for row in of_servers(rows):
+        key = tuple(row[name] for name in (*SERVER_KEYS, "command"))
         found[key][row["provider"], row["mode"]] = row
+    found = {
+        key: by_setup
+        for key, by_setup in found.items()
+        if any(provider.startswith("stock-") for provider, _ in by_setup)
+    }
+    setups = setups_of(row for by_setup in found.values() for row in by_setup.values())
     heads = (" ".join(setup) for setup in setups)
     first = ("model", "workload", "at once", "more arguments")
     lines = table_head([*first, *heads, "best over stock's best"])
     for key, by_setup in found.items():
-        model, workload, at_once, tokens, more = key
+        model, workload, at_once, tokens, more, _ = key
         if tokens != "1":
             workload += f", {tokens} tokens of answer"
         column, is_time = ("ttft_p50_ms", True) if at_once == "1" else ("req_s", False)

@@ -21,36 +21,37 @@ PANELS = (
 )
 NAMES = (
     "Hatched: without encoder CUDA graphs. Thin lines: the 99th percentile. Requests "
-    "have one image, thumbnails 20 of 400 patches;\na photograph has 4096 patches, a "
-    "page 15376. {} asked for; language models have dummy weights."
+    "have one image, thumbnails 20 of 400 patches, a mixture\nis of these and others; "
+    "a photograph has 4096 patches, a page 15376. {} asked for; language models have\n"
+    "dummy weights. Each line is a run: compare within it."
 )
 # Of a server whose encoder runs without graphs.
 HATCH = "//"
 
 
 def draw_serve(rows: Sequence[Row]) -> Any:
-    """Draw a row of panels a model, a group of bars a workload, a bar a server.
+    """Draw a row of panels a run, a group of bars a workload, a bar a server.
 
     Args:
         rows: Of one version of vLLM, one set of further arguments, and answers of one
             length.
     """
-    models = list(dict.fromkeys(row["model"] for row in rows))
+    runs = list(dict.fromkeys((row["model"], row["command"]) for row in rows))
     setups = setups_of(rows)
     workloads = sorted({row["workload"] for row in rows})
     figure, all_axes = plt.subplots(
-        len(models),
+        len(runs),
         len(PANELS),
-        figsize=(9, 2.1 * len(models) + 1.2),
+        figsize=(9, 2.1 * len(runs) + 1.4),
         squeeze=False,
         layout="constrained",
     )
-    for line, model in enumerate(models):
-        mine = [row for row in rows if row["model"] == model]
+    for line, run in enumerate(runs):
+        mine = [row for row in rows if (row["model"], row["command"]) == run]
         for axes, panel in zip(all_axes[line], PANELS, strict=True):
             _bars(axes, mine, panel, workloads)
             axes.set_title(panel[1], loc="left")
-        all_axes[line, 0].set_ylabel(model.rpartition("/")[2])
+        all_axes[line, 0].set_ylabel(run[0].rpartition("/")[2])
     handles = [
         Patch(
             facecolor=colour_of(provider),
@@ -60,7 +61,7 @@ def draw_serve(rows: Sequence[Row]) -> Any:
         )
         for provider, mode in setups
     ]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+    figure.legend(handles=handles, loc="outside upper right", ncols=4)
     tokens = rows[0]["answer_tokens"]
     asked = "One token is" if tokens == "1" else f"{tokens} tokens are"
     say_where(figure, NAMES.format(asked), rows)
@@ -91,7 +92,7 @@ def _bars(
         )
         top = float(row["ttft_p99_ms"]) if is_alone else value
         axes.plot([where, where], [value, top], color=GREY, linewidth=0.8)
-        axes.text(where, top, f"{value:.3g}", ha="center", va="bottom", fontsize=7)
+        axes.text(where, top, f"{value:.3g}", ha="center", va="bottom", fontsize=6)
     axes.set_xticks(range(len(workloads)), workloads)
     axes.set_xlim(-0.5, len(workloads) - 0.5)
     axes.grid(axis="y")

@@ -11,6 +11,7 @@ from _benchmarks import ENVIRONMENT
 import bench_serve
 import engine_tables
 import prune
+from chosen_rows import NoRowsError
 from csv_log import CsvLog
 from environment import STACK_COLUMNS
 
@@ -30,6 +31,7 @@ def serve_row(setup: str, at_once: int, req_s: float, ttft: float, **changes: st
         "ttft_p50_ms": f"{ttft:.1f}",
         "ttft_p99_ms": f"{2 * ttft:.1f}",
         "commit": "abc1234",
+        "command": "python benchmarks/bench_serve.py",
         **changes,
     }
 
@@ -100,9 +102,31 @@ def test_servers_of_two_commits_are_not_compared() -> None:
         serve_row("stock-flash_attn:graph", 1, 4, 90, commit="0000000"),
         serve_row("plugin:graph", 1, 5, 60),
     ]
+    with pytest.raises(NoRowsError):
+        engine_tables.serve_table(rows)
+
+
+def test_servers_of_two_runs_of_a_commit_are_not_compared(tmp_path: Path) -> None:
+    other = "python benchmarks/bench_serve.py --port 8200"
+    rows = [
+        serve_row("stock-flash_attn4:graph", 64, 12, 80),
+        serve_row("plugin:graph", 64, 15, 60),
+        serve_row("stock-flash_attn:eager", 64, 10, 90, command=other),
+        serve_row("plugin:eager", 64, 14, 70, command=other),
+    ]
+    _, _, one, two = engine_tables.serve_table(rows).splitlines()
+    assert one.endswith("| 12.00 | - | 15.00 | - | 1.25 |")
+    assert two.endswith("| - | 10.00 | - | 14.00 | 1.40 |")
+    # Without its stock the other run has no line, and its servers no column.
+    del rows[2]
     head, _, line = engine_tables.serve_table(rows).splitlines()
-    assert "stock" not in head.replace("stock's best", "")
-    assert line.endswith("| 60.0 (120.0) |  |")
+    assert "eager" not in head and line.endswith("| 12.00 | 15.00 | 1.25 |")
+    pytest.importorskip("matplotlib")
+    import plot_serve
+
+    rows = [{**row, **dataclasses.asdict(ENVIRONMENT), **row} for row in rows]
+    lines = len(plot_serve.draw_serve(rows).axes) / len(plot_serve.PANELS)
+    assert lines == 2
 
 
 def test_a_line_is_of_the_commit_that_measured_it_last() -> None:
