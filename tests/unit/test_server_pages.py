@@ -2,55 +2,21 @@
 """What pages say of servers and single requests is what the rows say."""
 
 from collections import defaultdict
-from pathlib import Path
 
 from _pages import H100_RESULTS, RESULTS, rows, text_of
+from _servers import (
+    DEFAULT,
+    GRAPHS,
+    OLDER,
+    ORDER,
+    QUANTIZED,
+    gains,
+    percents,
+    server_lines,
+    times,
+)
 
 import chosen_rows
-import engine_tables
-from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
-
-# As the page has them: with four API servers, by shared memory, with one, with patches
-# left out.
-ORDER = [
-    "`--api-server-count 4`",
-    "`--api-server-count 4 --mm-tensor-ipc torch_shm`",
-    "",
-    f"`{ENV_DISABLE_PATCHES}=image-frames,image-text --api-server-count 4`",
-]
-
-
-# Of an H100, before images were prepared quicker; stock ran without graphs, too.
-OLDER = "serve_smaller_pages"
-
-
-# Of an H100, as the page's three tables have them.
-GRAPHS = [
-    f"{p}:graph"
-    for p in ("stock-flash_attn", "stock-flash_attn4", "plugin-fp8", "plugin")
-]
-DEFAULT = ["stock-flash_attn:eager", "plugin:eager"]
-QUANTIZED = [
-    *("stock-flash_attn-q8:graph", "stock-flash_attn-q8:eager"),
-    "plugin-fp8-q8:graph",
-]
-
-
-def server_lines(
-    results: Path, name: str = "serve", setups: list[str] | None = None
-) -> list[dict[str, str]]:
-    """Return the lines of the table of servers, by its head."""
-    found = [
-        row
-        for row in rows(name, "0.33.0", results)
-        if setups is None or f"{row['provider']}:{row['mode']}" in setups
-    ]
-    lines = engine_tables.serve_table(found).splitlines()
-    del lines[1]
-    head, *rest = ([cell.strip() for cell in line.split("|")] for line in lines)
-    lines_of = [dict(zip(head, cells, strict=True)) for cells in rest]
-    assert all(float(r["best over stock's best"]) > 1 for r in lines_of)
-    return lines_of
 
 
 def check_tokens_of_pages(found: list[chosen_rows.Row]) -> None:
@@ -64,66 +30,19 @@ def check_tokens_of_pages(found: list[chosen_rows.Row]) -> None:
     assert all(abs(tokens - 15376 / 4) < 10 for tokens in counted)
 
 
-def test_pages_say_what_servers_gain() -> None:
-    lines = server_lines(RESULTS)
-    assert all(r["more arguments"].endswith("server-count 4`") for r in lines)
-    unset = [r for r in lines if "OMP" not in r["more arguments"]]
-    many, alone = (
-        [float(r["best over stock's best"]) for r in unset if r["at once"] == at_once]
-        for at_once in ("64", "1")
-    )
-    more = "{} to {} %".format(*(round(100 * f(many) - 100) for f in (min, max)))
-    sooner = f"{min(alone):.2f} to {max(alone):.2f} times as soon"
-    readme = text_of("README.md")
-    assert f"[{more} more requests a second than stock's with graphs" in readme
-    assert sooner in readme
-    page = text_of("serving.md")
-    assert f"answers {more} more requests a second" in page and sooner in page
-    # One row of each number of threads, of one server.
-    changes: dict[str, list[float]] = {"1": [], "64": []}
-    for row in unset:
-        for four in (r for r in lines if "OMP" in r["more arguments"]):
-            if all(
-                four[name] == row[name] for name in ("model", "workload", "at once")
-            ):
-                for name in ("stock-flash_attn graph", "plugin-fp8 graph"):
-                    now, then = (float(r[name].split()[0]) for r in (four, row))
-                    changes[row["at once"]].append(100 * (now / then - 1))
-    assert len(changes["1"]) == len(changes["64"]) == 6
-    alone = sorted(-change for change in changes["1"])
-    assert f"comes {alone[0]:.0f} to {alone[-1]:.0f} % sooner" in page
-    most, least = max(changes["64"]), -min(changes["64"])
-    assert f"between {least:.0f} % fewer and {most:.0f} % more requests" in page
-
-
-def gains(lines: list[dict[str, str]], at_once: str) -> list[float]:
-    """Return the gains with so many requests at once."""
-    return [
-        float(r["best over stock's best"]) for r in lines if r["at once"] == at_once
-    ]
-
-
-def percents(ratios: list[float]) -> str:
-    return " to ".join(f"{100 * f(ratios) - 100:.0f}" for f in (min, max))
-
-
-def times(ratios: list[float]) -> str:
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
-
-
 def test_pages_say_what_servers_gain_on_an_h100() -> None:
     lines = server_lines(H100_RESULTS, setups=GRAPHS)
     four = [r for r in lines if r["more arguments"] == ORDER[0]]
     many, alone = percents(gains(four, "64")), times(gains(four, "1"))
     readme = text_of("README.md")
-    assert f"{many} % and {alone}; without graphs" in readme
+    assert f"with graphs {many} % and {alone}, without" in readme
     for name in ("serving.md", "results_h100.md"):
         page = text_of(name)
         assert f"full server answers {many} % more requests a second" in page
         assert f"{alone} times as soon" in page
     lines = server_lines(H100_RESULTS, setups=DEFAULT)
     default = percents(gains(lines, "64")), times(gains(lines, "1"))
-    assert "default, {} % and {}.".format(*default) in readme
+    assert "without {} % and {}.".format(*default) in readme
     for name in ("serving.md", "results_h100.md"):
         page = text_of(name)
         assert f"full server answers {default[0]} % more requests" in page
@@ -150,8 +69,9 @@ def test_pages_say_what_servers_gain_on_an_h100() -> None:
         if (r["more arguments"], r["at once"]) == (ORDER[0], "64")
         for stock in [float(r["stock-flash_attn eager"])]
     ]
-    said = f"{min(losses)} to {max(losses)} % fewer requests with its graphs"
-    assert said in page and said in text_of("results_h100.md")
+    said = f"{min(losses)} to {max(losses)} %"
+    assert f"[{said} on an H100]" in page
+    assert f"{said} fewer requests with its graphs" in text_of("results_h100.md")
 
 
 def test_pages_say_what_parts_of_a_request_take() -> None:

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pages say of servers on an H200 is what the rows say."""
+
+from _pages import RESULTS, rows, text_of
+from _servers import DEFAULT, GRAPHS, ORDER, gains, percents, server_lines, times
+
+import chosen_rows
+
+# Stock with FlashAttention 4, and both of this package's, of one run.
+BOTH_MODES = [
+    *("stock-flash_attn4:graph", "stock-flash_attn4:eager"),
+    *("plugin:graph", "plugin-fp8:graph"),
+]
+WORKLOADS = ("page", "photograph", "thumbnails", "mixture")
+QWEN3 = "Qwen/Qwen3-VL-8B-Instruct"
+
+
+def of_setup(line: dict[str, str], setup: str) -> float:
+    """Return a server's figure of a line: milliseconds, or requests a second."""
+    return float(line[setup.replace(":", " ")].split()[0])
+
+
+def over(line: dict[str, str], setup: str, stocks: list[str]) -> float:
+    """Return how many times as good a server is as the best of some."""
+    ours, theirs = of_setup(line, setup), [of_setup(line, one) for one in stocks]
+    return min(theirs) / ours if line["at once"] == "1" else ours / max(theirs)
+
+
+def by_workload(setups: list[str], at_once: str) -> dict[str, dict[str, str]]:
+    """Return the lines of an H200's servers of Qwen3-VL with four API servers."""
+    return {
+        line["workload"]: line
+        for line in server_lines(RESULTS, setups=setups)
+        if (line["more arguments"], line["at once"]) == (ORDER[0], at_once)
+        and line["model"] == "Qwen3-VL-8B"
+    }
+
+
+def test_pages_say_what_servers_of_qwen3_gain() -> None:
+    page, readme = text_of("serving.md"), text_of("README.md")
+    stocks, ours = BOTH_MODES[:2], BOTH_MODES[2:]
+    one, full = (by_workload(BOTH_MODES, at_once) for at_once in ("1", "64"))
+    for name in WORKLOADS:
+        cells = [over(by[name], own, stocks) for by in (one, full) for own in ours]
+        assert f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |" in page
+    bf16, fp8 = (
+        percents([over(full[name], own, stocks) for name in WORKLOADS]) for own in ours
+    )
+    assert f"[{fp8} % more requests a second than stock's best]" in readme
+    assert f"FP8 attention, {bf16} % in bf16" in readme
+    bf16, fp8 = (
+        times([over(full[name], own, stocks[:1]) for name in WORKLOADS]) for own in ours
+    )
+    assert f"gains are {bf16} in bf16 and {fp8} with FP8 attention" in page
+    first = [over(one[name], own, stocks) for name in WORKLOADS for own in ours]
+    assert min(first) > 1
+    others = [
+        line
+        for line in server_lines(RESULTS, setups=GRAPHS)
+        if line["more arguments"] == ORDER[0] and line["model"] != "Qwen3-VL-8B"
+    ]
+    least = min(*first, *gains(others, "1"))
+    assert f"first token comes at least {least:.2f} times as soon" in readme
+    pair = [f"{of_setup(one['thumbnails'], own):.0f}" for own in reversed(ours)]
+    assert "took {} and {} ms".format(*pair) in page
+    best = [f"{max(of_setup(full['page'], x) for x in y):.2f}" for y in (ours, stocks)]
+    said = "{} requests a second with FP8 attention, in place of {}.".format(*best)
+    assert said in page
+
+
+def test_pages_say_what_graphs_and_fp8_attention_bring_a_server() -> None:
+    page = text_of("serving.md")
+    one, full = (by_workload(BOTH_MODES, at_once) for at_once in ("1", "64"))
+    graph, eager, bf16, fp8 = BOTH_MODES
+    ratios = [of_setup(full[x], eager) / of_setup(full[x], graph) for x in WORKLOADS]
+    # Stock's best full server is one without graphs.
+    assert min(ratios) > 1
+    assert f"full servers answered {percents(ratios)} % more" in text_of(
+        "operations.md"
+    )
+    fewer = [100 - 100 / ratio for ratio in ratios]
+    less = f"{min(fewer):.0f} to {max(fewer):.0f} % fewer requests with its graphs"
+    assert page.count(f"{less} than without") == 2
+    assert f"it is up to {max(fewer):.0f} %" in text_of("results_h100.md")
+    more = {x: 100 * over(full[x], fp8, [bf16]) - 100 for x in WORKLOADS}
+    assert (
+        f"{more['page']:.0f} % more pages a second, {more['photograph']:.0f} % more "
+        "photographs, as many thumbnails"
+    ) in page
+    assert abs(more.pop("thumbnails")) < 0.5
+    span = f"{min(more.values()):.0f} to {max(more.values()):.0f} % more requests"
+    assert f"answers {span} than in bf16" in text_of("fp8.md")
+    # Without graphs in another run.
+    alone, many = (by_workload(DEFAULT, at_once) for at_once in ("1", "64"))
+    with_graphs, without = (
+        (of_setup(by["page"], own), of_setup(by["photograph"], own))
+        for by, own in ((full, bf16), (many, DEFAULT[1]))
+    )
+    assert (
+        "answers {:.2f} pages and {:.1f} photographs a second with them, {:.2f} and "
+        "{:.1f} without, in another run"
+    ).format(*with_graphs, *without) in page
+    took = [
+        of_setup(by["photograph"], own)
+        for by, own in ((one, bf16), (alone, DEFAULT[1]), (one, graph), (one, eager))
+    ]
+    assert (
+        "after {:.0f} ms in place of {:.0f}, stock's after {:.0f} in place of {:.0f}"
+    ).format(*took) in page
+
+
+def test_pages_say_what_other_servers_of_an_h200_gain() -> None:
+    page, readme = text_of("serving.md"), text_of("README.md")
+    lines = server_lines(RESULTS, setups=DEFAULT)
+    one, full = times(gains(lines, "1")), percents(gains(lines, "64"))
+    assert f"the first token comes {one} times as soon, that of a page after" in page
+    assert f"full server answers {full} % more requests a second. - **On an" in page
+    assert f"by default, {full} % and {one}." in readme
+    for name, said in (
+        ("page", "of a page after {:.0f} ms in place of {:.0f}"),
+        ("thumbnails", "of thumbnails after {:.0f} in place of {:.0f}"),
+    ):
+        line = by_workload(DEFAULT, "1")[name]
+        took = [of_setup(line, setup) for setup in reversed(DEFAULT)]
+        assert said.format(*took) in page
+    graphs = server_lines(RESULTS, setups=GRAPHS)
+    lines = [line for line in graphs if line["model"] == "Qwen2.5-VL-7B"]
+    (one,) = {f"{gain:.2f}" for gain in gains(lines, "1")}
+    full = percents(gains(lines, "64"))
+    assert f"comes {one} times as soon with all three kinds of images" in page
+    assert f"full server answers {full} % more requests a second. Of Qwen2-VL" in page
+    assert f"with Qwen2.5-VL {full} % more than stock's with graphs" in readme
+    lines = [line for line in graphs if line["model"] == "Qwen2-VL-7B"]
+    (one,), (full,) = (gains(lines, at_once) for at_once in ("1", "64"))
+    assert f"it is {one:.2f} times and {100 * full - 100:.0f} %" in page
+
+
+def test_the_page_says_why_pages_gain_no_more() -> None:
+    text = text_of("serving.md").partition("gains 1.11, and not 1.3")[2]
+    case = QWEN3, "1x15376"
+    best = chosen_rows.Best(rows("encoder", "0.33.0", RESULTS))
+    quantized = chosen_rows.Best(
+        rows("encoder_quantized", "0.33.0", RESULTS), quantized=True
+    )
+    found = (
+        best.stock(*case),
+        best.of(chosen_rows.PLUGIN_FP8, *case),
+        quantized.of(chosen_rows.PLUGIN_FP8 + chosen_rows.QUANTIZED, *case),
+    )
+    stock, ours, linear = (round(float(row["p50_ms"])) for row in found if row)
+    assert found[0] and found[0]["provider"] == "stock-flash_attn4"
+    (llm,) = (
+        round(float(row["p50_ms"]))
+        for row in rows("request", "0.33.0", RESULTS)
+        if (row["bench"], row["workload"]) == ("trace", "page")
+        and (row["stage"], row["provider"])
+        == ("language model", chosen_rows.PLUGIN_FP8)
+    )
+    gain = (stock + llm) / (ours + llm)
+    assert f"takes {stock} ms at stock's best" in text and f"and {ours} in this" in text
+    assert f"({stock} + {llm}) / ({ours} + {llm}) = {gain:.2f}" in text
+    line = by_workload(BOTH_MODES, "64")["page"]
+    theirs, mine = of_setup(line, BOTH_MODES[1]), of_setup(line, BOTH_MODES[3])
+    assert f"{theirs:.2f} and {mine:.2f} requests a second are" in text
+    assert f"are {1e3 / theirs:.0f} and {1e3 / mine:.0f} ms a request" in text
+    saved = 1e3 / theirs - 1e3 / mine
+    assert f"{saved:.0f} less, of the towers' {stock - ours}" in text
+    with_linear = (stock + llm) / (linear + llm)
+    assert f"[{linear} ms](quantized_towers.md#measured)" in text
+    assert f"would make {with_linear:.2f}" in text
+    needed = (stock + llm) / 1.3 - llm
+    assert f"take {needed:.0f}, less than any of this" in text and needed < linear
+    busy = [
+        round(100 * float(row["gpu_busy"]))
+        for row in rows("serve", "0.33.0", RESULTS)
+        if (row["model"], row["workload"], row["concurrency"]) == (QWEN3, "page", "64")
+        and f"{row['provider']}:{row['mode']}" in BOTH_MODES
+        and row["gpu_busy"] != "unknown"
+    ]
+    assert f"works {min(busy)} to {max(busy)} % of the time" in text
