@@ -268,8 +268,9 @@ class TestOwnForward:
         lines = log_of(attach_module, monkeypatch)
         spec = spec_of(type(block))
         assert spec is not None
-        served = attach(spec, nn.ModuleList(), 0, block, Settings())
+        served = attach(spec, blocks := nn.ModuleList(), 0, block, Settings())
         assert (served is None) is bool(lines)
+        assert bool(lines) is (attach_module._PROGRAM not in vars(blocks))
         return lines[0] if lines else None
 
     @pytest.fixture
@@ -306,6 +307,11 @@ class TestOwnForward:
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
         line = self.attached(block, monkeypatch)
         assert line is not None and "VLLM_BATCH_INVARIANT" in line
+
+    def test_a_moved_name(self, block: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr("vllm.model_executor.layers.activation.QuickGELU")
+        line = self.attached(block, monkeypatch)
+        assert line is not None and "cannot import name 'QuickGELU'" in line
 
     @pytest.mark.parametrize("place", ["norm1", "norm2"])
     def test_unknown_norm(

@@ -44,17 +44,28 @@ def attach(
 
     Returns:
         The program; None if vLLM's own steps run the block, which the log says.
+
+    Raises:
+        ImportError: This vLLM lacks what a program needs, and the settings are strict.
     """
     older = spec.older_qkv
     if older is not None and older in dict(block.named_modules()):
         spec = dataclasses.replace(spec, qkv=older)
-    if reason := _unfit(spec, block):
-        logger.info_once("The vision tower's blocks run as vLLM's own: %s.", reason)
-        return None
-    tower = vars(blocks).setdefault(_PROGRAM, TowerProgram(settings.tuned_dir))
-    program = BlockProgram(spec, block, (tower, index), settings.disabled_patches)
-    vars(block)[_PROGRAM] = program
-    return program
+    try:
+        reason = _unfit(spec, block)
+        if reason is None:
+            tower = vars(blocks).get(_PROGRAM) or TowerProgram(settings.tuned_dir)
+            place, left_out = (tower, index), settings.disabled_patches
+            program = BlockProgram(spec, block, place, left_out)
+            vars(blocks)[_PROGRAM], vars(block)[_PROGRAM] = tower, program
+            return program
+    except ImportError as error:
+        if settings.strict:
+            raise
+        # A newer one may have moved it.
+        reason = str(error)
+    logger.info_once("The vision tower's blocks run as vLLM's own: %s.", reason)
+    return None
 
 
 def mark_served(module: torch.nn.Module, child: torch.nn.Module) -> None:
