@@ -114,6 +114,15 @@ class BlockStack(nn.Module):
                 metadata |= {"max_window_seqlen": longest}
         return metadata
 
+    @property
+    def is_told_lengths(self) -> bool:
+        """Whether blocks get the longest length, or rows of one length.
+
+        Else the tokens of a call stand for it, in windows, too.
+        """
+        is_dense = self._stack.shape == "BSC"
+        return is_dense or "max_seqlen" in self._taken({"max_seqlen": torch.empty(0)})
+
     def _taken(self, metadata: Tensors) -> Tensors:
         """Return what the blocks' `forward` takes of this."""
         forward = inspect.signature(type(self.blocks[0]).forward).parameters
@@ -248,13 +257,14 @@ class StackTower:
     def kernels(self, grids: Grids) -> dict[str, str]:
         """See `Tower.kernels`."""
         layer: Any = next(iter(self.attention_layers().values()))
-        longest = max(h * w for _, h, w in grids)
         patches = sum(math.prod(grid) for grid in grids)
+        is_told = getattr(self.visual, "is_told_lengths", True)
+        longest = max(h * w for _, h, w in grids) if is_told else patches
         whole = layer.kernel_for(longest, patches / sum(t for t, _, _ in grids))
         side = getattr(self.visual, "window", 0)
         if not side:
             return {"all": whole}
-        longest = max(_window_lengths(grids, side))
+        longest = max(_window_lengths(grids, side)) if is_told else patches
         return {"full": whole, "windows": layer.kernel_for(longest, None)}
 
 

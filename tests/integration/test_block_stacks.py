@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,27 @@ def test_some_blocks_attend_in_windows(
 
 
 @cpu_only
+@cpu_only
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("EXAONE-4.5", {"full": 96, "windows": 64}),
+        ("openPangu-VL", {"full": 192, "windows": 192}),
+        ("Ovis2.5", {"all": 192}),
+        ("PaddleOCR-VL", {"all": 96}),
+        ("InternViT-300M", {"all": 96}),
+    ],
+)
+def test_kernels_are_named_by_what_blocks_are_told(
+    name: str, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tower = build(name, "FLASHINFER", depth=1)
+    layer = SimpleNamespace(kernel_for=lambda longest, mean: longest)
+    monkeypatch.setattr(StackTower, "attention_layers", lambda self: {"one": layer})
+    # A whole window, and half of one.
+    assert tower.kernels([[1, 12, 8], [1, 12, 8]]) == expected
+
+
 def test_clips_have_the_windows_of_vllms_audio_encoder() -> None:
     seen = []
     # Of 10 ms each.
