@@ -7,7 +7,8 @@ the tower runs in front of them. What comes after the blocks is left out, too.
 Blocks that take a longest length get it on the host, also where vLLM's tower has it on
 the device. There stock's FLASH_ATTN waits for it in each block, and this package takes
 the number of tokens for it, unless a patch hands it over (`longest` of
-`docs/patches.md`): neither is in times of stacks.
+`docs/patches.md`): neither is in times of stacks. Blocks that take none are told it
+where their tower tells them by such a patch; stock's compute it, and wait.
 """
 
 import importlib
@@ -27,6 +28,7 @@ from gemma4_stack import Gemma4Stack
 from known_stacks import STACKS, Stack
 from stack_rotary import Tensors
 from tower_cases import CASES
+from vllm_flashinfer_vit.blocks.attach import told_lengths
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 from vllm_flashinfer_vit.towers.weights import fill_with_random_weights
@@ -56,6 +58,12 @@ _ROPE_BASE = 10000.0
 _WIDE = 2048
 # What `build_stack` can build.
 NAMES = frozenset({*STACKS, *gemma4_stack.TOWERS})
+
+
+# Modules whose towers tell blocks the longest length, whose `forward` takes none.
+_TELLING = ("keye", "openpangu_vl")
+# Such lengths.
+_WHOLE, _WINDOWED = "told", "told in windows"
 
 
 def cases_of(model: str) -> tuple[str, ...]:
@@ -106,22 +114,24 @@ class BlockStack(nn.Module):
                 **stack.rotary(self._turns(grids).to(on), self._dtype),
             }
         )
+        is_taken = "max_seqlen" in metadata
+        metadata |= {} if is_taken or not self.is_told_lengths else {_WHOLE: longest}
         if stack.window:
             windows = _window_lengths(grids, stack.window)
             ends, longest = _ends(windows, on)
-            metadata |= {"cu_window_seqlens": ends}
-            if "max_seqlen" in metadata:
-                metadata |= {"max_window_seqlen": longest}
+            name = "max_window_seqlen" if is_taken else _WINDOWED
+            metadata |= {"cu_window_seqlens": ends, name: longest}
         return metadata
 
     @property
     def is_told_lengths(self) -> bool:
-        """Whether blocks get the longest length, or rows of one length.
+        """Whether blocks know the longest length, or have rows of one length.
 
         Else the tokens of a call stand for it, in windows, too.
         """
-        is_dense = self._stack.shape == "BSC"
-        return is_dense or "max_seqlen" in self._taken({"max_seqlen": torch.empty(0)})
+        stack = self._stack
+        is_known = stack.shape == "BSC" or stack.module in _TELLING
+        return is_known or "max_seqlen" in self._taken({"max_seqlen": torch.empty(0)})
 
     def _taken(self, metadata: Tensors) -> Tensors:
         """Return what the blocks' `forward` takes of this."""
@@ -166,12 +176,21 @@ class BlockStack(nn.Module):
             encoder_metadata = self.prepare_encoder_metadata(grids)
         # As from a patch embedding: vLLM's fused norm writes over what a block gets.
         x = pixels.clone().view(self._shape(len(pixels), grids))
-        whole, windowed = _by_reach(encoder_metadata)
+        metadata = dict(encoder_metadata)
+        lengths = [metadata.pop(name, None) for name in (_WINDOWED, _WHOLE)]
+        whole, windowed = _by_reach(metadata)
         full = self.fullatt_block_indexes
-        for index, block in enumerate(self.blocks):
-            is_full = full is None or index in full
-            found = block(x, **(whole if is_full else windowed))
-            x = found[0] if isinstance(found, tuple) else found
+        are_full = [full is None or i in full for i in range(len(self.blocks))]
+        # As vLLM's towers tell them, once patched.
+        told = {
+            index: longest
+            for index, is_full in enumerate(are_full)
+            if (longest := lengths[is_full]) is not None
+        }
+        with told_lengths(self.blocks, told):
+            for block, is_full in zip(self.blocks, are_full, strict=True):
+                found = block(x, **(whole if is_full else windowed))
+                x = found[0] if isinstance(found, tuple) else found
         return x.reshape(pixels.shape)
 
     def _shape(self, rows: int, grids: Grids | None) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -136,6 +137,27 @@ def _with_lengths(given: Mapping[str, Any], packed_by: str) -> Mapping[str, Any]
         "cu_seqlens": lengths.cu_seqlens,
         "max_seqlen": lengths.max_seqlen,
     }
+
+
+@contextmanager
+def told_lengths(
+    blocks: torch.nn.Module, lengths: Mapping[int, torch.Tensor]
+) -> Iterator[None]:
+    """Tell blocks the longest length of a call, whose `forward` takes none.
+
+    Args:
+        blocks: The list of a tower's blocks, with programs or without.
+        lengths: By place in it, `[] int32` on the CPU, which bound each sequence's.
+    """
+    tower = vars(blocks).get(_PROGRAM)
+    if tower is None:
+        yield
+        return
+    tower.told = lengths
+    try:
+        yield
+    finally:
+        tower.told = {}
 
 
 def spec_of(block_class: type) -> BlockSpec | None:

@@ -261,9 +261,12 @@ class BlockProgram:
 
     def _count(self, now: Pass, x: torch.Tensor, given: Mapping[str, Any]) -> None:
         """Count the pass at a tower's first block, and at its last."""
-        lengths = self._lengths(x, self._offsets(now, given), given.get("max_seqlen"))
+        lengths = self._lengths(x, self._offsets(now, given), self._longest(given))
         counts, is_first = self._attention.counts, self._index == 0
         counts.passed("blocks", len(now.qkv), *lengths, is_first)
+
+    def _longest(self, given: Mapping[str, Any]) -> torch.Tensor | None:
+        return given.get("max_seqlen", self._tower.told.get(self._index))
 
     def count_refused(self, x: torch.Tensor) -> None:
         """Count a pass whose stream the tower's blocks do not take."""
@@ -339,7 +342,7 @@ class BlockProgram:
         attention = self._attention
         cos, sin = self._tables(now, x, given)
         cu_seqlens = self._offsets(now, given)
-        read = cu_seqlens, cos, sin, given.get("max_seqlen")
+        read = cu_seqlens, cos, sin, self._longest(given)
         is_shared = (
             self._group is not None and qkv is now.qkv and not attention.is_watched
         )

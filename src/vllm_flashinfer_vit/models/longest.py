@@ -5,7 +5,7 @@ Kernels are chosen by it. On the device nothing reads it, since that would wait.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,10 @@ WHY = (
     "read it"
 )
 REMOVE_WHEN = "vLLM's tower hands its blocks a longest length on the CPU"
+# See `longest_told`.
+Lengths = Callable[
+    [Any, Mapping[str, Any]], tuple[torch.Tensor | None, torch.Tensor | None]
+]
 # The method that a tower asks for the length.
 COMPUTE = "compute_attn_mask_seqlen"
 
@@ -72,6 +76,60 @@ def longest_on_host(family: str, tower: str, stream: str) -> Patch:
         remove_when=REMOVE_WHEN,
         parameters=("self", stream, "grid_thw"),
         replace=_tell,
+    )
+
+
+def longest_told(
+    family: str,
+    tower: str,
+    blocks: str,
+    parameters: tuple[str, ...],
+    lengths: Lengths,
+    parts: tuple[str, ...] = (),
+) -> Patch:
+    """Return the patch of a tower whose blocks compute the longest length themselves.
+
+    Args:
+        family: vLLM's module of the model.
+        tower: The class that calls the blocks.
+        blocks: Where it has them.
+        parameters: What its `forward` takes.
+        lengths: Returns the longest length of whole images and that of windows, from
+            the tower and what its `forward` was given by name; None where unknown.
+        parts: Its other methods that `lengths` counts on.
+    """
+
+    def replace(original: Function) -> Function:
+        from vllm_flashinfer_vit.blocks.attach import told_lengths
+
+        @functools.wraps(original)
+        def forward(self: Any, *args: Any, **given: Any) -> Any:
+            named = {**dict(zip(parameters[1:], args, strict=False)), **given}
+            whole, windowed = lengths(self, named)
+            layers = getattr(self, blocks)
+            # As these towers have it; without it all blocks attend to whole images.
+            full = getattr(self, "fullatt_block_indexes", None)
+            told = {
+                index: longest
+                for index in range(len(layers))
+                if (longest := whole if not full or index in full else windowed)
+                is not None
+            }
+            with told_lengths(layers, told):
+                return original(self, *args, **given)
+
+        return forward
+
+    path = f"{module_of(family)}:{tower}"
+    return Patch(
+        name=f"{family}-longest",
+        target=f"{path}.forward",
+        stands_for=tuple(f"{path}.{part}" for part in ("forward", *parts)),
+        why="stock computes the longest length in each block, on the device, where no "
+        "choice of a kernel can read it",
+        remove_when=REMOVE_WHEN,
+        parameters=parameters,
+        replace=replace,
     )
 
 
