@@ -17,7 +17,7 @@ from cases import relative_error
 from vllm_flashinfer_vit.blocks import attach as attach_module
 from vllm_flashinfer_vit.blocks import program
 from vllm_flashinfer_vit.blocks.tower_pass import TowerProgram
-from vllm_flashinfer_vit.models import openpangu_vl
+from vllm_flashinfer_vit.models import keye, openpangu_vl
 
 pytestmark = cpu_only
 
@@ -70,6 +70,7 @@ def test_grids_on_the_device_are_not_read() -> None:
     whole, windowed = openpangu_vl._lengths(tower, {"grid_thw": grids})
     # Three merged patches fit a window's side, of seven.
     assert whole is None and int(windowed) == 36
+    assert keye._lengths(tower, {"image_grid_thw": grids}) == (None, None)
 
 
 class Pangu(nn.Module):

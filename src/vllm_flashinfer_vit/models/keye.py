@@ -18,7 +18,8 @@ SPEC = dataclasses.replace(CLIP, is_packed=True, rotary=Rotary("pair", ("rope_em
 
 def _lengths(tower: Any, given: Mapping[str, Any]) -> tuple[torch.Tensor | None, None]:
     grids = given.get("image_grid_thw")
-    if not grids:
+    # A tensor's values may be on the device.
+    if not isinstance(grids, list | tuple) or not grids:
         return None, None
     # Those of a video may be in a list of their own; its frames are one sequence.
     longest = max(map(math.prod, tower.flatten_list(grids)))
