@@ -114,13 +114,15 @@ class BlockStack(nn.Module):
                 **stack.rotary(self._turns(grids).to(on), self._dtype),
             }
         )
-        is_taken = "max_seqlen" in metadata
-        metadata |= {} if is_taken or not self.is_told_lengths else {_WHOLE: longest}
+        is_told = stack.module in _TELLING
+        metadata |= {_WHOLE: longest} if is_told else {}
         if stack.window:
             windows = _window_lengths(grids, stack.window)
             ends, longest = _ends(windows, on)
-            name = "max_window_seqlen" if is_taken else _WINDOWED
-            metadata |= {"cu_window_seqlens": ends, name: longest}
+            metadata |= {"cu_window_seqlens": ends}
+            metadata |= {_WINDOWED: longest} if is_told else {}
+            if "max_seqlen" in metadata:
+                metadata |= {"max_window_seqlen": longest}
         return metadata
 
     @property
@@ -177,18 +179,13 @@ class BlockStack(nn.Module):
         # As from a patch embedding: vLLM's fused norm writes over what a block gets.
         x = pixels.clone().view(self._shape(len(pixels), grids))
         metadata = dict(encoder_metadata)
-        lengths = [metadata.pop(name, None) for name in (_WINDOWED, _WHOLE)]
+        lengths = [metadata.pop(name, None) for name in (_WHOLE, _WINDOWED)]
         whole, windowed = _by_reach(metadata)
         full = self.fullatt_block_indexes
-        are_full = [full is None or i in full for i in range(len(self.blocks))]
         # As vLLM's towers tell them, once patched.
-        told = {
-            index: longest
-            for index, is_full in enumerate(are_full)
-            if (longest := lengths[is_full]) is not None
-        }
-        with told_lengths(self.blocks, told):
-            for block, is_full in zip(self.blocks, are_full, strict=True):
+        with told_lengths(self.blocks, full, *lengths):
+            for index, block in enumerate(self.blocks):
+                is_full = full is None or index in full
                 found = block(x, **(whole if is_full else windowed))
                 x = found[0] if isinstance(found, tuple) else found
         return x.reshape(pixels.shape)

@@ -14,6 +14,7 @@ exit status counts. A row is a command that did.
 
 import argparse
 import base64
+import mimetypes
 import os
 import re
 import shlex
@@ -225,15 +226,15 @@ def ask(url: str, image: Path) -> None:
     """Ask a server about an image.
 
     Raises:
-        RuntimeError: There is none.
+        RuntimeError: There is no answer.
     """
     # vLLM brings it along.
     import openai
 
-    kind = {"jpg": "jpeg"}.get(image.suffix[1:], image.suffix[1:])
+    kind, _ = mimetypes.guess_type(image.name)
     data = base64.b64encode(image.read_bytes()).decode()
     parts = [
-        {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}},
+        {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}},
         {"type": "text", "text": "What is this?"},
     ]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:

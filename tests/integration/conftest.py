@@ -48,6 +48,22 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What attention is settled for, see `tower_pass.Settled.read`, in order."""
+    from vllm_flashinfer_vit.blocks.program import BlockProgram
+
+    seen: list[Any] = []
+    settle = BlockProgram._settle
+
+    def noting(self: Any, x: Any, qkv: Any, read: Any, given: Any) -> Any:
+        seen.append(read)
+        return settle(self, x, qkv, read, given)
+
+    monkeypatch.setattr(BlockProgram, "_settle", noting)
+    return seen
+
+
+@pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have linear layers run past their own methods, as on a GPU."""
     from vllm_flashinfer_vit.blocks import layers, linear

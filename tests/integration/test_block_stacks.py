@@ -25,7 +25,6 @@ from block_stacks import StackTower, build_stack  # noqa: E402
 from known_stacks import STACKS  # noqa: E402
 from tower_cases import AUDIO_CASES  # noqa: E402
 from vllm_flashinfer_vit.blocks.attach import _PROGRAM, program_of  # noqa: E402
-from vllm_flashinfer_vit.blocks.program import BlockProgram  # noqa: E402
 from vllm_flashinfer_vit.models import gemma4  # noqa: E402
 
 GRIDS = [[1, 4, 6], [1, 4, 6], [1, 4, 6]]
@@ -183,16 +182,8 @@ class Seen(torch.nn.Module):
 @cpu_only
 @pytest.mark.parametrize("name", values(["Muse-Spark"], ["EXAONE-4.5", "openPangu-VL"]))
 def test_some_blocks_attend_in_windows(
-    name: str, ran: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str, ran: list[int], settled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settled: list[int] = []
-    settle = BlockProgram._settle
-
-    def noted(self: Any, x: Any, qkv: Any, read: Any, given: Any) -> Any:
-        settled.append(int(read[3]))
-        return settle(self, x, qkv, read, given)
-
-    monkeypatch.setattr(BlockProgram, "_settle", noted)
     stack = replace(STACKS[name], full=frozenset({1}))
     monkeypatch.setitem(STACKS, name, stack)  # type: ignore[arg-type]
     side = stack.window
@@ -212,7 +203,8 @@ def test_some_blocks_attend_in_windows(
     assert lengths == [[2 * side, 4, 24, 24], [2 * side + 4, 24, 24]]
     longest = [int(given["max_seqlen"]) for given in seen if "max_seqlen" in given]
     assert longest in ([], [max(part) for part in lengths])
-    assert sorted(settled) == sorted(max(part) for part in lengths)
+    told = sorted(int(read[3]) for read in settled)
+    assert told == sorted(max(part) for part in lengths)
     assert ran == [0, 1]
     expected = run(build(name, "TORCH_SDPA"), grids)
     assert relative_error(found, expected) < 1e-5

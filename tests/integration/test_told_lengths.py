@@ -15,7 +15,6 @@ from torch import nn
 
 from cases import relative_error
 from vllm_flashinfer_vit.blocks import attach as attach_module
-from vllm_flashinfer_vit.blocks import program
 from vllm_flashinfer_vit.blocks.tower_pass import TowerProgram
 from vllm_flashinfer_vit.models import keye, openpangu_vl
 
@@ -23,22 +22,6 @@ pytestmark = cpu_only
 
 # Keye-VL's whole videos are one sequence.
 LONGEST = max(t * h * w for t, h, w in GRIDS)
-
-
-@pytest.fixture
-def settled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The longest lengths that attention was settled for, block after block."""
-    seen: list[Any] = []
-    settle = program.BlockProgram._settle
-
-    def noted(
-        self: Any, x: torch.Tensor, qkv: torch.Tensor, read: Any, given: Any
-    ) -> Any:
-        seen.append(read)
-        return settle(self, x, qkv, read, given)
-
-    monkeypatch.setattr(program.BlockProgram, "_settle", noted)
-    return seen
 
 
 def run(backend: str) -> Result:

@@ -61,6 +61,10 @@ def test_pages_say_what_servers_of_qwen3_gain() -> None:
     ]
     least = min(*first, *gains(others, "1"))
     assert f"first token comes at least {least:.2f} times as soon" in readme
+    threads = [
+        line for line in server_lines(RESULTS) if "OMP" in line["more arguments"]
+    ]
+    assert f"(older rows {min(gains(threads, '1')):.2f})" in readme
     pair = [f"{of_setup(one['thumbnails'], own):.0f}" for own in reversed(ours)]
     assert "took {} and {} ms".format(*pair) in page
     best = [f"{max(of_setup(full['page'], x) for x in y):.2f}" for y in (ours, stocks)]

@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -141,19 +141,28 @@ def _with_lengths(given: Mapping[str, Any], packed_by: str) -> Mapping[str, Any]
 
 @contextmanager
 def told_lengths(
-    blocks: torch.nn.Module, lengths: Mapping[int, torch.Tensor]
+    blocks: torch.nn.ModuleList,
+    full: Collection[int] | None,
+    whole: torch.Tensor | None,
+    windowed: torch.Tensor | None,
 ) -> Iterator[None]:
     """Tell blocks the longest length of a call, whose `forward` takes none.
 
     Args:
-        blocks: The list of a tower's blocks, with programs or without.
-        lengths: By place in it, `[] int32` on the CPU, which bound each sequence's.
+        blocks: Those of a tower, with programs or without.
+        full: The places of those that attend to whole images; all do without.
+        whole: `[] int32` on the CPU, which bounds each image's; None if unknown.
+        windowed: The same of windows.
     """
     tower = vars(blocks).get(_PROGRAM)
     if tower is None:
         yield
         return
-    tower.told = lengths
+    tower.told = {
+        index: longest
+        for index in range(len(blocks))
+        if (longest := whole if not full or index in full else windowed) is not None
+    }
     try:
         yield
     finally:

@@ -82,8 +82,9 @@ def ignored(vllm_config: Any) -> Iterator[str]:
             ENV_FP8_SCALES: settings.fp8_scales,
             ENV_FP8_SKIP_LAYERS: settings.fp8_skip_layers,
         }
-        for name in (name for name, value in of_fp8.items() if value):
-            yield f"{name} has no effect without --mm-encoder-attn-dtype fp8"
+        for name, value in of_fp8.items():
+            if value:
+                yield f"{name} has no effect without --mm-encoder-attn-dtype fp8"
     if vllm_config.compilation_config.cudagraph_mm_encoder and getattr(
         vllm_config.model_config, "enforce_eager", False
     ):

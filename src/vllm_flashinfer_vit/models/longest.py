@@ -106,16 +106,9 @@ def longest_told(
         def forward(self: Any, *args: Any, **given: Any) -> Any:
             named = {**dict(zip(parameters[1:], args, strict=False)), **given}
             whole, windowed = lengths(self, named)
-            layers = getattr(self, blocks)
             # As these towers have it; without it all blocks attend to whole images.
             full = getattr(self, "fullatt_block_indexes", None)
-            told = {
-                index: longest
-                for index in range(len(layers))
-                if (longest := whole if not full or index in full else windowed)
-                is not None
-            }
-            with told_lengths(layers, told):
+            with told_lengths(getattr(self, blocks), full, whole, windowed):
                 return original(self, *args, **given)
 
         return forward
