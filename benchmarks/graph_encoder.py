@@ -105,7 +105,9 @@ class Encoder:
 
     def graph(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Return the embeddings by way of the manager."""
-        return torch.cat(list(self.manager.execute(dict(inputs))))
+        items = self.manager.execute(dict(inputs))
+        # It leaves a large batch to the model, as a runner then does.
+        return self.eager(inputs) if items is None else torch.cat(list(items))
 
     @contextmanager
     def batches(self) -> Iterator[list[Batch]]:

@@ -107,6 +107,7 @@ def build_manager(
     frames_per_video: int = 2,
     allow_video: bool = True,
     data_parallel: bool = False,
+    ranks: int = 1,
 ) -> Any:
     """Return vLLM's manager for a tower, nothing captured yet.
 
@@ -119,6 +120,7 @@ def build_manager(
         frames_per_video: As for `model_around`.
         allow_video: Whether a prompt may hold a video.
         data_parallel: Whether each of two ranks encodes a part of a batch.
+        ranks: How many share the heads of a tower otherwise.
     """
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
@@ -139,7 +141,9 @@ def build_manager(
         model_config=SimpleNamespace(
             multimodal_config=multimodal, max_model_len=max_tokens
         ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1 + data_parallel),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=2 if data_parallel else ranks
+        ),
     )
     model: Any = tower.visual
     if isinstance(tower, Tower):

@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,6 +88,11 @@ def mark_served(module: torch.nn.Module, child: torch.nn.Module) -> None:
 def is_served_part(module: torch.nn.Module) -> bool:
     """Whether a module belongs to a tower whose blocks have programs."""
     return _SERVED in vars(module)
+
+
+def has_programs(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether blocks among a model's modules run programs."""
+    return any(_PROGRAM in vars(module) for module in modules)
 
 
 def runs(

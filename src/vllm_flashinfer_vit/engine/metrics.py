@@ -81,6 +81,12 @@ SERIES = (
         "Images and videos that ran without one, although the engine has them.",
     ),
     Series(
+        "graph_large",
+        (),
+        "Images and videos of batches that are larger than the largest automatic "
+        "graph, where one would only add padding: no misses.",
+    ),
+    Series(
         "graph_real_tokens",
         (),
         "Tokens, after merging, of what graphs of exact size served.",
@@ -239,6 +245,8 @@ def summary(totals: Mapping[Key, int]) -> str:
     hits, misses = totals.get(("graph_hits",), 0), totals.get(("graph_misses",), 0)
     if hits or misses:
         parts.append(f"graphs served {hits} of {hits + misses} items")
+    if large := totals.get(("graph_large",), 0):
+        parts.append(f"{large} items were in larger batches")
     if real := totals.get(("graph_real_tokens",), 0):
         padded = totals.get(("graph_padded_tokens",), 0)
         parts.append(f"{padded / real:.3f} padded over real tokens")

@@ -14,10 +14,11 @@ import torch
 from vllm.logger import init_logger
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
+from vllm_flashinfer_vit.blocks.attach import has_programs
 from vllm_flashinfer_vit.graphs.layouts import Layout
 from vllm_flashinfer_vit.graphs.model import SHORT, ExactModel
 from vllm_flashinfer_vit.graphs.padded import PaddedManager, graph_name
-from vllm_flashinfer_vit.graphs.sizes import fill, fine_budgets
+from vllm_flashinfer_vit.graphs.sizes import fill, fine_budgets, largest_budget
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -43,13 +44,10 @@ class ExactManager(PaddedManager):
                 self.config.padding_logics[key] = functools.partial(fill, key)
         smallest, _ = self.model.get_encoder_cudagraph_budget_range(self.vllm_config)
         compilation = self.vllm_config.compilation_config
+        # Tokens of the largest batch that graphs serve; None if they are asked for any.
+        self._most: int | None = None
         if not compilation.encoder_cudagraph_token_budgets:
-            step = layout.row_tokens(smallest, ())
-            budgets = fine_budgets(self.token_budgets[0], self.token_budgets[-1], step)
-            self.token_budgets = budgets
-            # vLLM 0.25.1 has `token_budgets` only.
-            if hasattr(self, "path_token_budgets"):
-                self.path_token_budgets = {"default": list(budgets)}
+            self._choose_budgets(layout, layout.row_tokens(smallest, ()))
         has_frames = compilation.encoder_cudagraph_max_frames_per_batch is not None
         self.model = ExactModel(
             self.model,
@@ -67,6 +65,22 @@ class ExactManager(PaddedManager):
         self._of_tokens: dict[tuple[Any, ...], int] = {}
         self._say_what_is_captured()
 
+    def _choose_budgets(self, layout: Layout, step: int) -> None:
+        first, last = self.token_budgets[0], self.token_budgets[-1]
+        # Blocks of vLLM's own take the host several times as long.
+        if has_programs(self.model.modules()):
+            # Each of these has items of its own, the others a part of each item.
+            ranks = self.vllm_config.parallel_config.tensor_parallel_size
+            whole, shared = (ranks, 1) if self.use_dp else (1, ranks)
+            unit = layout.patches_per_token(self.model)
+            useful = largest_budget(first, last, unit, shared)
+            if useful < last:
+                last, self._most = useful, useful * whole
+        self.token_budgets = fine_budgets(first, last, step)
+        # vLLM 0.25.1 has `token_budgets` only.
+        if hasattr(self, "path_token_budgets"):
+            self.path_token_budgets = {"default": list(self.token_budgets)}
+
     def _say_what_is_captured(self) -> None:
         text = f"one for each budget of {self.token_budgets} tokens"
         if axes := getattr(self, "_capture_axes", ()):
@@ -79,6 +93,11 @@ class ExactManager(PaddedManager):
             text += (
                 f", and another one for {budgets}, for batches without a sequence of "
                 f"more than {self.model.short_bound} patches"
+            )
+        if self._most is not None:
+            text += (
+                f"; batches of more than {self._most} tokens keep the GPU busy without "
+                "one, and need no padding then"
             )
         logger.info(
             "vllm-flashinfer-vit captures %d encoder CUDA graphs: %s",
@@ -93,6 +112,12 @@ class ExactManager(PaddedManager):
                 self._model_name(),
                 unused,
             )
+
+    def _is_large(self, mm_kwargs: dict[str, Any]) -> bool:
+        return self._most is not None and self._tokens(mm_kwargs) > self._most
+
+    def _tokens(self, mm_kwargs: dict[str, Any]) -> int:
+        return sum(spec.output_tokens for spec in self._get_item_specs(mm_kwargs))
 
     def _holds_a_row(self, token_budget: int) -> bool:
         keys = itertools.product(*getattr(self, "_capture_axes", ()))
@@ -198,7 +223,7 @@ class ExactManager(PaddedManager):
         with gpu_sync_allowed():
             if token_budget in self._short_budgets and self.model.is_short(mm_kwargs):
                 path = SHORT
-        real = sum(spec.output_tokens for spec in self._get_item_specs(mm_kwargs))
+        real = self._tokens(mm_kwargs)
         output = super()._replay(mm_kwargs, token_budget, path, *args, **kwargs)
         if output is None:
             return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What graphs of exact size have to know of a model, beyond what its buffers say."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,15 @@ class Layout:
         tower: The model's attribute with a packed tower; empty for dense ones.
         merge: The tower's attribute that says how many rows and columns of patches
             become a token.
+        pooled: Returns how many patches of a dense tower become a token, given the
+            model. None where its blocks do not run as programs, which nobody asks.
         by_width: Whether rows are as wide as a graph's key says. vLLM before 0.33 has
             no such keys, and its rows are as wide as the budget.
     """
 
     tower: str = ""
     merge: str = "spatial_merge_size"
+    pooled: Callable[[Any], int] | None = None
     by_width: bool = False
 
     @property
@@ -47,7 +50,9 @@ class Layout:
         return bool(config.modalities) and len(axes) == self.by_width
 
     def patches_per_token(self, model: Any) -> int:
-        """Return how many rows of a packed tower become a token."""
+        """Return how many patches become a token."""
+        if self.pooled is not None:
+            return self.pooled(model)
         merge = getattr(getattr(model, self.tower), self.merge)
         rows, columns = merge if isinstance(merge, tuple | list) else (merge, merge)
         return rows * columns

@@ -70,15 +70,24 @@ class PaddedManager(EncoderCudaGraphManager):
     def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """Encode items, and count those that a graph served.
 
-        None for those that are embeddings already: runners have the model take them.
+        None for those that are embeddings already, and for those that are faster
+        without a graph: runners have the model take them.
         """
         if not _EMBEDDINGS.isdisjoint(mm_kwargs):
+            return None
+        if self._is_large(mm_kwargs):
+            items = len(self._get_item_specs(mm_kwargs))
+            self.counting.add(items, "graph_large")
             return None
         hits, misses = self.graph_hits, self.graph_misses
         outputs = super().execute(mm_kwargs)
         self.counting.add(self.graph_hits - hits, "graph_hits")
         self.counting.add(self.graph_misses - misses, "graph_misses")
         return outputs
+
+    def _is_large(self, mm_kwargs: dict[str, Any]) -> bool:
+        """Return whether a graph would only pad a batch."""
+        return False
 
     @cached_property
     def _sharding(self) -> list[Any]:

@@ -15,6 +15,10 @@ import torch
 # powers of two pad by 2 and 1.44.
 _STEPS = 4
 
+# Patches of the largest automatic graph. A block of a larger batch takes an H200 0.8 ms
+# or more in 16 bits, and a host 0.1 to 0.5 to launch: a graph would only pad it.
+_MOST_PATCHES = 12288
+
 # Frames that a graph has room for, if the user has not said how many: one for each
 # 16 tokens (8 x 8 patches), and some more for small budgets.
 _TOKENS_PER_FRAME = 16
@@ -69,6 +73,20 @@ def fine_budgets(smallest: int, largest: int, step: int = 1) -> list[int]:
             budgets.add((power + part * power // _STEPS) // step * step)
         power *= 2
     return sorted(b for b in budgets if smallest <= b <= largest)
+
+
+def largest_budget(
+    smallest: int, largest: int, patches_per_token: int, ranks: int
+) -> int:
+    """Return the tokens of the largest graph that is faster than eager mode.
+
+    Args:
+        smallest: Tokens of the smallest item.
+        largest: Tokens of the largest batch.
+        patches_per_token: What the tower merges.
+        ranks: How many GPUs share the work on each patch.
+    """
+    return max(smallest, min(largest, _MOST_PATCHES * ranks // patches_per_token))
 
 
 def usual_frames(budget: int) -> int:

@@ -99,6 +99,16 @@ def _prepare_none(original: Function) -> Function:
     return pos_embeds_interpolate
 
 
+def _pooled_by_internvl(model: Any) -> int:
+    return model.patch_tokens // model.num_image_token
+
+
+def _pooled_by_gemma3(model: Any) -> int:
+    vision = model.config.vision_config
+    patches = (vision.image_size // vision.patch_size) ** 2
+    return patches // model.config.mm_tokens_per_image
+
+
 _VISUAL, _MOONVIT = Layout("visual"), Layout("vision_tower", "merge_kernel_size")
 _QWEN2 = f"{MODELS}.qwen2_vl:Qwen2"
 _QWEN2_5 = f"{MODELS}.qwen2_5_vl:Qwen2_5_"
@@ -161,8 +171,16 @@ _EXACT = (
         _MOONVIT,
         *_K25,
     ),
-    _exact("internvl", f"{MODELS}.internvl:InternVLChatModel", Layout()),
-    _exact("gemma3_mm", f"{MODELS}.gemma3_mm:Gemma3ForConditionalGeneration", Layout()),
+    _exact(
+        "internvl",
+        f"{MODELS}.internvl:InternVLChatModel",
+        Layout(pooled=_pooled_by_internvl),
+    ),
+    _exact(
+        "gemma3_mm",
+        f"{MODELS}.gemma3_mm:Gemma3ForConditionalGeneration",
+        Layout(pooled=_pooled_by_gemma3),
+    ),
     _exact(
         "gemma4_mm",
         f"{MODELS}.gemma4_mm:Gemma4ForConditionalGeneration",
