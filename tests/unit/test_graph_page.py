@@ -36,6 +36,44 @@ def test_graphs_have_the_bits_of_eager_mode() -> None:
     assert f"all of {min(counts)} to {max(counts)} |" in PAGE
 
 
+def test_mixtures_that_first_come_beside_stocks() -> None:
+    found = {
+        (row["provider"], row["config"], row["case"]): row
+        for row in rows("graphs", "0.33.0")
+        if row["commit"] == "9d9f69d"
+    }
+    engines = (
+        ("stock-flash_attn", "automatic"),
+        ("plugin", "automatic"),
+        ("plugin", "fp8"),
+    )
+    stock, bf16, fp8 = (
+        float(found[*engine, "first 60 random mixtures"]["total_ms"])
+        for engine in engines
+    )
+    assert (
+        f"take {stock:.0f} ms in stock's engine, {bf16:.0f} in this package's and "
+        f"{fp8:.0f} with FP8: {stock / bf16:.2f} and {stock / fp8:.2f} times"
+    ) in PAGE
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    said = f"Qwen3-VL's are {stock / bf16:.2f} and {stock / fp8:.2f} times as fast"
+    assert said in readme
+    padded = [
+        float(found[*engine, "random mixtures"]["padded_over_real"])
+        for engine in engines[:2]
+    ]
+    said = "computes {:.2f} times the real patches there, this package {:.2f}"
+    assert said.format(*padded) in PAGE
+    for engine in engines[1:]:
+        row = found[*engine, "random mixtures"]
+        assert (row["requests"], row["same_kernel_bitwise"]) == ("60", "1")
+    ours, stocks = (
+        float(found[*engine, "image 26x38"]["p50_ms"])
+        for engine in (engines[1], engines[0])
+    )
+    assert f"takes {ours:.2f} ms in this package's engine, {stocks:.2f} in" in PAGE
+
+
 def test_nothing_is_built_after_start() -> None:
     for config in ("automatic", "fp8"):
         for row in of("random requests after start", config):

@@ -19,8 +19,6 @@ RESULTS = BENCHMARKS / "results" / "h200"
 # folder alone. Those of serving.md ran with more options, in bench_serve.py, and of
 # whole runs of `tune` the package has the tables.
 NOT_RUN = """\
-vllm serve Qwen/Qwen3-VL-8B-Instruct --mm-encoder-attn-backend FLASHINFER --compilation-config '{"cudagraph_mm_encoder": true}'
-sh examples/serve.sh Qwen/Qwen3-VL-8B-Instruct
 vllm serve MODEL --mm-encoder-attn-backend FLASHINFER --compilation-config '{"cudagraph_mm_encoder": true}'
 vllm serve Qwen/Qwen3-VL-8B-Instruct --mm-encoder-attn-backend FLASHINFER --mm-encoder-attn-dtype fp8
 PROMETHEUS_MULTIPROC_DIR=$(mktemp -d) vllm serve MODEL --mm-encoder-attn-backend FLASHINFER

@@ -176,6 +176,24 @@ def test_the_page_says_what_blocks_gain_without_graphs() -> None:
     assert errors[0] > 4 * errors[1]
 
 
+def test_the_page_says_what_told_lengths_do_to_fp8() -> None:
+    rels = {
+        (row["case"], row["provider"]): f"{100 * float(row['rel_err']):.1f}"
+        for row in rows("eager_told_lengths", "0.33.0")
+    }
+    fp8, bf16 = (
+        [rels[case, provider] for case in ("1x1024", "8x1024", "1x4096")]
+        for provider in (chosen_rows.PLUGIN_FP8, chosen_rows.PLUGIN)
+    )
+    # Windows and short images attend in bf16.
+    assert fp8[:2] == bf16[:2] == [fp8[0]] * 2
+    said = (
+        f"FP8 is off by {fp8[0]} % at *1x1024* and *8x1024*, as bf16, and by {fp8[2]} "
+        f"% at *1x4096*, bf16 by {bf16[2]} %."
+    )
+    assert said in text_of(PAGE)
+
+
 def test_pages_say_what_fp8_saves_in_blocks_without_rotary() -> None:
     best = chosen_rows.Best(rows("encoder", "0.33.0"))
     saved = [
