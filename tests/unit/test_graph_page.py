@@ -62,7 +62,7 @@ def test_mixtures_that_first_come_beside_stocks() -> None:
         float(found[*engine, "random mixtures"]["padded_over_real"])
         for engine in engines[:2]
     ]
-    said = "computes {:.2f} times the real patches there, this package {:.2f}"
+    said = "computes {:.2f} times the real patches there, this package {:.2f};"
     assert said.format(*padded) in PAGE
     for engine in engines[1:]:
         row = found[*engine, "random mixtures"]
