@@ -18,7 +18,6 @@ import mimetypes
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,12 @@ from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, ROOT, Environment
 from failures import Failures
 from make_checkpoint import make_checkpoint
-from server_process import START_TIMEOUT_S, ServerProcess, stop_as_by_ctrl_c
+from server_process import (
+    START_TIMEOUT_S,
+    GroupProcess,
+    ServerProcess,
+    stop_as_by_ctrl_c,
+)
 from soak_checkpoint import write_weights
 
 COLUMNS = ("bench", "page", "line", "outcome", "seconds", *ENVIRONMENT_COLUMNS)
@@ -171,21 +175,16 @@ def run(line: str, folder: Path, environment: Mapping[str, str], log: Path) -> s
     Raises:
         RuntimeError: It failed, or took too long.
     """
-    with log.open("w") as file:
-        try:
-            done = subprocess.run(
-                ["/bin/sh", "-c", line],
-                cwd=folder,
-                env=dict(environment),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"no end in {TIMEOUT_S:.0f} s, see {log}") from None
-    if done.returncode:
-        said = log.read_text(errors="replace").strip().splitlines() or [""]
-        raise RuntimeError(f"exit status {done.returncode}: {said[-1]}")
+    process = GroupProcess(["/bin/sh", "-c", line], log, environment, folder)
+    try:
+        status = process.wait_for_end(TIMEOUT_S)
+    finally:
+        process.stop()
+    if status is None:
+        raise RuntimeError(f"no end in {TIMEOUT_S:.0f} s, see {log}")
+    if status:
+        said = process.log().strip().splitlines() or [""]
+        raise RuntimeError(f"exit status {status}: {said[-1]}")
     return "exit status 0"
 
 

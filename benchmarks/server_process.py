@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of vLLM as a process, and all that it starts."""
+"""Processes of vLLM, and all that they start."""
 
 import os
 import signal
@@ -13,7 +13,67 @@ START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 20.0
 
 
-class ServerProcess:
+class GroupProcess:
+    """A process that is ended with all that it starts."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            command: What to run.
+            log: The file that gets all it prints.
+            environment: All of its variables.
+            folder: Where it runs; None for this process's own.
+        """
+        self._log = log
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                cwd=folder,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The first process."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the first process is gone."""
+        return self._process.poll() is not None
+
+    def log(self) -> str:
+        """All that it has said."""
+        return self._log.read_text(errors="replace")
+
+    def wait_for_end(self, seconds: float) -> int | None:
+        """Return what the first process ended with, None if it has not by then."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def stop(self) -> None:
+        """End it and all that it started."""
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._process.pid, how)
+                self._process.wait(STOP_TIMEOUT_S)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+
+class ServerProcess(GroupProcess):
     """A process that is to answer at a port."""
 
     def __init__(
@@ -29,40 +89,17 @@ class ServerProcess:
         Args:
             command: What to run.
             port: Where it is going to listen.
-            log: The file that gets all it prints.
-            environment: All of its variables.
-            folder: Where it runs; None for this process's own.
+            log: See `GroupProcess`, like the other arguments.
+            environment: See `log`.
+            folder: See `log`.
         """
-        self.port, self._log = port, log
-        with log.open("w") as file:
-            # A group of its own, so that what it starts can be ended with it.
-            self._process = subprocess.Popen(
-                command,
-                env=dict(environment),
-                cwd=folder,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        super().__init__(command, log, environment, folder)
+        self.port = port
 
     @property
     def url(self) -> str:
         """Where it listens."""
         return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        """The first process."""
-        return self._process.pid
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the first process is gone."""
-        return self._process.poll() is not None
-
-    def log(self) -> str:
-        """All that it has said."""
-        return self._log.read_text(errors="replace")
 
     def wait(self, until: float) -> None:
         """Wait until it answers.
@@ -83,15 +120,6 @@ class ServerProcess:
             except OSError:
                 time.sleep(1)
         raise RuntimeError(f"no answer in {START_TIMEOUT_S:.0f} s, see {self._log}")
-
-    def stop(self) -> None:
-        """End it and all that it started."""
-        for how in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, how)
-                self._process.wait(STOP_TIMEOUT_S)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
 
     def _last_error(self) -> str:
         errors = [line for line in self.log().splitlines() if "Error" in line]

@@ -5,6 +5,7 @@ import re
 import socket
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,30 @@ def test_a_command_that_fails_says_why(
     monkeypatch.setattr(page_commands, "TIMEOUT_S", 0.1)
     with pytest.raises(RuntimeError, match="no end in 0 s"):
         page_commands.run("sleep 60", folder, environment, folder / "log")
+
+
+def is_running(pid: str) -> bool:
+    try:
+        state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_nothing_stays_of_a_command_that_takes_too_long(
+    furnished: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, environment = furnished
+    monkeypatch.setattr(page_commands, "TIMEOUT_S", 1.0)
+    with pytest.raises(RuntimeError, match="no end in 1 s"):
+        page_commands.run(
+            "sleep 60 & echo $! > child; wait", folder, environment, folder / "log"
+        )
+    child = (folder / "child").read_text().strip()
+    until = time.monotonic() + 10
+    while is_running(child) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not is_running(child)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 from vllm_flashinfer_vit.kernels.scaled_mm import ScaledWeight, cutlass_op, scaled_gemm
 from vllm_flashinfer_vit.machine.stack import Stack
+from vllm_flashinfer_vit.machine.verdicts import ADA
 
 ROWS = (128, 512, 2048, 4096, 8192, 16384, 32768)
 # Inputs and outputs of the QKV projection, attention's projection and the MLP's layers,
@@ -40,8 +41,6 @@ _GATE = 2e-2
 _NO_LESS_EXACT = 1.1
 # More rows take the same code paths, and fp32 takes long for them.
 _GATE_MAX_ROWS = 8192
-# The least compute capability that multiplies matrices in FP8.
-_CAPABILITY = (8, 9)
 
 
 class _Operands(NamedTuple):
@@ -62,7 +61,7 @@ def gemm_candidates(stack: Stack) -> tuple[str, ...]:
     Args:
         stack: What the machine has.
     """
-    if stack.capability is None or stack.capability < _CAPABILITY:
+    if stack.capability is None or stack.capability < ADA:
         return ()
     return tuple(GEMMS) if cutlass_op() is not None else ()
 

@@ -4,7 +4,9 @@
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from vllm_flashinfer_vit.kernels import _triton
+
+LOG2_E = tl.constexpr(_triton.LOG2_E)
 _IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 # GELU by tanh, as a sigmoid of twice the argument: sqrt(8 / pi) (x + 0.044715 x^3).
 _TANH_SCALE = tl.constexpr(1.5957691216057308)

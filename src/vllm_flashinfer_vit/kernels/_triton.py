@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+# Kernels take powers of two, which the hardware has.
+LOG2_E = math.log2(math.e)
 # 16-bit elements of the widest load, 16 bytes.
 _MAX_UNIT = 8
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from vllm_flashinfer_vit.kernels.formats import MAX_WINDOW
-from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE, Needs
+from vllm_flashinfer_vit.machine.verdicts import ADA, FP8_DTYPE, Needs
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ KERNELS: dict[str, Kernel] = {
                 "triton",
                 dtypes=_FP8,
                 head_dims=(32, 128),
-                capability=(8, 9),
+                capability=ADA,
                 major=9,
             ),
             quantized="blocks",
@@ -225,7 +225,7 @@ KERNELS: dict[str, Kernel] = {
             sequences="long",
             entry="flash_fp8:prepare",
             settles=True,
-            needs=Needs("triton", dtypes=_FP8, head_dims=(32, 128), capability=(8, 9)),
+            needs=Needs("triton", dtypes=_FP8, head_dims=(32, 128), capability=ADA),
             quantized="blocks",
             needs_trial=True,
             is_batch_invariant=True,

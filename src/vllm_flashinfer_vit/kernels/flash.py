@@ -21,6 +21,7 @@ import triton.language as tl
 from vllm_flashinfer_vit.kernels._alignment import UNIT, aligned, is_aligned
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, returning
 from vllm_flashinfer_vit.kernels._triton import (
+    LOG2_E,
     check_qkv,
     find_sequence,
     load_columns,
@@ -29,7 +30,6 @@ from vllm_flashinfer_vit.kernels._triton import (
     zero_rows,
 )
 
-_LOG2_E = 1.4426950408889634
 # Keys per step. 128 leaves room for half the warps: 8 x 1024 takes 147 us, not 121.
 _BLOCK_N = 64
 # Two blocks of 8 warps, or four of 4, share an SM, so that one computes its softmax
@@ -271,7 +271,7 @@ def _launch(
         num_blocks + triton.cdiv(num_tokens, _ZERO_ROWS),
         num_tokens,
         num_seqs,
-        scale * _LOG2_E,
+        scale * LOG2_E,
         # In units: every load is one of 16 bytes, asynchronous.
         *(stride // UNIT for stride in strides),
         UNIT=UNIT,

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, returning
 from vllm_flashinfer_vit.kernels._triton import (
+    LOG2_E,
     find_sequence,
     split_width,
     store_columns,
@@ -27,7 +28,6 @@ from vllm_flashinfer_vit.kernels._triton import (
 )
 from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV, check_blocks
 
-_LOG2_E = 1.4426950408889634
 # Rows that one program checks and clears after the last sequence.
 _ZERO_ROWS = 64
 # Two programs an SM; a cap for a third would cost spills.
@@ -253,7 +253,7 @@ def _plan(
         num_tokens,
         num_seqs,
         num_blocks,
-        scale * _LOG2_E,
+        scale * LOG2_E,
         H=heads,
         H_KV=kv_heads,
         D=head_dim,

@@ -42,10 +42,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan
 
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, returning
-from vllm_flashinfer_vit.kernels._triton import split_width
+from vllm_flashinfer_vit.kernels._triton import LOG2_E, split_width
 from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV, check_blocks
-
-_LOG2_E = 1.4426950408889634
 
 _GROUPS = 3
 _BLOCK_M = 64 * _GROUPS
@@ -710,7 +708,7 @@ def _plan(
         min(most_tiles, torch.cuda.get_device_properties(device).multi_processor_count),
         num_seqs,
         num_tokens,
-        scale * _LOG2_E,
+        scale * LOG2_E,
         H=heads,
         H_RATIO=heads // k.shape[0],
         num_warps=4,

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, returning
 from vllm_flashinfer_vit.kernels._triton import (
+    LOG2_E,
     check_qkv,
     load_columns,
     split_pairs,
@@ -32,7 +33,6 @@ from vllm_flashinfer_vit.kernels._triton import (
 from vllm_flashinfer_vit.kernels.formats import MAX_WINDOW
 from vllm_flashinfer_vit.kernels.rope import rotate
 
-_LOG2_E = 1.4426950408889634
 # Rows that one program checks and clears after the last sequence.
 _ZERO_ROWS = 64
 
@@ -306,7 +306,7 @@ def _launch(
         num_seqs * heads + triton.cdiv(num_tokens, _ZERO_ROWS),
         num_tokens,
         num_seqs,
-        scale * _LOG2_E,
+        scale * LOG2_E,
         *(stride // unit for stride in strides),
         *(stride // unit_c for stride in strides_c),
         UNIT=unit,

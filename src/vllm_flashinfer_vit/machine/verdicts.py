@@ -27,8 +27,8 @@ HALF_DTYPES = ("float16", "bfloat16")
 FP8_DTYPE = "float8_e4m3fn"
 
 # The least compute capability that multiplies matrices in FP8.
-_ADA = (8, 9)
-_GENERATIONS = {(8, 0): "Ampere", _ADA: "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
+ADA = (8, 9)
+_GENERATIONS = {(8, 0): "Ampere", ADA: "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ def _capability_refusal(needs: Needs, stack: Stack) -> Verdict | None:
     if stack.capability is None:
         return Verdict(False, "it needs an NVIDIA GPU and this process sees none")
     has = f"{stack.gpus[0].name} has {_dotted(stack.capability)}"
-    if needs.is_fp8 and stack.capability < _ADA:
+    if needs.is_fp8 and stack.capability < ADA:
         return Verdict(
             False,
-            f"FP8 needs compute capability {_generation(_ADA)} or newer; {has}",
+            f"FP8 needs compute capability {_generation(ADA)} or newer; {has}",
             "leave --mm-encoder-attn-dtype out",
         )
     if stack.capability < needs.capability:
