@@ -67,16 +67,16 @@ class ExactManager(PaddedManager):
 
     def _choose_budgets(self, layout: Layout, step: int) -> None:
         first, last = self.token_budgets[0], self.token_budgets[-1]
-        # Blocks of vLLM's own take the host several times as long.
-        if has_programs(self.model.modules()):
-            # Each of these has items of its own, the others a part of each item.
-            ranks = self.vllm_config.parallel_config.tensor_parallel_size
-            whole, shared = (ranks, 1) if self.use_dp else (1, ranks)
-            unit = layout.patches_per_token(self.model)
-            useful = largest_budget(first, last, unit, shared)
-            if useful < last:
-                last, self._most = useful, useful * whole
-        self.token_budgets = fine_budgets(first, last, step)
+        # Each of these has items of its own, the others a part of each item.
+        ranks = self.vllm_config.parallel_config.tensor_parallel_size
+        whole, shared = (ranks, 1) if self.use_dp else (1, ranks)
+        is_quick = has_programs(self.model.modules())
+        unit = layout.patches_per_token(self.model)
+        useful = largest_budget(first, last, unit, shared, is_quick)
+        # Other blocks take the host several times as long: vLLM cuts larger batches.
+        if is_quick and useful < last:
+            self._most = useful * whole
+        self.token_budgets = fine_budgets(first, useful, step)
         # vLLM 0.25.1 has `token_budgets` only.
         if hasattr(self, "path_token_budgets"):
             self.path_token_budgets = {"default": list(self.token_budgets)}

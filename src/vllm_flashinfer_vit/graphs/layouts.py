@@ -25,7 +25,7 @@ class Layout:
         merge: The tower's attribute that says how many rows and columns of patches
             become a token.
         pooled: Returns how many patches of a dense tower become a token, given the
-            model. None where its blocks do not run as programs, which nobody asks.
+            model.
         by_width: Whether rows are as wide as a graph's key says. vLLM before 0.33 has
             no such keys, and its rows are as wide as the budget.
     """

@@ -18,6 +18,9 @@ _STEPS = 4
 # Patches of the largest automatic graph. A block of a larger batch takes an H200 0.8 ms
 # or more in 16 bits, and a host 0.1 to 0.5 to launch: a graph would only pad it.
 _MOST_PATCHES = 12288
+# The same where launches take a host longer. It fills a GPU: batches that are cut into
+# several of it lose nothing.
+_MOST_PATCHES_SLOW = 24576
 
 # Frames that a graph has room for, if the user has not said how many: one for each
 # 16 tokens (8 x 8 patches), and some more for small budgets.
@@ -76,17 +79,19 @@ def fine_budgets(smallest: int, largest: int, step: int = 1) -> list[int]:
 
 
 def largest_budget(
-    smallest: int, largest: int, patches_per_token: int, ranks: int
+    smallest: int, largest: int, patches_per_token: int, ranks: int, is_quick: bool
 ) -> int:
-    """Return the tokens of the largest graph that is faster than eager mode.
+    """Return the tokens of the largest graph that is worth its memory.
 
     Args:
         smallest: Tokens of the smallest item.
         largest: Tokens of the largest batch.
         patches_per_token: What the tower merges.
         ranks: How many GPUs share the work on each patch.
+        is_quick: Whether blocks run as programs, which a host launches soonest.
     """
-    return max(smallest, min(largest, _MOST_PATCHES * ranks // patches_per_token))
+    most = _MOST_PATCHES if is_quick else _MOST_PATCHES_SLOW
+    return max(smallest, min(largest, most * ranks // patches_per_token))
 
 
 def usual_frames(budget: int) -> int:

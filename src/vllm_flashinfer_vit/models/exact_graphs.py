@@ -109,6 +109,10 @@ def _pooled_by_gemma3(model: Any) -> int:
     return patches // model.config.mm_tokens_per_image
 
 
+def _pooled_by_gemma4(model: Any) -> int:
+    return model.config.vision_config.pooling_kernel_size**2
+
+
 _VISUAL, _MOONVIT = Layout("visual"), Layout("vision_tower", "merge_kernel_size")
 _QWEN2 = f"{MODELS}.qwen2_vl:Qwen2"
 _QWEN2_5 = f"{MODELS}.qwen2_5_vl:Qwen2_5_"
@@ -184,7 +188,7 @@ _EXACT = (
     _exact(
         "gemma4_mm",
         f"{MODELS}.gemma4_mm:Gemma4ForConditionalGeneration",
-        Layout(by_width=True),
+        Layout(pooled=_pooled_by_gemma4, by_width=True),
     ),
 )
 # Models that are captured exactly, each with the first vLLM whose graphs are, if it is
