@@ -233,7 +233,7 @@ class Found(NamedTuple):
         padded: Tokens that the graphs computed.
         real: Tokens of the batches in them.
         hits: Items that graphs served.
-        misses: Items that ran without a graph.
+        misses: Items that ran without a graph, but for those of batches that need none.
     """
 
     rel_err: float

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from simulated_graphs import build_manager, capture, simulated_graphs  # noqa: E402
 from vllm_flashinfer_vit.engine.metrics import of_process  # noqa: E402
-from vllm_flashinfer_vit.graphs import sizes  # noqa: E402
+from vllm_flashinfer_vit.graphs import padded, sizes  # noqa: E402
 from vllm_flashinfer_vit.graphs.layouts import LAYOUT  # noqa: E402
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES  # noqa: E402
 
@@ -84,7 +84,7 @@ def test_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize(
     ("limits", "largest"),
-    [({"max_tokens": 80}, 80), ({"max_tokens": 256, "budgets": (64, 256)}, 256)],
+    [({"max_tokens": 96}, 96), ({"max_tokens": 256, "budgets": (64, 256)}, 256)],
     ids=["few tokens", "the user's"],
 )
 def test_graphs_serve_all_where_the_bound_does_not_matter(
@@ -95,8 +95,14 @@ def test_graphs_serve_all_where_the_bound_does_not_matter(
         manager = build_manager(tower, **limits)
         capture(manager, tower)
         assert manager.token_budgets[-1] == largest
-        # Cut into batches of their own, as by vLLM.
-        assert ask(manager, tower, [[1, 8, 24], [1, 8, 24]]) is not None
+        # vLLM cuts them into batches, where they are more than a graph holds.
+        assert ask(manager, tower, LARGE) is not None
+    assert (manager.graph_hits, manager.graph_misses) == (2, 0)
+
+
+def test_a_limit_of_items_leaves_the_bound_as_it_is() -> None:
+    manager = build_manager(small_tower("qwen3_vl"), max_tokens=256, max_items=4)
+    assert (manager.token_budgets[-1], manager.max_batch_size) == (96, 4)
 
 
 def test_blocks_of_vllms_own_run_a_large_batch_in_parts(
@@ -126,11 +132,37 @@ def test_two_ranks_take_twice_the_work(data_parallel: bool, largest: int) -> Non
     assert manager.token_budgets[-1] == largest
     # 192 tokens, and 193.
     both, more = FITS * 2, [*FITS * 2, [1, 2, 2]]
+    # As many as the first, but in one item.
+    whole = [[1, 24, 32]]
     found = [
         manager._is_large(request("image", pixels(tower.spec, grids), grids))
-        for grids in (both, more)
+        for grids in (both, more, whole)
     ]
-    assert found == [False, True]
+    assert found == [False, True, data_parallel]
+
+
+@pytest.mark.parametrize(("rank", "count"), [(0, 3), (1, 0)])
+def test_ranks_with_items_of_their_own_count_a_large_batch_once(
+    rank: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(padded, "get_tensor_model_parallel_rank", lambda: rank)
+    tower = small_tower("qwen3_vl")
+    manager = build_manager(tower, max_tokens=256, data_parallel=True)
+    before = counted()["graph_large"]
+    with manager.counting.step():
+        assert ask(manager, tower, [*FITS * 2, [1, 2, 2]]) is None
+    assert counted()["graph_large"] - before == count
+
+
+def test_videos_that_a_model_does_not_capture_leave_images_their_graph() -> None:
+    name = "moonshotai/Kimi-K2.5"
+    tower, case = built(name), CASES[name]
+    with simulated_graphs():
+        manager = build_manager(tower, max_tokens=256)
+        capture(manager, tower)
+        with tower.running():
+            assert manager.execute(case.inputs([[1, 8, 8], [2, 4, 4]])) is not None
+    assert (manager.token_budgets[-1], manager.graph_hits) == (96, 1)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -169,6 +169,7 @@ class TestLog:
             ("encoder_patches", "triton", "1024", "graph"): 9000,
             ("graph_hits",): 12,
             ("graph_misses",): 1,
+            ("graph_large",): 3,
             ("graph_real_tokens",): 1000,
             ("graph_padded_tokens",): 1090,
             ("fallbacks", "graph_size"): 1,
@@ -179,9 +180,10 @@ class TestLog:
         }
         assert summary(totals) == (
             "encoder passes: 12 by triton (graph, up to 1024 patches), 1 by flash_attn "
-            "(blocks, any length); graphs served 12 of 13 items; 1.090 padded over "
-            "real tokens; fall-backs: 1 graph_size; FP8 scales cut off 3 of 1000 "
-            "blocks; built after the start: 2 Triton kernels, 0 cuDNN plans"
+            "(blocks, any length); graphs served 12 of 13 items; 3 items were in "
+            "batches that need none; 1.090 padded over real tokens; fall-backs: 1 "
+            "graph_size; FP8 scales cut off 3 of 1000 blocks; built after the start: "
+            "2 Triton kernels, 0 cuDNN plans"
         )
         assert summary({}) == (
             "encoder passes: none; fall-backs: none; built after the start: 0 Triton "

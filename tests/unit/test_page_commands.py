@@ -15,7 +15,7 @@ import chosen_rows
 import page_commands
 
 RESULTS = BENCHMARKS / "results" / "h200"
-# What no GPU has run as it is written; take out what gets a row. The first four servers
+# What no GPU has run as it is written; take out what gets a row. The first two servers
 # came up and answered (0fe19e4), but were then asked for counters, which they have in a
 # folder alone. Those of serving.md ran with more options, in bench_serve.py, and of
 # whole runs of `tune` the package has the tables.

@@ -246,7 +246,7 @@ def summary(totals: Mapping[Key, int]) -> str:
     if hits or misses:
         parts.append(f"graphs served {hits} of {hits + misses} items")
     if large := totals.get(("graph_large",), 0):
-        parts.append(f"{large} items were in larger batches")
+        parts.append(f"{large} items were in batches that need none")
     if real := totals.get(("graph_real_tokens",), 0):
         padded = totals.get(("graph_padded_tokens",), 0)
         parts.append(f"{padded / real:.3f} padded over real tokens")

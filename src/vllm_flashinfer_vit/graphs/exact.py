@@ -44,8 +44,9 @@ class ExactManager(PaddedManager):
                 self.config.padding_logics[key] = functools.partial(fill, key)
         smallest, _ = self.model.get_encoder_cudagraph_budget_range(self.vllm_config)
         compilation = self.vllm_config.compilation_config
-        # Tokens of the largest batch that graphs serve; None if they are asked for any.
-        self._most: int | None = None
+        # None where graphs serve every batch.
+        self._most_tokens: int | None = None
+        self._step_tokens = self.token_budgets[-1]
         if not compilation.encoder_cudagraph_token_budgets:
             self._choose_budgets(layout, layout.row_tokens(smallest, ()))
         has_frames = compilation.encoder_cudagraph_max_frames_per_batch is not None
@@ -67,7 +68,7 @@ class ExactManager(PaddedManager):
 
     def _choose_budgets(self, layout: Layout, step: int) -> None:
         first, last = self.token_budgets[0], self.token_budgets[-1]
-        # Each of these has items of its own, the others a part of each item.
+        # Ranks have items of their own, as wholes, or share the work on each.
         ranks = self.vllm_config.parallel_config.tensor_parallel_size
         whole, shared = (ranks, 1) if self.use_dp else (1, ranks)
         is_quick = has_programs(self.model.modules())
@@ -75,7 +76,7 @@ class ExactManager(PaddedManager):
         useful = largest_budget(first, last, unit, shared, is_quick)
         # Other blocks take the host several times as long: vLLM cuts larger batches.
         if is_quick and useful < last:
-            self._most = useful * whole
+            self._most_tokens = useful * whole
         self.token_budgets = fine_budgets(first, useful, step)
         # vLLM 0.25.1 has `token_budgets` only.
         if hasattr(self, "path_token_budgets"):
@@ -94,10 +95,10 @@ class ExactManager(PaddedManager):
                 f", and another one for {budgets}, for batches without a sequence of "
                 f"more than {self.model.short_bound} patches"
             )
-        if self._most is not None:
+        if self._most_tokens is not None:
             text += (
-                f"; batches of more than {self._most} tokens keep the GPU busy without "
-                "one, and need no padding then"
+                f"; batches of more than {self._most_tokens} tokens keep the GPU busy "
+                "without one, and need no padding then"
             )
         logger.info(
             "vllm-flashinfer-vit captures %d encoder CUDA graphs: %s",
@@ -114,10 +115,18 @@ class ExactManager(PaddedManager):
             )
 
     def _is_large(self, mm_kwargs: dict[str, Any]) -> bool:
-        return self._most is not None and self._tokens(mm_kwargs) > self._most
+        if self._most_tokens is None:
+            return False
+        # Kimi-K2.5 gives videos, of which it captures none, more than any step has.
+        tokens = [n for n in self._tokens(mm_kwargs) if n <= self._step_tokens]
+        return (
+            sum(tokens) > self._most_tokens
+            # One rank would have it to itself.
+            or max(tokens, default=0) > self.token_budgets[-1]
+        )
 
-    def _tokens(self, mm_kwargs: dict[str, Any]) -> int:
-        return sum(spec.output_tokens for spec in self._get_item_specs(mm_kwargs))
+    def _tokens(self, mm_kwargs: dict[str, Any]) -> list[int]:
+        return [spec.output_tokens for spec in self._get_item_specs(mm_kwargs)]
 
     def _holds_a_row(self, token_budget: int) -> bool:
         keys = itertools.product(*getattr(self, "_capture_axes", ()))
@@ -190,7 +199,7 @@ class ExactManager(PaddedManager):
             graph_name(other, path, axis_keys)
         ]
 
-    def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+    def _execute_local(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Encode items, after normalising pixels where only the model would."""
         wrapped = self.model.wrapped
         # In 0.28 and 0.29 the model normalises in `_process_image_input`, which graphs
@@ -203,7 +212,7 @@ class ExactManager(PaddedManager):
                 else value
                 for key, value in mm_kwargs.items()
             }
-        return super().execute(mm_kwargs)
+        return super()._execute_local(mm_kwargs)
 
     def clear(self) -> None:
         """Release the graphs and the shared buffers."""
@@ -223,7 +232,7 @@ class ExactManager(PaddedManager):
         with gpu_sync_allowed():
             if token_budget in self._short_budgets and self.model.is_short(mm_kwargs):
                 path = SHORT
-        real = self._tokens(mm_kwargs)
+        real = sum(self._tokens(mm_kwargs))
         output = super()._replay(mm_kwargs, token_budget, path, *args, **kwargs)
         if output is None:
             return None

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
@@ -76,8 +77,10 @@ class PaddedManager(EncoderCudaGraphManager):
         if not _EMBEDDINGS.isdisjoint(mm_kwargs):
             return None
         if self._is_large(mm_kwargs):
-            items = len(self._get_item_specs(mm_kwargs))
-            self.counting.add(items, "graph_large")
+            # Ranks with items of their own would each count all of them.
+            if not self.use_dp or get_tensor_model_parallel_rank() == 0:
+                items = len(self._get_item_specs(mm_kwargs))
+                self.counting.add(items, "graph_large")
             return None
         hits, misses = self.graph_hits, self.graph_misses
         outputs = super().execute(mm_kwargs)

@@ -15,8 +15,8 @@ import torch
 # powers of two pad by 2 and 1.44.
 _STEPS = 4
 
-# Patches of the largest automatic graph. A block of a larger batch takes an H200 0.8 ms
-# or more in 16 bits, and a host 0.1 to 0.5 to launch: a graph would only pad it.
+# Patches of the largest automatic graph. A block of a larger batch takes an H200 0.7 ms
+# or more in 16 bits, and a host 0.1 to 0.2 to launch: a graph would only pad it.
 _MOST_PATCHES = 12288
 # The same where launches take a host longer. It fills a GPU: batches that are cut into
 # several of it lose nothing.
@@ -81,7 +81,7 @@ def fine_budgets(smallest: int, largest: int, step: int = 1) -> list[int]:
 def largest_budget(
     smallest: int, largest: int, patches_per_token: int, ranks: int, is_quick: bool
 ) -> int:
-    """Return the tokens of the largest graph that is worth its memory.
+    """Return the tokens of the largest graph that is worth its memory, if any is.
 
     Args:
         smallest: Tokens of the smallest item.
