@@ -33,6 +33,7 @@ class GroupProcess:
         """
         self._log = log
         with log.open("w") as file:
+            # A group of its own, so that what it starts can be ended with it.
             self._process = subprocess.Popen(
                 command,
                 env=dict(environment),
