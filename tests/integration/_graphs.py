@@ -54,9 +54,11 @@ def run(manager: Any, tower: Tower, modality: str, grids: Any) -> torch.Tensor:
         return torch.cat(manager.execute(request(modality, values, grids)))
 
 
-def metas(manager: Any) -> list[Any]:
-    sets = manager.budget_graphs.values()
-    return [meta for graphs in sets for meta in graphs.values()]
+def metas(manager: Any, path: str | None = None) -> list[Any]:
+    """Return the graphs of one set, or of all."""
+    sets = manager.budget_graphs
+    chosen = sets.values() if path is None else [sets[path]]
+    return [meta for graphs in chosen for meta in graphs.values()]
 
 
 def as_two_ranks(manager: Any, tower: Built, inputs: dict[str, Any]) -> torch.Tensor:

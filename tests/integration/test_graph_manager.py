@@ -216,7 +216,7 @@ class TestReplay:
                 frames_per_video=500,
             )
             capture(manager, tower)
-            (meta,) = metas(manager)
+            (meta,) = metas(manager, "default")
             room = meta.input_buffers["cu_seqlens"].numel() - 1
             assert room == (max_frames or usual_frames(160))
             got = run(manager, tower, "video", grids)
@@ -236,10 +236,10 @@ class TestReplay:
             # Three frames of 100 patches are more than the smaller budget holds.
             sizes = {"budgets": (64, 160), "max_items": 1, "frames_per_video": 3}
             video = build_manager(tower, max_tokens=160, **sizes)
-            assert video._short_budgets == [64, 160]
+            assert video._more_budgets["short"] == [64, 160]
             manager = build_manager(tower, max_tokens=160, **LIMITS)
             capture(manager, tower)
-            assert manager.get_num_graphs_to_capture() == 5
+            assert manager.get_num_graphs_to_capture() == 3 + 3 + 2
             assert sorted(manager.budget_graphs["short"]) == [64, 128]
             for meta in manager.budget_graphs["short"].values():
                 longest = [
@@ -256,6 +256,47 @@ class TestReplay:
                 replayed.assert_called_once()
                 expected = tower.encode(pixels(tower.spec, grids), grids)
                 torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize(
+        ("modality", "grids", "path"),
+        [
+            ("image", [[1, 12, 20]], "single"),
+            ("video", [[1, 16, 16]], "single"),
+            ("video", [[2, 12, 10]], "default"),
+            ("image", [[1, 12, 18], [1, 2, 2]], "default"),
+        ],
+        ids=str,
+    )
+    def test_one_image_has_graphs_of_its_own(
+        self, family: str, modality: str, grids: list[list[int]], path: str
+    ) -> None:
+        tower = small_tower(family)
+        with simulated_graphs():
+            manager = build_manager(tower, max_tokens=160, **LIMITS)
+            capture(manager, tower)
+            assert sorted(manager.budget_graphs["single"]) == [16, 64, 128]
+            for meta in metas(manager, "single"):
+                bounds = {
+                    key: buffer.tolist()
+                    for key, buffer in meta.input_buffers.items()
+                    if key in ("cu_seqlens", "max_seqlen", "max_seqlen_full")
+                }
+                filled = 4 * meta.token_budget
+                # So the layers choose a kernel for one sequence, not for many.
+                assert bounds.pop("cu_seqlens") == [0, filled]
+                assert set(bounds.values()) == {filled}
+            graph = manager.budget_graphs[path][64].graph
+            with mock.patch.object(graph, "run", wraps=graph.run) as replayed:
+                got = run(manager, tower, modality, grids)
+            replayed.assert_called_once()
+        expected = tower.encode(pixels(tower.spec, grids), grids)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+    def test_a_limit_of_one_image_needs_no_second_graphs(self, family: str) -> None:
+        limits = {"budgets": (16, 64), "max_items": 1, "allow_video": False}
+        manager = build_manager(small_tower(family), max_tokens=64, **limits)
+        assert manager._more_budgets["single"] == []
+        assert manager.get_num_graphs_to_capture() == 2
 
     def test_the_manager_is_of_this_package(
         self, family: str, monkeypatch: pytest.MonkeyPatch
@@ -302,7 +343,7 @@ def test_a_graph_holds_the_batch_with_the_most_windows(
         manager = build_manager(tower, max_tokens=160, **limits)
         capture(manager, tower)
         windows = sum(t * -(-h // 8) * -(-w // 8) for t, h, w in grids)
-        (meta,) = (meta for meta in metas(manager) if meta.token_budget == budget)
+        meta = manager.budget_graphs["default"][budget]
         # Room for them, and for no more.
         assert meta.input_buffers["cu_window_seqlens"].numel() == windows + 1
         got = run(manager, tower, modality, grids)
@@ -319,7 +360,7 @@ class TestBudgets:
         manager = self.build()
         assert manager.token_budgets == [64, 80, 96, 112, 128, 160, 192, 224, 256]
         assert manager.max_batch_size <= manager.token_budgets[0]
-        assert manager.get_num_graphs_to_capture() == 9
+        assert manager.get_num_graphs_to_capture() == 2 * 9
         if hasattr(manager, "path_token_budgets"):
             assert manager.path_token_budgets == {"default": manager.token_budgets}
 

@@ -303,14 +303,14 @@ class TestPacked:
             sizes = {"max_tokens": 160, "budgets": (64, 160), "allow_video": False}
             # Two short ones are never more than the second holds.
             few = build_manager(tower, **sizes, max_items=2)
-            assert few._short_budgets == [64]
+            assert few._more_budgets["short"] == [64]
             with mock.patch.object(exact.logger, "info") as said:
                 manager = build_manager(tower, **sizes, max_items=8)
             assert "another one for [64, 160]" in said.call_args.args[-1]
             assert "more than 100 patches" in said.call_args.args[-1]
             capture(manager, tower)
-            assert manager._short_budgets == [64, 160]
-            assert manager.get_num_graphs_to_capture() == len(metas(manager)) == 4
+            assert manager._more_budgets["short"] == [64, 160]
+            assert manager.get_num_graphs_to_capture() == len(metas(manager)) == 6
             for batch, is_short in ((GRIDS[0], True), (GRIDS[1], False)):
                 with mock.patch.object(
                     manager, "_get_graph_set", wraps=manager._get_graph_set

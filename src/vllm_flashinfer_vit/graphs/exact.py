@@ -15,8 +15,8 @@ from vllm.logger import init_logger
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from vllm_flashinfer_vit.blocks.attach import has_programs
-from vllm_flashinfer_vit.graphs.layouts import Layout
-from vllm_flashinfer_vit.graphs.model import SHORT, ExactModel
+from vllm_flashinfer_vit.graphs.layouts import Layout, lengths
+from vllm_flashinfer_vit.graphs.model import SHORT, SINGLE, ExactModel
 from vllm_flashinfer_vit.graphs.padded import PaddedManager, graph_name
 from vllm_flashinfer_vit.graphs.sizes import fill, fine_budgets, largest_budget
 
@@ -90,10 +90,12 @@ class ExactManager(PaddedManager):
                 f"one for each number of images of {list(widths)} tokens that budgets "
                 f"of {self.token_budgets} tokens hold"
             )
-        if budgets := self._short_budgets:
+        if budgets := self._more_budgets[SINGLE]:
+            text += f", another one for {budgets}, for batches of one image"
+        if budgets := self._more_budgets[SHORT]:
             text += (
-                f", and another one for {budgets}, for batches without a sequence of "
-                f"more than {self.model.short_bound} patches"
+                f", another one for {budgets}, for batches without a sequence of more "
+                f"than {self.model.short_bound} patches"
             )
         if self._most_tokens is not None:
             text += (
@@ -139,20 +141,24 @@ class ExactManager(PaddedManager):
         return type(self.model.wrapped).__name__
 
     @functools.cached_property
-    def _short_budgets(self) -> list[int]:
-        """Budgets that are captured for short sequences, too."""
+    def _more_budgets(self) -> dict[str, list[int]]:
+        """Budgets that are captured once more, by the set of graphs."""
+        budgets: dict[str, list[int]] = {SHORT: [], SINGLE: []}
+        if not self.model.layout.is_packed:
+            return budgets
         bound = self.model.short_bound
-        if bound is None:
-            return []
-        budgets = []
         for smaller, budget in itertools.pairwise([0, *self.token_budgets]):
             sequences = self.model.sequences(
                 budget, self.max_batch_size, self.max_frames_per_batch
             )
+            if sequences > 1:
+                budgets[SINGLE].append(budget)
+            if bound is None:
+                continue
             # If the most that there can be fit a smaller graph, none comes here.
             is_reached = smaller * self.model.unit < sequences * bound
             if is_reached and bound < budget * self.model.unit:
-                budgets.append(budget)
+                budgets[SHORT].append(budget)
         return budgets
 
     def get_num_graphs_to_capture(self) -> int:
@@ -161,17 +167,20 @@ class ExactManager(PaddedManager):
             {self.model.tokens(budget, keys) for budget in self.token_budgets} - {0}
             for keys in itertools.product(*getattr(self, "_capture_axes", ()))
         )
-        return sum(map(len, sizes)) + len(self._short_budgets)
+        return sum(map(len, sizes)) + sum(map(len, self._more_budgets.values()))
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
-        """Capture all graphs, and those for short sequences after them.
+        """Capture all graphs, and those for one image and for short sequences.
 
         A graph holds one kernel for all its replays, which must cope with a sequence
-        that fills the budget. Short sequences have a faster one: graphs of their own.
+        that fills the budget, and starts blocks for each sequence that there may be.
+        Short sequences have a faster kernel; so has a single one, which also needs no
+        room for others.
         """
         super().capture(*args, **kwargs)
-        for budget in reversed(self._short_budgets):
-            self._capture_budget_graph(budget, path=SHORT)
+        for path, budgets in self._more_budgets.items():
+            for budget in reversed(budgets):
+                self._capture_budget_graph(budget, path=path)
 
     def _capture_budget_graph(
         self,
@@ -228,10 +237,7 @@ class ExactManager(PaddedManager):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor | None:
-        # Grids may lie on the device: reading them there waits, after a replay for it.
-        with gpu_sync_allowed():
-            if token_budget in self._short_budgets and self.model.is_short(mm_kwargs):
-                path = SHORT
+        path = self._path_of(mm_kwargs, token_budget) or path
         real = sum(self._tokens(mm_kwargs))
         output = super()._replay(mm_kwargs, token_budget, path, *args, **kwargs)
         if output is None:
@@ -240,6 +246,18 @@ class ExactManager(PaddedManager):
         self.counting.add(real, "graph_real_tokens")
         self.counting.add(padded, "graph_padded_tokens")
         return self.model.output(token_budget)
+
+    def _path_of(self, mm_kwargs: dict[str, Any], token_budget: int) -> str | None:
+        """Return the set of a batch's graph; None if it is vLLM's own."""
+        further = [
+            p for p, budgets in self._more_budgets.items() if token_budget in budgets
+        ]
+        if not further:
+            return None
+        # Grids may lie on the device: reading them there waits, after a replay for it.
+        with gpu_sync_allowed():
+            of_batch = lengths(mm_kwargs)
+        return next((p for p in further if self.model.holds(p, of_batch)), None)
 
 
 def graph_key(token_budget: int, axis_keys: tuple[Hashable, ...]) -> Any:

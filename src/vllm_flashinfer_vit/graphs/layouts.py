@@ -73,8 +73,8 @@ class Layout:
         return smallest
 
 
-def longest(mm_kwargs: dict[str, Any]) -> int:
-    """Return the patches of the largest image or frame of a packed tower's batch.
+def lengths(mm_kwargs: dict[str, Any]) -> list[int]:
+    """Return the patches of each image and frame of a packed tower's batch.
 
     Raises:
         KeyError: It has no grids.
@@ -83,4 +83,8 @@ def longest(mm_kwargs: dict[str, Any]) -> int:
     if not grids:
         raise KeyError(f"a batch has {', '.join(mm_kwargs)}, none of {_GRIDS}")
     rows = grids[0] if isinstance(grids[0], list) else grids[0].tolist()
-    return max(int(row[-2]) * int(row[-1]) for row in rows)
+    return [
+        int(height) * int(width)
+        for *frames, height, width in rows
+        for _ in range(int(frames[0]) if frames else 1)
+    ]

@@ -10,7 +10,7 @@ import torch
 from vllm.model_executor.models.utils import scatter_output_slices
 
 from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
-from vllm_flashinfer_vit.graphs.layouts import Layout, longest
+from vllm_flashinfer_vit.graphs.layouts import Layout
 from vllm_flashinfer_vit.graphs.sizes import (
     ReplayPixelsError,
     even_split,
@@ -20,8 +20,9 @@ from vllm_flashinfer_vit.graphs.sizes import (
     usual_frames,
 )
 
-# The set of graphs for batches of short sequences; see `ExactManager.capture`.
-SHORT = "short"
+# Sets of graphs beside vLLM's own; see `ExactManager.capture`. The first that holds a
+# batch serves it.
+SHORT, SINGLE = "short", "single"
 
 
 class ExactModel:
@@ -96,9 +97,16 @@ class ExactModel:
         rows = token_budget // row
         return row * (rows if self._max_rows is None else min(rows, self._max_rows))
 
-    def is_short(self, mm_kwargs: dict[str, Any]) -> bool:
-        """Return whether the graphs for short sequences hold a batch."""
-        return self.short_bound is not None and longest(mm_kwargs) <= self.short_bound
+    def holds(self, path: str, lengths: list[int]) -> bool:
+        """Return whether the graphs of a set hold a batch that fits the budget.
+
+        Args:
+            path: `SHORT` or `SINGLE`.
+            lengths: Patches of each of its sequences.
+        """
+        if path == SINGLE:
+            return len(lengths) == 1
+        return self.short_bound is not None and max(lengths) <= self.short_bound
 
     def output(self, token_budget: int) -> torch.Tensor:
         """Return what the last replay of a budget's graph wrote."""
@@ -134,6 +142,8 @@ class ExactModel:
             if path == SHORT:
                 assert self.short_bound is not None
                 bound = self.short_bound
+            elif path == SINGLE:
+                sequences = 1
             values = {
                 key: self._packed(key, value, token_budget, sequences, bound)
                 for key, value in one.values.items()
