@@ -314,7 +314,7 @@ def of_batches() -> Iterator[Case]:
     )
     cu, v = offsets(), torch.empty(ROWS, HEADS, 80, dtype=torch.bfloat16)
     sizes = {"H": HEADS, "H_KV": HEADS, "D": 80}
-    blocks = {"BLOCK": padding._BLOCK, "ROWS": padding._ROWS}
+    blocks = {"BLOCK": padding._BLOCK}
     scalars = (4, ROWS, *v.stride()[:2])
     launch = Launch(padding._mask_padding_kernel, 1, *scalars, **sizes, **blocks)
     yield "mask_padding", functools.partial(launch, cu, cu, v, v)

@@ -110,6 +110,15 @@ def test_flash_keeps_bad_values_in_their_sequence():
     assert torch.equal(out[140:], good[140:])
 
 
+def test_flash_of_offsets_beyond_all_rows():
+    case = Case("two", (70, 35))
+    qkv = _qkv(case, 1, 72, torch.float16)
+    cu_seqlens = case.cu_seqlens(DEVICE)
+    expected = attention(*qkv, cu_seqlens, 70, 0.1)
+    cu_seqlens[-1] = 2**31 - 1
+    assert torch.equal(attention(*qkv, cu_seqlens, 70, 0.1), expected)
+
+
 def test_flash_of_scores_far_from_zero():
     case = Case("two", (100, 65))
     q, k, v = _qkv(case, 1, 64, torch.float32)

@@ -164,6 +164,15 @@ def test_fp8_keeps_bad_values_in_their_sequence(attention):
     assert torch.equal(out[240:], good[240:])
 
 
+def test_fp8_of_offsets_beyond_all_rows(attention):
+    case = Case("two", (70, 170))
+    _, quantized = _quantized(case, 1, 72)
+    cu_seqlens, *args = _args(case, 72)
+    expected = attention(quantized, cu_seqlens, *args)
+    cu_seqlens[-1] = 2**31 - 1
+    assert torch.equal(attention(quantized, cu_seqlens, *args), expected)
+
+
 def test_fp8_of_scores_far_from_zero(attention):
     case = Case("two", (200, 65))
     q, k, v = make_qkv(case, 1, 64, torch.float32, device=DEVICE)

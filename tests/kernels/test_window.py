@@ -137,6 +137,15 @@ def test_window_keeps_bad_values_in_their_sequence():
     assert torch.equal(out[40:], good[40:])
 
 
+def test_window_of_offsets_beyond_all_rows():
+    case = Case("two", (20, 40))
+    qkv = _inputs(case, 2, 64, torch.float16)[:3]
+    cu_seqlens = case.cu_seqlens(DEVICE)
+    expected = attention(*qkv, cu_seqlens, 40, 0.1)
+    cu_seqlens[-1] = 2**31 - 1
+    assert torch.equal(attention(*qkv, cu_seqlens, 40, 0.1), expected)
+
+
 def test_window_rejects_what_it_cannot_do():
     case = Case("8", (8,))
     q, k, v, cos, sin = _inputs(case, 3, 64, torch.float16)

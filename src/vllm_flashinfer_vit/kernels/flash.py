@@ -23,6 +23,7 @@ from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, return
 from vllm_flashinfer_vit.kernels._triton import (
     LOG2_E,
     check_qkv,
+    clearing_programs,
     find_sequence,
     load_columns,
     split_width,
@@ -37,8 +38,6 @@ _BLOCK_N = 64
 _MAXNREG = 128
 # Offsets within a block of 128 rows are int32.
 _MAX_STRIDE = 1 << 24
-# Rows that one program checks and clears after the last sequence.
-_ZERO_ROWS = 64
 
 
 class _Config(NamedTuple):
@@ -99,28 +98,19 @@ def _flash_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    ZERO_ROWS: tl.constexpr,
 ):
     """Attend for BLOCK_M queries of one head, or clear rows after the last sequence.
 
     Strides count UNITs; q, k and v start at a multiple of 16 bytes. The blocks of a
     head of a sequence run together, so that its k and v come from the L2.
-    Grid: (H * (num_tokens // BLOCK_M + num_seqs) + cdiv(num_tokens, ZERO_ROWS),)
+    Grid: (H * (num_tokens // BLOCK_M + num_seqs) + clearing_programs(num_tokens),)
     """
     D_HI: tl.constexpr = D - D_LO
     pid = tl.program_id(0)
     num_blocks = H * (num_tokens // BLOCK_M + num_seqs)
     if pid >= num_blocks:
-        pid_z = (pid - num_blocks).to(tl.int64)
-        zero_rows(
-            cu_seqlens_ptr,
-            out_ptr,
-            num_tokens,
-            num_seqs,
-            pid_z * ZERO_ROWS,
-            H * D,
-            ZERO_ROWS,
-        )
+        first, step = pid - num_blocks, tl.num_programs(0) - num_blocks
+        zero_rows(cu_seqlens_ptr, out_ptr, num_tokens, num_seqs, first, step, H * D)
         return
 
     pid_n = find_sequence(cu_seqlens_ptr, num_seqs, pid // H, BLOCK_M)
@@ -268,7 +258,7 @@ def _launch(
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     return Launch(
         _flash_kernel,
-        num_blocks + triton.cdiv(num_tokens, _ZERO_ROWS),
+        num_blocks + clearing_programs(num_tokens),
         num_tokens,
         num_seqs,
         scale * LOG2_E,
@@ -283,7 +273,6 @@ def _launch(
         BLOCK_M=config.block_m,
         BLOCK_N=_BLOCK_N,
         NUM_STAGES=config.num_stages,
-        ZERO_ROWS=_ZERO_ROWS,
         num_warps=config.num_warps,
         maxnreg=_MAXNREG,
     )

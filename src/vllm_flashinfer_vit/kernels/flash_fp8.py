@@ -21,6 +21,7 @@ import triton.language as tl
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, returning
 from vllm_flashinfer_vit.kernels._triton import (
     LOG2_E,
+    clearing_programs,
     find_sequence,
     split_width,
     store_columns,
@@ -28,8 +29,6 @@ from vllm_flashinfer_vit.kernels._triton import (
 )
 from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV, check_blocks
 
-# Rows that one program checks and clears after the last sequence.
-_ZERO_ROWS = 64
 # Two programs an SM; a cap for a third would cost spills.
 _BLOCK_M = 64
 _NUM_WARPS = 4
@@ -66,26 +65,18 @@ def _flash_fp8_kernel(
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    ZERO_ROWS: tl.constexpr,
 ):
     """Attend for BLOCK_M queries of one head, or clear rows after the last sequence.
 
     The queries of a head run together, so that k and v come from the L2.
-    Grid: (H * num_blocks * BLOCK // BLOCK_M + cdiv(num_tokens, ZERO_ROWS),)
+    Grid: (H * num_blocks * BLOCK // BLOCK_M + clearing_programs(num_tokens),)
     """
     PARTS: tl.constexpr = BLOCK // BLOCK_M
     pid = tl.program_id(0)
-    if pid >= H * num_blocks * PARTS:
-        pid_z = (pid - H * num_blocks * PARTS).to(tl.int64)
-        zero_rows(
-            cu_seqlens_ptr,
-            out_ptr,
-            num_tokens,
-            num_seqs,
-            pid_z * ZERO_ROWS,
-            H * D,
-            ZERO_ROWS,
-        )
+    num_attending = H * num_blocks * PARTS
+    if pid >= num_attending:
+        first, step = pid - num_attending, tl.num_programs(0) - num_attending
+        zero_rows(cu_seqlens_ptr, out_ptr, num_tokens, num_seqs, first, step, H * D)
         return
 
     pid_b = pid // PARTS % num_blocks
@@ -249,7 +240,7 @@ def _plan(
     parts = BLOCK // _BLOCK_M
     return Launch(
         _flash_fp8_kernel,
-        heads * num_blocks * parts + triton.cdiv(num_tokens, _ZERO_ROWS),
+        heads * num_blocks * parts + clearing_programs(num_tokens),
         num_tokens,
         num_seqs,
         num_blocks,
@@ -266,6 +257,5 @@ def _plan(
         BLOCK=BLOCK,
         BLOCK_M=_BLOCK_M,
         NUM_STAGES=_NUM_STAGES,
-        ZERO_ROWS=_ZERO_ROWS,
         num_warps=_NUM_WARPS,
     )

@@ -528,6 +528,8 @@ def _zero_padding(cu_ptr, out_ptr, num_seqs, num_tokens, ROW: gl.constexpr):
     for first in range(0, num_seqs + 1, 512):
         cu = gl.load(cu_ptr + first + offs, mask=first + offs <= num_seqs, other=0)
         end = gl.maximum(end, gl.max(cu, axis=0))
+    # Offsets beyond all rows must not overflow the sum.
+    end = gl.minimum(end, num_tokens)
     zeros = gl.zeros([512], out_ptr.dtype.element_ty, layout)
     for row in range(end + gl.program_id(0), num_tokens, gl.num_programs(0)):
         for col in gl.static_range(0, ROW, 512):

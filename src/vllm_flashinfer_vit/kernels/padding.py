@@ -10,11 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_flashinfer_vit.kernels._triton import clearing_programs
 from vllm_flashinfer_vit.kernels.seqlens import derive_offsets
 
 _BLOCK = 1024
-# Rows that one program checks and clears.
-_ROWS = 64
 
 
 # One variant for all arguments: it is compiled before any capture.
@@ -35,11 +34,10 @@ def _mask_padding_kernel(
     H_KV: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    """Derive BLOCK offsets, or clear those of ROWS rows that are padding.
+    """Derive BLOCK offsets, or clear a share of the padding's rows.
 
-    Grid: (cdiv(num_seqs + 1, BLOCK) + cdiv(num_tokens, ROWS),)
+    Grid: (cdiv(num_seqs + 1, BLOCK) + clearing_programs(num_tokens),)
     """
     pid = tl.program_id(0)
     num_derive = tl.cdiv(num_seqs + 1, BLOCK)
@@ -54,10 +52,11 @@ def _mask_padding_kernel(
         offs_n = start + tl.arange(0, BLOCK)
         cu = tl.load(cu_ptr + offs_n, mask=offs_n <= num_seqs, other=0)
         end = tl.maximum(end, tl.max(cu, axis=0))
-    first = (pid - num_derive) * ROWS
-    last = tl.minimum(first + ROWS, num_tokens)
+    # Offsets beyond all rows must not overflow the sum.
+    end = tl.minimum(end, num_tokens)
     offs = tl.arange(0, BLOCK)
-    for row in range(tl.maximum(first, end), last):
+    first, step = pid - num_derive, tl.num_programs(0) - num_derive
+    for row in range(end + first, num_tokens, step):
         row_v = tl.cast(row, tl.int64) * stride_vt
         row_out = tl.cast(row, tl.int64) * (H * D)
         for col in range(0, H_KV * D, BLOCK):
@@ -86,7 +85,7 @@ def mask_padding(
     num_tokens, heads, head_dim = out.shape
     num_seqs = cu_seqlens.shape[0] - 1
     cu_out = torch.empty_like(cu_seqlens)
-    grid = triton.cdiv(num_seqs + 1, _BLOCK) + triton.cdiv(num_tokens, _ROWS)
+    grid = triton.cdiv(num_seqs + 1, _BLOCK) + clearing_programs(num_tokens)
     _mask_padding_kernel[(grid,)](
         cu_seqlens,
         cu_out,
@@ -100,6 +99,5 @@ def mask_padding(
         H_KV=v.shape[1],
         D=head_dim,
         BLOCK=_BLOCK,
-        ROWS=_ROWS,
     )
     return cu_out

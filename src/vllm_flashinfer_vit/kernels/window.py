@@ -23,6 +23,7 @@ from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, return
 from vllm_flashinfer_vit.kernels._triton import (
     LOG2_E,
     check_qkv,
+    clearing_programs,
     load_columns,
     split_pairs,
     split_width,
@@ -32,9 +33,6 @@ from vllm_flashinfer_vit.kernels._triton import (
 )
 from vllm_flashinfer_vit.kernels.formats import MAX_WINDOW
 from vllm_flashinfer_vit.kernels.rope import rotate
-
-# Rows that one program checks and clears after the last sequence.
-_ZERO_ROWS = 64
 
 
 class _Config(NamedTuple):
@@ -98,27 +96,19 @@ def _window_kernel(
     HALF_LO: tl.constexpr,
     HALF_HI_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    ZERO_ROWS: tl.constexpr,
 ):
     """Attend for one head of one sequence, or clear rows after the last one.
 
     Strides count UNITs, those of cos and sin UNIT_Cs.
-    Grid: (num_seqs * H + cdiv(num_tokens, ZERO_ROWS),)
+    Grid: (num_seqs * H + clearing_programs(num_tokens),)
     """
     HALF_HI: tl.constexpr = D // 2 - HALF_LO
     D_HI: tl.constexpr = D - D_LO
     pid = tl.program_id(0)
-    if pid >= num_seqs * H:
-        pid_z = (pid - num_seqs * H).to(tl.int64)
-        zero_rows(
-            cu_seqlens_ptr,
-            out_ptr,
-            num_tokens,
-            num_seqs,
-            pid_z * ZERO_ROWS,
-            H * D,
-            ZERO_ROWS,
-        )
+    num_attending = num_seqs * H
+    if pid >= num_attending:
+        first, step = pid - num_attending, tl.num_programs(0) - num_attending
+        zero_rows(cu_seqlens_ptr, out_ptr, num_tokens, num_seqs, first, step, H * D)
         return
 
     pid_n = pid // H
@@ -303,7 +293,7 @@ def _launch(
     num_seqs = cu_seqlens.numel() - 1
     return Launch(
         _window_kernel,
-        num_seqs * heads + triton.cdiv(num_tokens, _ZERO_ROWS),
+        num_seqs * heads + clearing_programs(num_tokens),
         num_tokens,
         num_seqs,
         scale * LOG2_E,
@@ -321,7 +311,6 @@ def _launch(
         HALF_LO=half_lo,
         HALF_HI_PAD=half_hi_pad,
         BLOCK=block,
-        ZERO_ROWS=_ZERO_ROWS,
         num_warps=config.num_warps,
         num_stages=1,
         maxnreg=config.maxnreg,
