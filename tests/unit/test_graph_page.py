@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the page of vLLM 0.33.0 says of new mixtures in graphs, and of the host."""
 
-from _pages import ROOT, rows
+from pathlib import Path
+
+from _pages import H100_RESULTS, RESULTS, ROOT, rows, text_of
 
 PAGE = " ".join((ROOT / "docs" / "results_0.33.0.md").read_text().split())
 MODELS = ("Qwen2-VL-7B", "Qwen2.5-VL-7B", "Qwen3-VL-8B")
@@ -36,42 +38,82 @@ def test_graphs_have_the_bits_of_eager_mode() -> None:
     assert f"all of {min(counts)} to {max(counts)} |" in PAGE
 
 
-def test_mixtures_that_first_come_beside_stocks() -> None:
-    found = {
+ENGINES = (
+    ("stock-flash_attn", "automatic"),
+    ("plugin", "automatic"),
+    ("plugin", "fp8"),
+)
+QWEN3 = "Qwen/Qwen3-VL-8B-Instruct"
+
+
+def latest(
+    commit: str, model: str = QWEN3, folder: Path = RESULTS
+) -> dict[tuple[str, str, str], dict[str, str]]:
+    """Return a run's rows of a model, by engine and case."""
+    return {
         (row["provider"], row["config"], row["case"]): row
-        for row in rows("graphs", "0.33.0")
-        if row["commit"] == "9d9f69d"
+        for row in rows("graphs", "0.33.0", folder)
+        if (row["commit"], row["model"]) == (commit, model)
     }
-    engines = (
-        ("stock-flash_attn", "automatic"),
-        ("plugin", "automatic"),
-        ("plugin", "fp8"),
+
+
+def test_graphs_beside_stocks() -> None:
+    for model in MODELS:
+        found = latest("ea904ad", f"Qwen/{model}-Instruct")
+        padded = [
+            float(found[*engine, "random mixtures"]["padded_over_real"])
+            for engine in ENGINES
+        ]
+        said = "stock computes {:.2f} times the real patches, this package {:.2f}."
+        assert said.format(*padded) in PAGE
+        assert padded[2] == padded[1]
+        for engine in ENGINES[1:]:
+            row = found[*engine, "random mixtures"]
+            assert (row["requests"], row["same_kernel_bitwise"]) == ("60", "1")
+            row = found[*engine, "random requests after start"]
+            assert (row["triton_kernels"], row["cudnn_plans"]) == ("0", "0")
+            assert row["requests"] == "60"
+        stock, *ours = (
+            float(found[*engine, "first 60 random mixtures"]["total_ms"])
+            for engine in ENGINES
+        )
+        speed_ups = ", ".join(f"{stock / own:.2f}" for own in ours)
+        lines = (ROOT / "README.md").read_text().splitlines()
+        assert any(
+            line.startswith(f"| {model} |") and line.endswith(f"| {speed_ups} |")
+            for line in lines
+        )
+
+
+def test_one_image_beside_stocks() -> None:
+    h200, h100 = latest("ea904ad"), latest("0faf412", folder=H100_RESULTS)
+    ours, stocks, h100s, h100_stocks = (
+        f"{float(found[*engine, 'image 26x38']['p50_ms']):.2f}"
+        for found in (h200, h100)
+        for engine in (ENGINES[1], ENGINES[0])
     )
-    stock, bf16, fp8 = (
-        float(found[*engine, "first 60 random mixtures"]["total_ms"])
-        for engine in engines
+    assert f"takes {ours} ms in Qwen3-VL's engine, stock's {stocks}." in PAGE
+    assert f"it takes {h100s} and {h100_stocks} ms." in PAGE
+    page = text_of("results_h100.md")
+    assert f"of 26 x 38 patches takes {h100s} ms, stock's {h100_stocks}." in page
+    stock, *own = (
+        float(h100[*engine, "first 60 random mixtures"]["total_ms"])
+        for engine in ENGINES
     )
     assert (
-        f"take {stock:.0f} ms in stock's engine, {bf16:.0f} in this package's and "
-        f"{fp8:.0f} with FP8: {stock / bf16:.2f} and {stock / fp8:.2f} times"
-    ) in PAGE
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    said = f"Qwen3-VL's are {stock / bf16:.2f} and {stock / fp8:.2f} times as fast"
-    assert said in readme
-    padded = [
-        float(found[*engine, "random mixtures"]["padded_over_real"])
-        for engine in engines[:2]
-    ]
-    said = "computes {:.2f} times the real patches there, this package {:.2f};"
-    assert said.format(*padded) in PAGE
-    for engine in engines[1:]:
-        row = found[*engine, "random mixtures"]
-        assert (row["requests"], row["same_kernel_bitwise"]) == ("60", "1")
-    ours, stocks = (
-        float(found[*engine, "image 26x38"]["p50_ms"])
-        for engine in (engines[1], engines[0])
-    )
-    assert f"takes {ours:.2f} ms in this package's engine, {stocks:.2f} in" in PAGE
+        f"60 of Qwen3-VL take {stock:.0f} ms in stock's engine, {own[0]:.0f} in this "
+        f"package's and {own[1]:.0f} with FP8 attention: {stock / own[0]:.2f} and "
+        f"{stock / own[1]:.2f} times"
+    ) in page
+    for model, count in (
+        ("Qwen3-VL-8B", 60),
+        ("Qwen2-VL-7B", 40),
+        ("Qwen2.5-VL-7B", 40),
+    ):
+        found = latest("0faf412", f"Qwen/{model}-Instruct", H100_RESULTS)
+        for engine in ENGINES[1:]:
+            row = found[*engine, "random mixtures"]
+            assert (int(row["requests"]), row["same_kernel_bitwise"]) == (count, "1")
 
 
 def test_nothing_is_built_after_start() -> None:

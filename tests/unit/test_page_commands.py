@@ -10,28 +10,20 @@ from pathlib import Path
 
 import pytest
 from _benchmarks import BENCHMARKS
+from _pages import H100_RESULTS, RESULTS
 
 import chosen_rows
 import page_commands
 
-RESULTS = BENCHMARKS / "results" / "h200"
 # What no GPU has run as it is written; take out what gets a row. The first two servers
 # came up and answered (0fe19e4), but were then asked for counters, which they have in a
 # folder alone. Those of serving.md ran with more options, in bench_serve.py, and of
 # whole runs of `tune` the package has the tables.
-NOT_RUN = """\
-vllm serve MODEL --mm-encoder-attn-backend FLASHINFER --compilation-config '{"cudagraph_mm_encoder": true}'
-vllm serve Qwen/Qwen3-VL-8B-Instruct --mm-encoder-attn-backend FLASHINFER --mm-encoder-attn-dtype fp8
-PROMETHEUS_MULTIPROC_DIR=$(mktemp -d) vllm serve MODEL --mm-encoder-attn-backend FLASHINFER
-vllm-flashinfer-vit calibrate IMAGES... --model CHECKPOINT_FOLDER --output wider.json --merge scales.json
-vllm serve Qwen/Qwen2.5-VL-7B-Instruct --mm-encoder-attn-backend FLASHINFER --quantization online --quantization-config '{"targets": {"re:visual.*": "fp8_per_channel"}}'
-vllm-flashinfer-vit encode IMAGES --model FOLDER --quantization fp8_per_channel --backend FLASHINFER --backend FLASH_ATTN
-vllm serve Qwen/Qwen3-VL-8B-Instruct --mm-encoder-attn-backend FLASHINFER --mm-encoder-attn-dtype fp8 --compilation-config '{"cudagraph_mm_encoder": true}' --api-server-count 4
-vllm serve Qwen/Qwen2.5-VL-7B-Instruct --mm-encoder-attn-backend FLASHINFER --compilation-config '{"cudagraph_mm_encoder": true}' --api-server-count 4
-vllm serve Qwen/Qwen2-VL-7B-Instruct --mm-encoder-attn-backend FLASHINFER --mm-encoder-attn-dtype fp8 --compilation-config '{"cudagraph_mm_encoder": true}' --api-server-count 4
-vllm-flashinfer-vit tune
-vllm-flashinfer-vit tune --output FILE
-"""  # noqa: E501
+# It merges into a file of another page's command, which named the checkpoint otherwise.
+NOT_RUN = (
+    "vllm-flashinfer-vit calibrate IMAGES... --model CHECKPOINT --output wider.json "
+    "--merge scales.json"
+)
 PAGE = """\
 First, on a GPU:
 
@@ -118,10 +110,12 @@ def test_those_that_need_a_gpu_are_all_there() -> None:
 
 
 def test_a_gpu_has_run_all_but_those_that_are_listed() -> None:
-    rows = chosen_rows.read(RESULTS / "page_commands.csv")
-    ran = {row["line"] for row in rows}
-    not_run = set(NOT_RUN.splitlines())
-    assert set(page_commands.gpu_commands()) - ran == not_run
+    ran = {
+        row["line"]
+        for folder in (RESULTS, H100_RESULTS)
+        for row in chosen_rows.read(folder / "page_commands.csv")
+    }
+    assert set(page_commands.gpu_commands()) - ran == {NOT_RUN}
 
 
 @pytest.mark.parametrize(
