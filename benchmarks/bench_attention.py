@@ -5,10 +5,14 @@ Two benches. `attention` takes q and k rotated and contiguous and v as a strided
 the projection, as stock's attention layer gets them. `qkv_attention` begins with the
 projection `[T, 3 * H * D]` and the rotary tables, as the models' attention classes do.
 
+With `--rooms` the batches are as an engine's CUDA graphs hold them: with padding, and
+with empty sequences where there is room for more.
+
 Providers with `fp8` in their names quantise within the measured time and have a gate of
 their own, `FP8_GATE`; `plugin-fp8` is what a layer of mm_encoder_attn_dtype=fp8 runs.
 
     python benchmarks/bench_attention.py
+    python benchmarks/bench_attention.py --rooms --modes graph
     python benchmarks/bench_attention.py --smoke --output out/attention.csv   # no GPU
 """
 
@@ -22,7 +26,17 @@ from correctness import check_error, relative_error
 from csv_log import DTYPES, CsvLog, attention_flops, print_row, result_row, results_path
 from environment import Environment, device
 from failures import Failures
-from op_problems import CASES, NUM_HEADS, SMOKE_CASES, Problem, make_problem, reference
+from op_problems import (
+    CASES,
+    NUM_HEADS,
+    ROOMS,
+    SMOKE_CASES,
+    SMOKE_ROOMS,
+    Problem,
+    Room,
+    make_problem,
+    reference,
+)
 from op_providers import gate, provider_names, setup
 from timing import Clock, Run, take_turns
 from vllm_flashinfer_vit.choices.clock import capture
@@ -85,7 +99,9 @@ class Bench:
                 print_row(row)
 
     def _checked(self, run: Run, ref: torch.Tensor, limit: float) -> float:
-        rel_err = relative_error(run().reshape(-1, *ref.shape[1:]), ref)
+        # Stock leaves rows of padding as they are.
+        rows = run().reshape(-1, *ref.shape[1:])[: ref.shape[0]]
+        rel_err = relative_error(rows, ref)
         check_error(rel_err, limit)
         return rel_err
 
@@ -96,6 +112,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", nargs="+", choices=[*CASES, *SMOKE_CASES])
+    parser.add_argument("--rooms", action="store_true", help="as graphs hold batches")
     parser.add_argument("--head-dims", nargs="+", type=int, help="default 72 80")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
     parser.add_argument("--benches", nargs="+", choices=BENCHES, default=BENCHES)
@@ -113,10 +130,14 @@ def run_cases(bench: Bench, args: argparse.Namespace) -> None:
     """Time every provider on every case, head dim and dtype asked for."""
     known = {**CASES, **SMOKE_CASES}
     names = args.cases or (SMOKE_CASES if args.smoke else CASES)
+    cases: dict[str, tuple[tuple[int, ...], Room | None]]
+    cases = {name: (known[name], None) for name in names}
+    if args.rooms:
+        cases = {**(SMOKE_ROOMS if args.smoke else ROOMS)}
     for dtype in args.dtypes or ["bf16"]:
         for head_dim in args.head_dims or (72, 80):
-            for name in names:
-                problem = make_problem(known[name], head_dim, DTYPES[dtype], device())
+            for name, (lens, room) in cases.items():
+                problem = make_problem(lens, head_dim, DTYPES[dtype], device(), room)
                 for level in args.benches:
                     print(f"{level} {name} D={head_dim} {dtype}", flush=True)
                     bench.measure(level, name, problem, dtype)
@@ -135,7 +156,9 @@ def main() -> None:
     torch.set_float32_matmul_precision("highest")
     modes = ["eager", "graph"] if on_gpu else ["eager"]
     environment = Environment.probe()
-    output = results_path("attention", environment.gpu, args.output)
+    # Their rows are no part of the mean over cases.
+    name = "attention_in_graphs" if args.rooms else "attention"
+    output = results_path(name, environment.gpu, args.output)
     bench = Bench(
         log=CsvLog(output),
         environment=environment,

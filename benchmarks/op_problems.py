@@ -2,6 +2,7 @@
 """What the benchmarks of the op run: inputs of each case, and their right outputs."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -29,19 +30,39 @@ CASES: dict[str, tuple[int, ...]] = {
 SMOKE_CASES = {"1x64": (64,), "3x16": (16,) * 3, "ragged": (1, 40, 7)}
 
 
+class Room(NamedTuple):
+    """What a CUDA graph holds: rows and sequences, of which a batch fills some."""
+
+    rows: int
+    sequences: int
+
+
+# Batches as an engine's graphs hold them: in one for a single image, and in one with
+# the room of automatic budgets (`graphs/sizes.py`).
+ROOMS: dict[str, tuple[tuple[int, ...], Room]] = {
+    "1x988 in 1024": ((988,), Room(1024, 1)),
+    "1x988 in 1024 for 144": ((988,), Room(1024, 144)),
+    "1x3300 in 4096": ((3300,), Room(4096, 1)),
+    "1x3300 in 4096 for 192": ((3300,), Room(4096, 192)),
+    "20x400 in 8192 for 256": ((400,) * 20, Room(8192, 256)),
+    "52x64 in 4096 for 64": ((64,) * 52, Room(4096, 64)),
+}
+SMOKE_ROOMS = {"2x16 in 40 for 4": ((16, 16), Room(40, 4))}
+
+
 @dataclass(frozen=True)
 class Problem:
     """Inputs of one case, as a vision attention class has them.
 
     Attributes:
-        lens: Sequence lengths in tokens; T is their sum.
+        lens: Sequence lengths in tokens; T is their sum, or what a graph holds.
         qkv: The projection's output, `[T, 3 * H * D]`.
         cos: Rotary table, `[T, D / 2]`, in the activation dtype.
         sin: See `cos`.
         q: Rotated, `[T, H, D]` contiguous.
         k: As `q`.
         v: View of `qkv`, `[T, H, D]` with row stride 3 * H * D.
-        cu_seqlens: `[N + 1] int32` on the device.
+        cu_seqlens: `[N + 1] int32` on the device; a graph's end in empty sequences.
         max_seqlen: `[] int32` on the CPU.
     """
 
@@ -67,11 +88,24 @@ class Problem:
 
 
 def make_problem(
-    lens: tuple[int, ...], head_dim: int, dtype: torch.dtype, on: torch.device
+    lens: tuple[int, ...],
+    head_dim: int,
+    dtype: torch.dtype,
+    on: torch.device,
+    room: Room | None = None,
 ) -> Problem:
-    """Draw the inputs of a case; the same ones in every run."""
+    """Draw the inputs of a case; the same ones in every run.
+
+    Args:
+        lens: Sequence lengths in tokens.
+        head_dim: D, in elements.
+        dtype: Of the activations.
+        on: The device.
+        room: What a graph holds them in; None where they fill all.
+    """
     random = torch.Generator(on).manual_seed(0)
-    tokens = sum(lens)
+    tokens, sequences = room or Room(sum(lens), len(lens))
+    empty = (0,) * (sequences - len(lens))
     width = 3 * NUM_HEADS * head_dim
     qkv = torch.randn(tokens, width, dtype=dtype, device=on, generator=random)
     angle = 100 * torch.rand(tokens, head_dim // 2, device=on, generator=random)
@@ -85,8 +119,8 @@ def make_problem(
         q=rotate_fp32(q, cos, sin).to(dtype),
         k=rotate_fp32(k, cos, sin).to(dtype),
         v=v,
-        cu_seqlens=torch.tensor([0, *lens]).cumsum(0).to(on, torch.int32),
-        max_seqlen=torch.tensor(max(lens), dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, *lens, *empty]).cumsum(0).to(on, torch.int32),
+        max_seqlen=torch.tensor(tokens if room else max(lens), dtype=torch.int32),
     )
 
 

@@ -170,6 +170,17 @@ def test_v_is_a_view_of_the_projection():
     assert problem.q.is_contiguous()
 
 
+def test_a_room_holds_padding_and_empty_sequences():
+    ((lens, room),) = op_problems.SMOKE_ROOMS.values()
+    cpu = torch.device("cpu")
+    problem = op_problems.make_problem(lens, 16, torch.float32, cpu, room)
+    assert problem.q.shape[0] == problem.max_seqlen == 40
+    assert problem.cu_seqlens.tolist() == [0, 16, 32, 32, 32]
+    assert op_problems.reference("attention", problem).shape[0] == sum(lens) == 32
+    for batch, held in op_problems.ROOMS.values():
+        assert sum(batch) <= held.rows and len(batch) <= held.sequences
+
+
 def test_csv_rows_are_on_disk_at_once_and_appended(tmp_path):
     path = tmp_path / "new" / "encoder.csv"
     CsvLog(path).add(make_row(case="1x256"))
@@ -297,8 +308,8 @@ def test_host_time_ends_when_the_last_call_returns(monkeypatch):
 def test_attention_benchmark_runs_on_the_cpu(tmp_path):
     output = tmp_path / "attention.csv"
     script = [sys.executable, str(BENCHMARKS / "bench_attention.py"), "--smoke"]
-    options = ["--cases", "ragged", "--head-dims", "72", "--output", str(output)]
-    subprocess.run([*script, *options], check=True, timeout=300)
+    options = ["--head-dims", "72", "--output", str(output)]
+    subprocess.run([*script, "--cases", "ragged", *options], check=True, timeout=300)
     with output.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["bench"], row["provider"]) for row in rows] == [
@@ -313,6 +324,11 @@ def test_attention_benchmark_runs_on_the_cpu(tmp_path):
         limit = FP8_GATE if "fp8" in row["provider"] else 0.01
         assert 0 < float(row["rel_err"]) < limit
     assert all(0 < float(row["p20_ms"]) <= float(row["p80_ms"]) for row in rows)
+    script += ["--rooms", "--providers", "plugin"]
+    subprocess.run([*script, *options], check=True, timeout=300)
+    with output.open(newline="") as file:
+        cases = [row["case"] for row in csv.DictReader(file)]
+    assert cases == ["ragged"] * 6 + ["2x16 in 40 for 4"] * 2
 
 
 def test_gpus_are_named_as_the_environment_does(
