@@ -68,6 +68,8 @@ def test_one_image_has_graphs_of_its_own(family: str) -> None:
         for modality, grids, path in (
             ("image", [[1, 12, 20]], "single"),
             ("video", [[1, 16, 16]], "single"),
+            # As many windows as one image may have.
+            ("image", [[1, 2, 122]], "single"),
             ("video", [[2, 12, 10]], "default"),
             ("image", [[1, 12, 18], [1, 2, 2]], "default"),
         ):
@@ -84,3 +86,22 @@ def test_a_limit_of_one_image_needs_no_second_graphs(family: str) -> None:
     manager = build_manager(small_tower(family), max_tokens=64, **limits)
     assert manager._more_budgets["single"] == []
     assert manager.get_num_graphs_to_capture() == 2
+
+
+def test_vllm_speaks_of_its_own_set_alone(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker import encoder_cudagraph as module
+
+    threshold = "_CAPTURE_GRAPH_COUNT_WARNING_THRESHOLD"
+    if not hasattr(module, threshold):
+        pytest.skip("this vLLM says nothing of many graphs")
+    monkeypatch.setattr(module, threshold, 3)
+    tower = small_tower(family)
+    with simulated_graphs():
+        manager = build_manager(tower, max_tokens=160, **LIMITS)
+        with mock.patch.object(module.logger, "warning") as warned:
+            capture(manager, tower)
+    warned.assert_not_called()
+    # The estimate of memory counts all.
+    assert manager.get_num_graphs_to_capture() == 3 + 3

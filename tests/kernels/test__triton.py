@@ -127,5 +127,5 @@ def test_a_padded_graph_launches_no_block_per_slot_and_length(
     qkv = torch.randn(1000, 3, 1, 64, dtype=torch.float16, device=DEVICE)
     cu_seqlens = torch.tensor([0, 300] + [0] * 62, dtype=torch.int32, device=DEVICE)
     flash.prepare(*qkv.unbind(1), cu_seqlens, 1000, 0.125)()
-    # 15 and one for each slot, and 16 that clear rows; 63 * 16 before.
-    assert grids == [1000 // 64 + 63 + 16]
+    # 15 and one for each slot, and 32 that clear rows; 63 * 16 before.
+    assert grids == [1000 // 64 + 63 + 32]

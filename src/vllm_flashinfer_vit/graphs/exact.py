@@ -28,6 +28,8 @@ class ExactManager(PaddedManager):
 
     model: ExactModel
     token_budgets: list[int]
+    # While vLLM captures its own set of graphs.
+    _captures_vllms = False
 
     def adopt_exact(self, layout: Layout, strict: bool) -> None:
         """Take over a manager that vLLM has just built.
@@ -167,7 +169,10 @@ class ExactManager(PaddedManager):
             {self.model.tokens(budget, keys) for budget in self.token_budgets} - {0}
             for keys in itertools.product(*getattr(self, "_capture_axes", ()))
         )
-        return sum(map(len, sizes)) + sum(map(len, self._more_budgets.values()))
+        vllms = sum(map(len, sizes))
+        if self._captures_vllms:
+            return vllms
+        return vllms + sum(map(len, self._more_budgets.values()))
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Capture all graphs, and those for one image and for short sequences.
@@ -177,7 +182,12 @@ class ExactManager(PaddedManager):
         Short sequences have a faster kernel; so has a single one, which also needs no
         room for others.
         """
-        super().capture(*args, **kwargs)
+        # vLLM says how many, and warns above 64 that capture axes are too many.
+        self._captures_vllms = True
+        try:
+            super().capture(*args, **kwargs)
+        finally:
+            self._captures_vllms = False
         for path, budgets in self._more_budgets.items():
             for budget in reversed(budgets):
                 self._capture_budget_graph(budget, path=path)

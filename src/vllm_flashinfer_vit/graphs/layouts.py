@@ -76,6 +76,9 @@ class Layout:
 def lengths(mm_kwargs: dict[str, Any]) -> list[int]:
     """Return the patches of each image and frame of a packed tower's batch.
 
+    Each is a sequence. Kimi-K2.5's and K3's videos attend across frames, and vLLM
+    captures none of them.
+
     Raises:
         KeyError: It has no grids.
     """

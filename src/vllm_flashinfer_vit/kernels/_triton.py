@@ -12,8 +12,8 @@ import triton.language as tl
 LOG2_E = math.log2(math.e)
 # 16-bit elements of the widest load, 16 bytes.
 _MAX_UNIT = 8
-# Tokens of a batch for each program that clears padding. All share its rows, of which
-# a graph has one in five at most, by its budgets: a row takes a program 0.27 us.
+# Tokens of a batch for each program that clears padding. All share its rows, one in
+# five at most by automatic budgets of graphs: a row takes a program of an H200 0.27 us.
 _TOKENS_TO_CLEAR = 32
 
 
@@ -60,7 +60,7 @@ def split_width(width: int, least: int = 16) -> tuple[int, int]:
 
 
 def clearing_programs(num_tokens: int) -> int:
-    """Return how many programs are to call `zero_rows`."""
+    """Return how many programs are to share the rows after every sequence."""
     return triton.cdiv(num_tokens, _TOKENS_TO_CLEAR)
 
 
