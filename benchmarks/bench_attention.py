@@ -111,8 +111,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="+", choices=[*CASES, *SMOKE_CASES])
-    parser.add_argument("--rooms", action="store_true", help="as graphs hold batches")
+    batches = parser.add_mutually_exclusive_group()
+    batches.add_argument("--cases", nargs="+", choices=[*CASES, *SMOKE_CASES])
+    batches.add_argument("--rooms", action="store_true", help="as graphs hold batches")
     parser.add_argument("--head-dims", nargs="+", type=int, help="default 72 80")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
     parser.add_argument("--benches", nargs="+", choices=BENCHES, default=BENCHES)
@@ -129,11 +130,12 @@ def parse_args() -> argparse.Namespace:
 def run_cases(bench: Bench, args: argparse.Namespace) -> None:
     """Time every provider on every case, head dim and dtype asked for."""
     known = {**CASES, **SMOKE_CASES}
-    names = args.cases or (SMOKE_CASES if args.smoke else CASES)
-    cases: dict[str, tuple[tuple[int, ...], Room | None]]
-    cases = {name: (known[name], None) for name in names}
+    cases: dict[str, tuple[tuple[int, ...], Room | None]] = {}
     if args.rooms:
-        cases = {**(SMOKE_ROOMS if args.smoke else ROOMS)}
+        cases |= SMOKE_ROOMS if args.smoke else ROOMS
+    else:
+        names = args.cases or (SMOKE_CASES if args.smoke else CASES)
+        cases |= {name: (known[name], None) for name in names}
     for dtype in args.dtypes or ["bf16"]:
         for head_dim in args.head_dims or (72, 80):
             for name, (lens, room) in cases.items():

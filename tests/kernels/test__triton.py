@@ -72,9 +72,9 @@ def test_blocks_find_their_sequence(cu_seqlens: list[int], block: int) -> None:
         assert expected.count(n) >= -((start - end) // block) or end <= start
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
-def _last_kernel(cu_seqlens_ptr, found_ptr, num_seqs):
-    tl.store(found_ptr, last_row(cu_seqlens_ptr, num_seqs))
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
+def _last_kernel(cu_seqlens_ptr, found_ptr, num_seqs, num_tokens):
+    tl.store(found_ptr, last_row(cu_seqlens_ptr, num_seqs, num_tokens))
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,15 @@ def _last_kernel(cu_seqlens_ptr, found_ptr, num_seqs):
 def test_the_last_row_is_found_in_any_tile(cu_seqlens: list[int]) -> None:
     found = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
     offsets = torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
-    _last_kernel[(1,)](offsets, found, len(cu_seqlens) - 1)
+    _last_kernel[(1,)](offsets, found, len(cu_seqlens) - 1, 5000)
     assert found.item() == max(cu_seqlens)
+
+
+def test_the_last_row_is_one_of_the_rows() -> None:
+    found = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
+    offsets = torch.tensor([0, 5, 2**31 - 1], dtype=torch.int32, device=DEVICE)
+    _last_kernel[(1,)](offsets, found, 2, 9)
+    assert found.item() == 9
 
 
 @pytest.mark.parametrize(

@@ -87,3 +87,13 @@ def test_the_time_at_the_start() -> None:
     span = f"between {-min(later):.0f} s sooner and {max(later):.0f} s later"
     assert f"started {span} than stock's" in said()
     assert f"took {min(stocks):.0f} to {max(stocks):.0f} s" in said()
+    ours, stock = (
+        float(row["start_s"])
+        for provider in (PLUGIN, STOCK)
+        for row in rows("graphs", "0.33.0", H100_RESULTS)
+        if (row["provider"], row["config"], row["commit"])
+        == (provider, "automatic", "0faf412")
+        and row["case"] == "random mixtures"
+        and "Qwen3-VL" in row["model"]
+    )
+    assert f"H100s that were all busy) it was {ours:.0f} s and {stock:.0f}." in said()

@@ -15,11 +15,8 @@ from _pages import H100_RESULTS, RESULTS
 import chosen_rows
 import page_commands
 
-# What no GPU has run as it is written; take out what gets a row. The first two servers
-# came up and answered (0fe19e4), but were then asked for counters, which they have in a
-# folder alone. Those of serving.md ran with more options, in bench_serve.py, and of
-# whole runs of `tune` the package has the tables.
-# It merges into a file of another page's command, which named the checkpoint otherwise.
+# What no GPU has run as it is written. It merges into a file of another page's command,
+# which named the checkpoint otherwise (0faf412).
 NOT_RUN = (
     "vllm-flashinfer-vit calibrate IMAGES... --model CHECKPOINT --output wider.json "
     "--merge scales.json"

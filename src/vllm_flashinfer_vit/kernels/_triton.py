@@ -211,8 +211,11 @@ def find_sequence(cu_seqlens_ptr, num_seqs, block, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def last_row(cu_seqlens_ptr, num_seqs):
-    """Return where the last sequence ends, the largest of the offsets."""
+def last_row(cu_seqlens_ptr, num_seqs, num_tokens):
+    """Return where the last sequence ends: the largest of the offsets, in the rows.
+
+    Damaged offsets may lie beyond all rows, and what is added to them would overflow.
+    """
     end = 0
     offs = tl.arange(0, 1024)
     for i in range(0, num_seqs + 1, 1024):
@@ -220,7 +223,7 @@ def last_row(cu_seqlens_ptr, num_seqs):
             cu_seqlens_ptr + i + offs, mask=i + offs <= num_seqs, other=0
         )
         end = tl.maximum(end, tl.max(cu_seqlens, axis=0))
-    return end
+    return tl.minimum(end, num_tokens)
 
 
 @triton.jit
@@ -238,8 +241,7 @@ def zero_rows(
         step: Programs that share the rows.
         ROW: Elements of a row.
     """
-    # Offsets beyond all rows must not overflow the sum.
-    end = tl.minimum(last_row(cu_seqlens_ptr, num_seqs), num_tokens)
+    end = last_row(cu_seqlens_ptr, num_seqs, num_tokens)
     offs = tl.arange(0, 1024)
     zeros = tl.zeros([1024], out_ptr.dtype.element_ty)
     for row in range(end + first, num_tokens, step):

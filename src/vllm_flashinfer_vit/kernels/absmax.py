@@ -91,7 +91,7 @@ def _absmax_kernel(
     pid = tl.program_id(0)
     start = (pid // H).to(tl.int64) * BLOCK
     pid_h = (pid % H).to(tl.int64)
-    end = tl.minimum(last_row(cu_seqlens_ptr, num_seqs), num_tokens)
+    end = last_row(cu_seqlens_ptr, num_seqs, num_tokens)
     if start >= end:
         return
     rows = tl.minimum(end - start, BLOCK).to(tl.int32)

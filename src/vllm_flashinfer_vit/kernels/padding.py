@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._triton import clearing_programs
+from vllm_flashinfer_vit.kernels._triton import clearing_programs, last_row
 from vllm_flashinfer_vit.kernels.seqlens import derive_offsets
 
 _BLOCK = 1024
@@ -47,13 +47,7 @@ def _mask_padding_kernel(
         cu = derive_offsets(cu_ptr, offs_n, first_n, num_seqs, num_tokens, BLOCK)
         tl.store(cu_out_ptr + offs_n, cu, mask=offs_n <= num_seqs)
         return
-    end = 0
-    for start in range(0, num_seqs + 1, BLOCK):
-        offs_n = start + tl.arange(0, BLOCK)
-        cu = tl.load(cu_ptr + offs_n, mask=offs_n <= num_seqs, other=0)
-        end = tl.maximum(end, tl.max(cu, axis=0))
-    # Offsets beyond all rows must not overflow the sum.
-    end = tl.minimum(end, num_tokens)
+    end = last_row(cu_ptr, num_seqs, num_tokens)
     offs = tl.arange(0, BLOCK)
     first, step = pid - num_derive, tl.num_programs(0) - num_derive
     for row in range(end + first, num_tokens, step):

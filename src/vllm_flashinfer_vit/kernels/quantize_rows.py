@@ -98,8 +98,8 @@ def _quantize_rows_kernel(
     pid = tl.program_id(0)
     start = (pid // H).to(tl.int64) * BLOCK
     pid_h = (pid % H).to(tl.int64)
-    end = last_row(cu_seqlens_ptr, num_seqs)
-    rows = tl.maximum(tl.minimum(end, num_tokens) - start, 0).to(tl.int32)
+    end = last_row(cu_seqlens_ptr, num_seqs, num_tokens)
+    rows = tl.maximum(end - start, 0).to(tl.int32)
     # Rows after the end are stored, as zeros, but not read.
     rows_out = tl.minimum(num_tokens - start, BLOCK).to(tl.int32)
     if HAS_COUNTS:
