@@ -55,9 +55,9 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     settle = BlockProgram._settle
 
-    def noting(self: Any, x: Any, qkv: Any, read: Any, given: Any) -> Any:
+    def noting(self: Any, now: Any, x: Any, qkv: Any, read: Any, *rest: Any) -> Any:
         seen.append(read)
-        return settle(self, x, qkv, read, given)
+        return settle(self, now, x, qkv, read, *rest)
 
     monkeypatch.setattr(BlockProgram, "_settle", noting)
     return seen

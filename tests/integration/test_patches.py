@@ -225,11 +225,12 @@ class TestOnAGpu:
         patched, has_quack = run(fused, self.LARGE)
         assert has_quack
         assert not run(fused, GRIDS)[1]
-        for one in ("quack_mlp", "quack_qkv"):
-            with without(one):
+        names = ("quack_mlp", "quack_qkv", "quack_turn")
+        for one in names:
+            with without(*(name for name in names if name != one)):
                 alone = self.build(family, "FLASHINFER", torch.bfloat16)
                 assert run(alone, self.LARGE)[1]
-        with without("quack_mlp", "quack_qkv"):
+        with without(*names):
             plain, has_quack = run(
                 self.build(family, "FLASHINFER", torch.bfloat16), self.LARGE
             )

@@ -24,11 +24,13 @@ import torch
 from _quack import linear_act
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from vllm_flashinfer_vit.blocks import quack_turn
 from vllm_flashinfer_vit.blocks.quack import (
     QUICK_GELU,
     SWIGLU,
     TANH_GELU,
     TILE_WIDTHS,
+    _is_05,
 )
 
 # QuACK 0.5 compiles for fake tensors in a mode of its own only.
@@ -64,6 +66,24 @@ def compile_for(
     return None
 
 
+def compile_turning(
+    heads: quack_turn.Heads, values: int, inputs: int, table: torch.dtype
+) -> Exception | None:
+    """Compile a QKV projection that turns q and k, as `compile_for`."""
+    with MODE():
+        bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+        outputs = (heads.turned + values) * heads.head_dim
+        weight, bias = (
+            torch.empty(outputs, inputs, **bf16),
+            torch.empty(outputs, **bf16),
+        )
+        try:
+            quack_turn.compiled(weight, bias, heads, table)
+        except Exception as error:
+            return error
+    return None
+
+
 def main() -> None:
     done = 0
     layers = (
@@ -80,6 +100,20 @@ def main() -> None:
             if kernels() != done + 1:
                 raise SystemExit(f"{layer[0]}, {width}, {rows} rows: {error!r}")
         done += 1
+    projections = (
+        ((80, 32, False), 16, 1280),
+        ((72, 32, False), 16, 1152),
+        ((72, 24, True), 12, 1536),
+        ((64, 24, False), 12, 768),
+        ((128, 24, False), 12, 1536),
+    )
+    # QuACK 0.5 has no place for the rotation.
+    for heads, values, inputs in () if _is_05() else projections:
+        for table in (torch.float32, torch.bfloat16):
+            error = compile_turning(quack_turn.Heads(*heads), values, inputs, table)
+            if kernels() != done + 1:
+                raise SystemExit(f"{heads}, {table}: {error!r}")
+            done += 1
     print(done)
 
 

@@ -53,6 +53,7 @@ def _layer(**attributes):
             "bounds": (),
             "kernel_for": plan.kernel_for,
             "turning": None,
+            "gets_turned": False,
             "num_heads": 4,
             "num_kv_heads": 2,
             "head_size": 72,
@@ -104,6 +105,20 @@ def test_warm_up_builds_the_plans_of_a_program(warm_up, ranks):
     cos, sin = torch.ones(IMAGES.tokens, 36), torch.zeros(IMAGES.tokens, 36)
     batch = Batch(*handed, cos, sin, IMAGES.cu_seqlens(), torch.tensor(100))
     assert_close(layer.attend(batch), (q, k, v), IMAGES, 0.1)
+    assert plans.built == built
+
+
+def test_warm_up_builds_the_plans_of_a_projection_that_turns(warm_up):
+    """Of some batches q and k come turned, as views of one projection still."""
+    turning = Turning(torch.float32, 72)
+    layer = _layer(layouts=("views",), turning=turning, gets_turned=True)
+    plans = warm_up(layer)
+    built = plans.built
+    q, k, v = make_qkv(IMAGES, 4, 72, torch.bfloat16, kv_heads=2)
+    offsets = {"cu_seqlens": IMAGES.cu_seqlens(), "max_seqlen": torch.tensor(100)}
+    for tables in ((), (torch.ones(IMAGES.tokens, 36), torch.zeros(IMAGES.tokens, 36))):
+        batch = Batch(q, k, v, *tables, **offsets)
+        assert_close(layer.attend(batch), (q, k, v), IMAGES, 0.1)
     assert plans.built == built
 
 

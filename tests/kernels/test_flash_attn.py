@@ -101,6 +101,35 @@ def test_only_a_capture_derives_cu_seqlens(prepare, calls, monkeypatch):
         assert captured["fa_version"] == 3
 
 
+@pytest.mark.parametrize("is_capturing", [False, True])
+def test_a_clean_batch_is_cleared_once(prepare, calls, monkeypatch, is_capturing):
+    """Its padding holds no NaN; the output's rows are nobody's to write after that."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    masked = []
+    mask = kernel.mask_padding
+
+    def noting(*args):
+        masked.append(args)
+        return mask(*args)
+
+    case = Case("zero-tail", (10, 20), zeros=2 * is_capturing, pad_rows=4)
+    q, k, v = make_qkv(case, 2, 64, torch.float16)
+    cu_seqlens = case.cu_seqlens()
+    monkeypatch.setattr(kernel, "_compile_for_capture", lambda *args: None)
+    monkeypatch.setattr(kernel, "mask_padding", noting)
+    call = prepare(q, k, v, cu_seqlens, 20, 0.1, True)
+    for seed in (1, 2):
+        v.copy_(make_qkv(case, 2, 64, torch.float16, seed=seed)[2])
+        v[30:] = 1
+        out = call()
+        expected = attention_ref(q, k, v, cu_seqlens, 20, 0.1)
+        assert torch.equal(out[:30], expected[:30])
+        if is_capturing:
+            assert (out[30:] == 0).all() and (v[30:] == 1).all()
+            assert calls[-1]["cu_seqlens_q"].tolist() == [0, 10, 30, 30, 30]
+    assert len(masked) == is_capturing
+
+
 @no_gpu
 def test_no_version_for_the_gpu_is_an_error(monkeypatch):
     from vllm.v1.attention.backends import fa_utils
@@ -400,20 +429,21 @@ def test_a_prepared_call_has_the_bits_of_the_interface(
 
 @hopper
 @pytest.mark.gpu
-def test_prepared_calls_in_a_graph(prepare):
-    """One call for two layers, each of which writes NaN to v's padding."""
+@pytest.mark.parametrize("is_clean", [False, True])
+def test_prepared_calls_in_a_graph(prepare, is_clean):
+    """One call for two layers, each of which writes NaN to v's padding, or numbers."""
     case = Case("zero-tail", (10, 20), zeros=2, pad_rows=34)
     q, k, v = make_qkv(case, 4, 80, torch.bfloat16, device="cuda")
     layers = [v.clone(), v.clone() + 1]
     for layer in layers:
-        layer[case.tokens :] = float("nan")
+        layer[case.tokens :] = 3.0 if is_clean else float("nan")
     cu_seqlens = case.cu_seqlens("cuda")
     # Compiles outside of the capture.
     plain = Case("plain", case.lengths).cu_seqlens("cuda")
     prepare(q, k, v, plain, case.rows, 0.1)()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call = prepare(q, k, v, cu_seqlens, case.rows, 0.1)
+        call = prepare(q, k, v, cu_seqlens, case.rows, 0.1, is_clean)
         outs = []
         for layer in layers:
             v.copy_(layer)

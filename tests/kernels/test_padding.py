@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cases import CASES, Case, make_qkv, params
-from vllm_flashinfer_vit.kernels.padding import mask_padding
+from vllm_flashinfer_vit.kernels.padding import clear_padding, mask_padding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -52,6 +52,15 @@ def test_heads_of_v_at_any_stride():
     assert (memory[:, :3] == 1).all()
     assert (memory[:, 3:7] == 0).all()
     assert (memory[:, 7:] == 1).all()
+
+
+@pytest.mark.parametrize("case", params([case for case in CASES if case.rows]))
+def test_a_stream_is_cleared_after_its_sequences(case):
+    x = torch.full((case.rows, 200), float("nan"), dtype=torch.float16, device=DEVICE)
+    x[: case.tokens] = 1
+    clear_padding(case.cu_seqlens(DEVICE), x)
+    assert (x[: case.tokens] == 1).all()
+    assert (x[case.tokens :] == 0).all()
 
 
 @pytest.mark.gpu

@@ -9,12 +9,13 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, quack
+from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, quack, quack_turn
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
 from vllm_flashinfer_vit.blocks.linear import (
     BlockWeights,
     OwnLinear,
     QuackGemm,
+    QuackTurn,
     Step,
     Weights,
     gemm,
@@ -35,6 +36,23 @@ logger = init_logger("vllm.plugins.flashinfer_vit")
 # than cuBLAS alone, where there is less to save (docs/experiments.md).
 MIN_QUACK_ROWS = 1024
 MIN_QUACK_PLAIN_ROWS = 2048
+# The same, over cuBLAS and a pass that turns q and k.
+MIN_QUACK_TURN_ROWS = 1024
+
+
+class Projection(NamedTuple):
+    """What runs a block's QKV projection.
+
+    Attributes:
+        step: What runs it, unless another does.
+        large: What does for large batches, or None.
+        turning: What does for them and turns q and k, where attention would have to, or
+            None.
+    """
+
+    step: Step | OwnLinear | Fp8Linear
+    large: QuackGemm | None = None
+    turning: QuackTurn | None = None
 
 
 class Layers(NamedTuple):
@@ -164,15 +182,54 @@ class Layers(NamedTuple):
             return self.fp8(path)
         return self.gemm(path)[0] if self.is_direct(path) else self.own(path)
 
-    def qkv(self, path: str) -> tuple[Step | OwnLinear | Fp8Linear, QuackGemm | None]:
-        """Return what runs the QKV projection, and what does for large batches."""
+    def qkv(
+        self, path: str, heads: quack_turn.Heads | None, table: torch.dtype
+    ) -> Projection:
+        """Return what runs the QKV projection.
+
+        Args:
+            path: The layer's.
+            heads: What its outputs are, if attention gets q and k to be turned whole.
+            table: The dtype of cosines and sines.
+        """
         if self.is_fp8(path) or not self.is_direct(path):
-            return self.projection(path), None
+            return Projection(self.projection(path))
         step, weights = self.gemm(path)
-        if "quack_qkv" in self.off:
-            return step, None
-        expected = functools.partial(linear, weights)
-        return step, self.quack(path, weights, None, MIN_QUACK_PLAIN_ROWS, expected)
+        large = turning = None
+        if "quack_qkv" not in self.off:
+            rows, expected = MIN_QUACK_PLAIN_ROWS, functools.partial(linear, weights)
+            large = self.quack(path, weights, None, rows, expected)
+        if "quack_turn" not in self.off and heads is not None:
+            turning = self.turning(path, weights, heads, table)
+        return Projection(step, large, turning)
+
+    def turning(
+        self,
+        path: str,
+        weights: Weights,
+        heads: quack_turn.Heads,
+        table: torch.dtype,
+    ) -> QuackTurn | None:
+        """Return a projection's step that turns q and k, or None and say why."""
+        weight, bias = weights.weight, weights.bias
+        if not quack_turn.is_available():
+            return None
+        if not quack_turn.fits(weight, bias, heads, table):
+            return None
+        sizes = "quack_turn", *weight.shape, weight.dtype, heads, table, bias is None
+        trials = self.tower.trials
+        if sizes not in trials:
+            trials[sizes] = quack_turn.build(weight, bias, heads, table)
+        if reason := trials[sizes]:
+            logger.warning_once(
+                "QuACK cannot turn q and k in %s of the vision tower's blocks, so a "
+                "pass of its own turns them: %s",
+                path,
+                reason,
+            )
+            return None
+        self.steps[path] += f"; from {MIN_QUACK_TURN_ROWS} rows on QuACK turns q and k"
+        return QuackTurn(weights, heads, table, MIN_QUACK_TURN_ROWS)
 
     def quack(
         self,

@@ -10,7 +10,6 @@ Numerics: see `kernels.add_norm`, `kernels.rope` and the attention kernels; GEMM
 their fp32 sums once, after the bias and the activation that they apply.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
@@ -20,10 +19,12 @@ from vllm.logger import init_logger
 
 from vllm_flashinfer_vit.blocks import fp8_linear, norms
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
+from vllm_flashinfer_vit.blocks.inputs import Inputs
 from vllm_flashinfer_vit.blocks.layers import Layers, gets_adapters
 from vllm_flashinfer_vit.blocks.linear import BlockWeights, run
 from vllm_flashinfer_vit.blocks.mlp import build_mlp, pad_rows
 from vllm_flashinfer_vit.blocks.norms import Norm
+from vllm_flashinfer_vit.blocks.quack_turn import Heads
 from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled, TowerProgram, Widths
@@ -60,6 +61,7 @@ class Attention(Protocol):
     head_size: int
     dtype: torch.dtype
     turning: Turning | None
+    gets_turned: bool
     layouts: tuple[Layout, ...]
     is_watched: bool
     prepares_for: tuple[object, ...]
@@ -67,8 +69,13 @@ class Attention(Protocol):
     counts: Counts
 
     def prepare(
-        self, batch: Batch, sequence_lengths: torch.Tensor | None = None
+        self,
+        batch: Batch,
+        sequence_lengths: torch.Tensor | None = None,
+        is_clean: bool = False,
     ) -> Callable[..., torch.Tensor]: ...
+
+    def reads_turned(self, batch: Batch) -> bool: ...
 
 
 class BlockProgram:
@@ -99,6 +106,7 @@ class BlockProgram:
         self.steps: dict[str, str] = {}
         self.widths = Widths(0, 0, 0, 0, 0)
         self._block = block
+        self._inputs = Inputs(spec, block)
         self._tower, self._index = place
         self._off = off
         self.is_ready = False
@@ -134,12 +142,23 @@ class BlockProgram:
             dim = operator.attrgetter(rotary.dim)(self._block)
         return Turning(dtype, dim, rotary.is_interleaved)
 
+    def _turned_heads(self) -> tuple[Heads | None, torch.dtype]:
+        """Return what a projection that turns q and k has to know, None without one."""
+        heads, kv_heads, head_dim = self._heads
+        turning = self._attention.turning
+        if turning is None or turning.dim != head_dim or self._split is not None:
+            return None, self._attention.dtype
+        found = Heads(head_dim, heads + kv_heads, turning.interleaved)
+        return found, turning.dtype
+
     def build(self) -> None:
         """Resolve the steps. The weights are loaded; later loads need no other call."""
         spec, attention = self.spec, self._attention
         self._norm1, self._norm2 = (
             Norm(self._part(path)) for path in (spec.norm1, spec.norm2)
         )
+        weight = self._norm1.weight
+        self._inputs.build(len(weight), attention.dtype, weight.device)
         self._scaling = norms.scaling_of(self._block, spec.layer_scales or ())
         self._heads = attention.num_heads, attention.num_kv_heads, attention.head_size
         self._split = None
@@ -150,12 +169,6 @@ class BlockProgram:
         qk_norms = self._qk_norms()
         self._turn = Turn(qk_norms) if qk_norms else None
         self._has_scales = attention.own_scales is not None
-        self._group = None
-        # What ranks gather are tensors of its own for each block.
-        if self._split is None:
-            groups = self._tower.groups
-            shared = attention.prepares_for, self._is_interleaved
-            self._group = groups.setdefault(shared, len(groups))
         self._tower.forget()
         self._weights = BlockWeights()
         layers = Layers(
@@ -166,7 +179,17 @@ class BlockProgram:
             self._weights,
             self.steps,
         )
-        self._qkv, self._large_qkv = layers.qkv(spec.qkv)
+        heads, table = self._turned_heads()
+        self._qkv, self._large_qkv, turns = layers.qkv(spec.qkv, heads, table)
+        self._turning_qkv = turns
+        attention.gets_turned = turns is not None
+        self._group = None
+        # What ranks gather are tensors of its own for each block.
+        if self._split is None:
+            groups = self._tower.groups
+            projects = None if turns is None else turns.alike
+            shared = attention.prepares_for, self._is_interleaved, projects
+            self._group = groups.setdefault(shared, len(groups))
         self._proj = layers.projection(spec.proj)
         self._mlp = mlp = build_mlp(spec, layers)
         layers_here = self._qkv, self._proj, *mlp.quantized
@@ -199,7 +222,7 @@ class BlockProgram:
         if torch.compiler.is_compiling():
             return False
         # q and k are normalised and turned at once, or neither.
-        if self._turn is not None and self._tables_in(given) is None:
+        if self._turn is not None and self._inputs.tables_in(given) is None:
             return False
         if self.spec.is_packed or (
             self.spec.packed_by is not None and given.get("cu_seqlens") is not None
@@ -208,11 +231,11 @@ class BlockProgram:
             is_one = x.dim() == 2 or (x.dim() == 3 and 1 in x.shape[:2])
             # Without offsets, `[T, C]` can be one sequence only.
             return is_one and (x.dim() == 2 or given.get("cu_seqlens") is not None)
-        mask = self._mask_in(given)
+        mask = self._inputs.mask_in(given)
         if mask is not None and mask.shape != (x.shape[0], 1, 1, x.shape[1]):
             return False
         # Of anything else this knows nothing.
-        known = None, x, mask, *self._own_in(given)
+        known = None, x, mask, *self._inputs.own_in(given)
         return x.dim() == 3 and all(any(v is k for k in known) for v in given.values())
 
     def run(self, x: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
@@ -235,12 +258,12 @@ class BlockProgram:
             # A convolution that embeds patches writes them channel by channel.
             x = x.contiguous()
             now = tower.begin(x)
+            self._inputs.clear_padding(now, x, given)
             normed, scales = _read_by(now, self._qkv)
             norms.write_norm(self._norm1, x.view(now.normed.shape), normed, scales)
             if self._index == 0:
                 self._count(now, x, given)
-        qkv = self._project(now)
-        context, settled = self._attend(now, x, qkv, given)
+        context, settled = self._attend(now, x, given)
         attended = self._projected(now, settled, context)
         scaled = self._layer_scales()
         self._sum(now, x, (attended,), self._norm2, None, self._mlp.first, scaled[:1])
@@ -261,7 +284,8 @@ class BlockProgram:
 
     def _count(self, now: Pass, x: torch.Tensor, given: Mapping[str, Any]) -> None:
         """Count the pass at a tower's first block, and at its last."""
-        lengths = self._lengths(x, self._offsets(now, given), self._longest(given))
+        offsets, longest = self._inputs.offsets(now, given), self._longest(given)
+        lengths = self._inputs.lengths(x, offsets, longest)
         counts, is_first = self._attention.counts, self._index == 0
         counts.passed("blocks", len(now.qkv), *lengths, is_first)
 
@@ -332,25 +356,31 @@ class BlockProgram:
         return self._proj(now, rows, scales, now.attended)
 
     def _attend(
-        self,
-        now: Pass,
-        x: torch.Tensor,
-        qkv: torch.Tensor,
-        given: Mapping[str, Any],
+        self, now: Pass, x: torch.Tensor, given: Mapping[str, Any]
     ) -> tuple[torch.Tensor, dict[object, Any]]:
         """Return attention's output, and where what reads it keeps its launches."""
         attention = self._attention
-        cos, sin = self._tables(now, x, given)
-        cu_seqlens = self._offsets(now, given)
+        cos, sin = self._inputs.tables(now, x, given)
+        cu_seqlens = self._inputs.offsets(now, given)
         read = cu_seqlens, cos, sin, self._longest(given)
-        is_shared = (
-            self._group is not None and qkv is now.qkv and not attention.is_watched
-        )
+        is_shared = self._group is not None and not attention.is_watched
         key = id(cu_seqlens), self._group
         found = now.attention.get(key) if is_shared else None
         # An id is another tensor's once its own has died.
-        if found is None or not all(map(operator.is_, found.read, read)):
-            found = self._settle(x, qkv, read, given)
+        if found is not None and not all(map(operator.is_, found.read, read)):
+            found = None
+        if found is None:
+            project = self._turned_projection(now, x, read, given)
+        else:
+            project = found.project
+        qkv = now.qkv
+        if project is None:
+            qkv = self._project(now)
+        elif self._turning_qkv is not None:
+            project(self._turning_qkv.layer)
+        is_shared = is_shared and qkv is now.qkv
+        if found is None or not is_shared:
+            found = self._settle(now, x, qkv, read, given, project)
             if is_shared:
                 if len(now.attention) == _MAX_TABLES:
                     now.attention.clear()
@@ -362,12 +392,33 @@ class BlockProgram:
             return found.attend(attention.own_scales), settled
         return found.attend(), settled
 
+    def _turned_projection(
+        self,
+        now: Pass,
+        x: torch.Tensor,
+        read: tuple[Any, ...],
+        given: Mapping[str, Any],
+    ) -> Callable[..., object] | None:
+        """Settle a projection that turns q and k, where attention would have to."""
+        step, (cu_seqlens, cos, sin, max_seqlen) = self._turning_qkv, read
+        # Offsets in elements are attention's to read.
+        if step is None or cos is None or given.get("sequence_lengths") is not None:
+            return None
+        lengths = self._inputs.lengths(x, cu_seqlens, max_seqlen)
+        q, k, v = self._heads_of(now.qkv)
+        batch = Batch(q, k, v, None, None, *lengths)
+        if step.turns(len(now.qkv), cos, sin) and self._attention.reads_turned(batch):
+            return step.prepare(now.normed, now.qkv, cos, sin)
+        return None
+
     def _settle(
         self,
+        now: Pass,
         x: torch.Tensor,
         qkv: torch.Tensor,
         read: tuple[Any, ...],
         given: Mapping[str, Any],
+        project: Callable[..., object] | None,
     ) -> Settled:
         """Settle attention for a projection's output and what a pass reads with it."""
         q, k, v = self._heads_of(qkv)
@@ -376,64 +427,13 @@ class BlockProgram:
         if self._turn is not None and cos is not None:
             turn = self._turn.prepare(q, k, cos, sin)
             cos = sin = None
-        lengths = self._lengths(x, cu_seqlens, max_seqlen)
+        elif project is not None:
+            cos = sin = None
+        lengths = self._inputs.lengths(x, cu_seqlens, max_seqlen)
         batch = Batch(q, k, v, cos, sin, *lengths, self._is_interleaved)
-        attend = self._attention.prepare(batch, given.get("sequence_lengths"))
-        return Settled(read, turn, attend, {})
-
-    def _offsets(self, now: Pass, given: Mapping[str, Any]) -> torch.Tensor | None:
-        """Return `cu_seqlens`, None for a dense batch without padding."""
-        mask = self._mask_in(given)
-        return given.get("cu_seqlens") if mask is None else now.offsets(mask)
-
-    def _mask_in(self, given: Mapping[str, Any]) -> torch.Tensor | None:
-        name = self.spec.key_mask
-        return None if name is None else given.get(name)
-
-    def _lengths(
-        self,
-        x: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-        max_seqlen: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-        """Return `cu_seqlens`, `max_seqlen` and `seq_len` of a `Batch`."""
-        if self.spec.is_packed:
-            seq_len = len(x) if cu_seqlens is None else 0
-            return cu_seqlens, max_seqlen, seq_len
-        if cu_seqlens is None:
-            return None, None, x.shape[1]
-        if max_seqlen is None:
-            # Of rows that are padded.
-            max_seqlen = torch.tensor(x.shape[1], dtype=torch.int32, device="cpu")
-        return cu_seqlens, max_seqlen, 0
-
-    def _own_in(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return what `Rotary.own` reads of what `forward` was given."""
-        rotary = self.spec.rotary
-        if rotary is None or rotary.own is None:
-            return ()
-        return tuple(given.get(name) for name in rotary.parameters)
-
-    def _tables(
-        self, now: Pass, x: torch.Tensor, given: Mapping[str, Any]
-    ) -> tuple[Any, Any]:
-        """Return what turns q and k: cosines and sines, `[T, R / 2]` each, or None."""
-        rotary, found = self.spec.rotary, self._tables_in(given)
-        if rotary is not None and rotary.own is not None:
-            make = functools.partial(rotary.own, self._block, x)
-            return now.own_tables(rotary, make, self._own_in(given))
-        if rotary is None or found is None:
-            return None, None
-        return now.tables(rotary, found)
-
-    def _tables_in(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
-        """Return what the spec's rotary names, or None where nothing turns."""
-        rotary = self.spec.rotary
-        if rotary is None or rotary.own is not None:
-            return None
-        if given.get(rotary.parameters[0]) is None:
-            return None
-        return tuple(given[name] for name in rotary.parameters)
+        elements = given.get("sequence_lengths")
+        attend = self._attention.prepare(batch, elements, now.is_clean)
+        return Settled(read, project, turn, attend, {})
 
     def _heads_of(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._split is not None:

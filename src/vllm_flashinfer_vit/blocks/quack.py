@@ -184,22 +184,32 @@ def build(
     Returns:
         None if all is right, else why QuACK cannot run the layer.
     """
-    inputs = weight.shape[1]
-    x = torch.linspace(-1, 1, _BUILD_ROWS * inputs, device=weight.device)
-    x = x.to(weight.dtype).view(_BUILD_ROWS, inputs)
+    x = some_rows(weight)
     try:
         layer = views(weight, bias, activation)
         right = expected(x)
-        atol = _TOLERANCE * right.abs().max().item()
         for width in TILE_WIDTHS:
             out = torch.empty_like(right, memory_format=torch.contiguous_format)
             prepare(x, weight, bias, out, activation, width)(layer)
             # vLLM takes any release of QuACK from 0.3.3 on.
-            if not torch.allclose(out, right, rtol=_TOLERANCE, atol=atol):
+            if not is_close(out, right):
                 return f"its results with tiles of {width} columns are wrong"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def some_rows(weight: torch.Tensor) -> torch.Tensor:
+    """Return `[rows, inputs]` to try a layer's kernel with, whatever its rows."""
+    inputs = weight.shape[1]
+    x = torch.linspace(-1, 1, _BUILD_ROWS * inputs, device=weight.device)
+    return x.to(weight.dtype).view(_BUILD_ROWS, inputs)
+
+
+def is_close(out: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether a kernel's results are right but for roundings."""
+    atol = _TOLERANCE * right.abs().max().item()
+    return torch.allclose(out, right, rtol=_TOLERANCE, atol=atol)
 
 
 def _row(bias: torch.Tensor | None, activation: str | None) -> torch.Tensor | None:
@@ -223,7 +233,7 @@ def _run(
     """Call QuACK's interface, with a bias that `_row` returned."""
     is_gated = activation == SWIGLU
     layout = {"concat_layout": _STACKED} if is_gated else {}
-    quack, config = _gemm_interface(), _config(x.device, width)
+    quack, config = _gemm_interface(), config_of(x.device, width)
     if _is_05():
         # It calls it through PyTorch's dispatcher, for half of the host's time.
         kernel = quack.gemm_gated_tuned if is_gated else quack.gemm_act_tuned
@@ -355,7 +365,7 @@ def _gemm_interface() -> Any:
 
 
 @functools.cache
-def _config(device: torch.device, width: int) -> Any:
+def config_of(device: torch.device, width: int) -> Any:
     """Return QuACK's default for a device with tiles of another width.
 
     It is kept since QuACK 0.6 finds what it launched before by the object's id.

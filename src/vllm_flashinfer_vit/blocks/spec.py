@@ -18,6 +18,7 @@ OPTIMISATIONS: Mapping[str, str] = MappingProxyType(
         "gemma4_blocks": "four kernels are what lies between Gemma 4's linear layers",
         "quack_mlp": "QuACK runs an MLP's first GEMM with its activation",
         "quack_qkv": "QuACK runs the QKV projection",
+        "quack_turn": "QuACK turns q and k within the QKV projection",
     }
 )
 

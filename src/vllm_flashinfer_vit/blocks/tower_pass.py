@@ -121,12 +121,15 @@ class Settled(NamedTuple):
 
     Attributes:
         read: `cu_seqlens`, cosines, sines and the longest length that it reads.
+        project: Projects and turns q and k, given a layer's views; None where a block's
+            own projection does not turn them.
         turn: Normalises and turns q and k first, given the norms' weights; or None.
         attend: Returns the context, given a layer's `own_scales` if it has any.
         settled: Launches of what reads the context.
     """
 
     read: tuple[Any, ...]
+    project: Callable[..., object] | None
     turn: Callable[..., object] | None
     attend: Callable[..., torch.Tensor]
     settled: dict[object, Any]
@@ -145,7 +148,10 @@ class Pass:
         settled: Launches, by what they are for.
         attention: Settled attention.
         key: What it can be kept by, or None.
+        is_clean: Whether the stream's rows of no sequence are finite.
     """
+
+    is_clean = False
 
     def __init__(self, widths: Sequence[Widths], x: torch.Tensor, key: object) -> None:
         """Make the buffers.

@@ -63,12 +63,14 @@ class FlashInferViTAttention(MMEncoderAttention):
         counts: Counts passes through its tower.
         program: What runs the block that the layer is a part of, if anything does.
         turning: What unturned q and k arrive with; None where models turn them.
+        gets_turned: Whether q and k of some batches are turned by their projection.
         layouts: How q, k and v may arrive.
     """
 
     hooks: ClassVar[Hooks] = Hooks()
     program: BlockProgram | None = None
     turning: Turning | None = None
+    gets_turned: bool = False
     layouts: tuple[Layout, ...] = LAYOUTS
     _watch: Watch | None = None
 
@@ -261,13 +263,17 @@ class FlashInferViTAttention(MMEncoderAttention):
         return ops.attention(batch, self.scale, self._plan, self._fp8())
 
     def prepare(
-        self, batch: Batch, sequence_lengths: torch.Tensor | None = None
+        self,
+        batch: Batch,
+        sequence_lengths: torch.Tensor | None = None,
+        is_clean: bool = False,
     ) -> ops.Call:
         """Settle `attend` for what the batch's tensors will hold; see `ops.prepare`.
 
         Args:
             batch: As for `attend`; `cu_seqlens` may be vLLM's offsets in elements.
             sequence_lengths: As for `forward_cuda`.
+            is_clean: As for `ops.prepare`.
 
         Raises:
             ValueError: As `attend`.
@@ -278,7 +284,11 @@ class FlashInferViTAttention(MMEncoderAttention):
         if self.is_watched:
             return lambda *own_scales: self.attend(batch)
         self._check(batch)
-        return ops.prepare(batch, self.scale, self._plan, self._fp8())
+        return ops.prepare(batch, self.scale, self._plan, self._fp8(), is_clean)
+
+    def reads_turned(self, batch: Batch) -> bool:
+        """Whether a batch's kernel does not turn q and k; see `ops.reads_turned`."""
+        return ops.reads_turned(batch, self._plan)
 
     @property
     def is_watched(self) -> bool:

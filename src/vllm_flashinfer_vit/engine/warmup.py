@@ -50,6 +50,9 @@ class Layer(Protocol):
     def turning(self) -> Turning | None: ...
 
     @property
+    def gets_turned(self) -> bool: ...
+
+    @property
     def layouts(self) -> tuple[Layout, ...]: ...
 
     def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str: ...
@@ -167,7 +170,7 @@ class WarmUp(PerEngine):
         Args:
             layer: Its weights are loaded; the GPU is the current one.
         """
-        key = (*layer.signature, layer.turning, layer.layouts)
+        key = (*layer.signature, layer.turning, layer.gets_turned, layer.layouts)
         if not self.is_wanted or key in self._done:
             return
         self._done.add(key)
@@ -256,3 +259,5 @@ def _run(layer: Layer, num_seqs: int, length: int, layout: Layout) -> None:
     max_seqlen = torch.tensor(length, dtype=torch.int32)
     batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen)
     layer.attend(batch._replace(interleaved=interleaved))
+    if layer.gets_turned:
+        layer.attend(batch._replace(cos=None, sin=None))

@@ -45,6 +45,8 @@ class Kernel:
         builds_plans: Whether the host builds a plan for each new bucket of shapes.
         for_few: Whether batches of many sequences, most of which may be empty, have
             another kernel.
+        clears: Whether it clears a graph's padding in front of each call, unless a
+            further argument, `is_clean`, says that none has to be.
         is_batch_invariant: Whether the bits of a row depend on its own sequence alone,
             of any length, as `VLLM_BATCH_INVARIANT` asks. Of several the first serves.
         is_reference: Whether it is plain PyTorch: no candidate on a GPU.
@@ -67,6 +69,7 @@ class Kernel:
     needs_trial: bool = False
     builds_plans: bool = False
     for_few: bool = False
+    clears: bool = False
     is_batch_invariant: bool = False
     is_reference: bool = False
     decides: str | None = None
@@ -156,6 +159,7 @@ KERNELS: dict[str, Kernel] = {
             settles=True,
             # `supports_head_size` of vLLM's FlashAttention backend.
             needs=Needs("flash_attn", head_dims=(8, 256)),
+            clears=True,
             decides="flash_attn:fa_version",
         ),
         Kernel(
@@ -172,6 +176,7 @@ KERNELS: dict[str, Kernel] = {
             # Qwen2-VL's CUDA graph a 64x64 image took 23.0 ms, with FlashAttention 3
             # 16.2; no measurement of `tune` has batches of mostly empty sequences.
             for_few=True,
+            clears=True,
         ),
         Kernel(
             name="hopper_fp8",

@@ -6,7 +6,8 @@ dims 72 and 80 as 96. `prepare_4` is for version 4, in CuTe DSL, whose kernel fo
 computes them as 80.
 
 Both add what stock vLLM lacks in a CUDA graph's replay: cu_seqlens may end in zeros,
-rows of no sequence come out as zeros, and a NaN in them reaches no sequence.
+rows of no sequence come out as zeros, and a NaN in them reaches no sequence. A caller
+whose padding can hold none saves a launch in front of each call.
 
 Both do all that is the same for each layer of a tower once: what they return takes the
 host a fraction of what vLLM's interfaces take.
@@ -145,6 +146,7 @@ def prepare(
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     scale: float,
+    is_clean: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """Settle attention within each sequence of a packed batch, on buffers that stay.
 
@@ -159,6 +161,9 @@ def prepare(
             stands for empty sequences.
         max_seqlen: An upper bound of the sequence lengths, in tokens.
         scale: Softmax scale.
+        is_clean: Whether v's rows of no sequence are finite in every call, or there are
+            none: then a graph's replay mends cu_seqlens and clears the output's rows
+            once, for all its calls.
 
     Returns:
         A call that attends over what q, k and v hold by then. It returns `[T, H, D]`,
@@ -168,7 +173,8 @@ def prepare(
     Raises:
         RuntimeError: vLLM has no FlashAttention for this GPU or these arguments.
     """
-    return _prepare(_run, _settle, q, k, v, cu_seqlens, max_seqlen, scale)
+    batch = q, k, v, cu_seqlens, max_seqlen, scale
+    return _prepare(_run, _settle, *batch, is_clean)
 
 
 def prepare_4(
@@ -178,6 +184,7 @@ def prepare_4(
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     scale: float,
+    is_clean: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """Settle attention as `prepare` does, by FlashAttention 4 on a Hopper GPU.
 
@@ -190,6 +197,7 @@ def prepare_4(
         cu_seqlens: See `q`.
         max_seqlen: See `q`.
         scale: See `q`.
+        is_clean: See `q`.
 
     Returns:
         As `prepare`.
@@ -197,7 +205,8 @@ def prepare_4(
     Raises:
         ImportError: vLLM or the machine lacks the kernel or CuTe DSL.
     """
-    return _prepare(_run_4, _settle_4, q, k, v, cu_seqlens, max_seqlen, scale)
+    batch = q, k, v, cu_seqlens, max_seqlen, scale
+    return _prepare(_run_4, _settle_4, *batch, is_clean)
 
 
 def _prepare(
@@ -209,6 +218,7 @@ def _prepare(
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     scale: float,
+    is_clean: bool,
 ) -> Callable[[], torch.Tensor]:
     num_tokens, heads, head_dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -223,10 +233,12 @@ def _prepare(
         "out": out,
     }
     if torch.cuda.is_current_stream_capturing():
+        # FlashAttention writes no row of no sequence.
+        once = mask_padding(cu_seqlens, v, out) if is_clean else None
 
         def captured() -> torch.Tensor:
             # Each layer writes v anew, its padding too.
-            mended = mask_padding(cu_seqlens, v, out)
+            mended = mask_padding(cu_seqlens, v, out) if once is None else once
             run(q, k, v, cu_seqlens_q=mended, cu_seqlens_k=mended, **fixed)
             return out
 

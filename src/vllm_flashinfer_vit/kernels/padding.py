@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a padded batch safe for a kernel that expects none, in one launch.
+"""Make a padded batch safe for kernels that expect none, in one launch.
 
 In a graph's replay cu_seqlens may end in zeros, and rows after the last sequence are
 padding. A kernel made for plain batches would see a negative length, and may multiply
 padding rows by a weight of 0, which leaves a NaN a NaN.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._triton import clearing_programs, last_row
+from vllm_flashinfer_vit.kernels._triton import (
+    clearing_programs,
+    last_row,
+    zero_rows,
+)
 from vllm_flashinfer_vit.kernels.seqlens import derive_offsets
 
 _BLOCK = 1024
@@ -95,3 +101,34 @@ def mask_padding(
         BLOCK=_BLOCK,
     )
     return cu_out
+
+
+# One variant for all numbers of rows and sequences, as above.
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_tokens"],
+    do_not_specialize_on_alignment=["cu_ptr", "x_ptr"],
+)
+def _clear_kernel(cu_ptr, x_ptr, num_seqs, num_tokens, ROW: tl.constexpr):
+    """Clear a share of the padding's rows. Grid: (clearing_programs(num_tokens),)"""
+    first, step = tl.program_id(0), tl.num_programs(0)
+    zero_rows(cu_ptr, x_ptr, num_tokens, num_seqs, first, step, ROW)
+
+
+def clear_padding(cu_seqlens: torch.Tensor, x: torch.Tensor) -> None:
+    """Zero the rows of x, in place, that come after every sequence.
+
+    Args:
+        cu_seqlens: As for `mask_padding`.
+        x: `[T, C]`, contiguous, of any dtype.
+    """
+    num_tokens, row = x.shape
+    grid = (clearing_programs(num_tokens),)
+    sizes = cu_seqlens.shape[0] - 1, num_tokens
+    _clear_kernel[grid](cu_seqlens, x, *sizes, ROW=row)
+
+
+@functools.cache
+def compile_clearing(row: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile `clear_padding` for rows of so many elements, before any capture."""
+    x = torch.zeros(1, row, dtype=dtype, device=device)
+    clear_padding(torch.zeros(2, dtype=torch.int32, device=device), x)

@@ -104,6 +104,17 @@ def attention(
     return _run(batch, scale, plan, fp8)
 
 
+def kernel_for(batch: Batch, plan: Plan) -> str:
+    """Return the name of the kernel that serves a batch."""
+    return plan.kernel_for(batch.longest, batch.mean_len)
+
+
+def reads_turned(batch: Batch, plan: Plan) -> bool:
+    """Whether a batch's kernel reads q and k that something has turned before it."""
+    record = KERNELS[kernel_for(batch, plan)]
+    return not (record.rotates or record.is_fp8)
+
+
 def _run(batch: Batch, scale: float, plan: Plan, fp8: Fp8 | None) -> torch.Tensor:
     call = prepare(batch, scale, plan, fp8)
     return call() if fp8 is None or fp8.state is None else call(fp8.state)
@@ -116,7 +127,13 @@ def _as_the_schema_has_it(batch: Batch) -> Batch:
     return batch._replace(max_seqlen=longest)
 
 
-def prepare(batch: Batch, scale: float, plan: Plan, fp8: Fp8 | None = None) -> Call:
+def prepare(
+    batch: Batch,
+    scale: float,
+    plan: Plan,
+    fp8: Fp8 | None = None,
+    is_clean: bool = False,
+) -> Call:
     """Settle all of an attention but what its tensors hold.
 
     The layers of a tower have batches of one shape. Where their tensors are the same,
@@ -130,6 +147,7 @@ def prepare(batch: Batch, scale: float, plan: Plan, fp8: Fp8 | None = None) -> C
         plan: Which kernel serves which batch.
         fp8: Where scales come from, and what the states of calls are like; None for
             attention in q's dtype.
+        is_clean: Whether rows of no sequence are finite in every call; see `Ready`.
 
     Returns:
         The call, for the current stream, and for a graph's capture if there is one now.
@@ -147,9 +165,10 @@ def prepare(batch: Batch, scale: float, plan: Plan, fp8: Fp8 | None = None) -> C
             scale,
             plan,
             fp8,
+            is_clean,
         )(*state)
-    inputs = ready(batch)
-    name = plan.kernel_for(inputs.longest, inputs.mean_len)
+    inputs = ready(batch, is_clean)
+    name = kernel_for(batch, plan)
     if fp8 is None:
         return _prepare(name, inputs, scale)
     return _prepare_fp8(name, inputs, scale, fp8)
@@ -158,7 +177,9 @@ def prepare(batch: Batch, scale: float, plan: Plan, fp8: Fp8 | None = None) -> C
 def _prepare(name: str, inputs: Ready, scale: float) -> Call:
     """Prepare a kernel that computes in q's dtype."""
     kernel = _prepare_kernel(name)
-    q, k, v, cos, sin, interleaved, cu_seqlens, longest = inputs
+    q, k, v, cos, sin, interleaved, cu_seqlens, longest, is_clean = inputs
+    if KERNELS[name].clears:
+        kernel = functools.partial(kernel, is_clean=is_clean)
     if cos is None or sin is None:
         return kernel(q, k, v, cu_seqlens, longest, scale)
     if KERNELS[name].rotates and 2 * cos.shape[1] == q.shape[2]:
@@ -214,7 +235,7 @@ def _attend_rows(
     """Attend with nothing settled: cuDNN is handed all tensors in every call."""
     from vllm_flashinfer_vit.kernels.quantize_rows import quantize_rows
 
-    q, k, v, cos, sin, interleaved, cu_seqlens, longest = inputs
+    q, k, v, cos, sin, interleaved, cu_seqlens, longest, _ = inputs
     head_dim = q.shape[2]
     width = KERNELS[name].padded_head_dim(head_dim, q.device)
     turns = cos, sin, interleaved
@@ -226,7 +247,7 @@ def _attend_rows(
 
 def _prepare_blocks(name: str, inputs: Ready, scale: float, fp8: Fp8) -> Call:
     """Prepare a call that takes what its quantiser is given; see `_GIVEN`."""
-    q, k, v, cos, sin, interleaved, cu_seqlens, longest = inputs
+    q, k, v, cos, sin, interleaved, cu_seqlens, longest, _ = inputs
     num_tokens, _, head_dim = q.shape
     kernel = _prepare_kernel(name)
     rest = cu_seqlens, num_tokens, longest, scale, head_dim, q.dtype
@@ -262,7 +283,7 @@ def _prepare_observing(
     inputs: Ready, like: DeviceScales
 ) -> Callable[[DeviceScales], None]:
     """Prepare to enter the abs-max of real rows into histories, and to renew scales."""
-    q, k, v, cos, sin, interleaved, cu_seqlens, _ = inputs
+    q, k, v, cos, sin, interleaved, cu_seqlens, *_ = inputs
     turns = cos, sin, interleaved
     if q.is_cuda:
         from vllm_flashinfer_vit.kernels import absmax

@@ -55,6 +55,19 @@ class Batch(NamedTuple):
     seq_len: int = 0
     interleaved: bool = False
 
+    @property
+    def longest(self) -> int:
+        """What bounds the sequence lengths on the host, in tokens."""
+        lengths = self.cu_seqlens, self.max_seqlen, self.seq_len
+        return longest_of(self.q.shape[0], *lengths)
+
+    @property
+    def mean_len(self) -> float:
+        """Rows for each sequence, also for empty ones."""
+        if self.cu_seqlens is None:
+            return self.seq_len
+        return self.q.shape[0] / max(1, self.cu_seqlens.numel() - 1)
+
 
 class Ready(NamedTuple):
     """A batch as kernels take it.
@@ -67,7 +80,9 @@ class Ready(NamedTuple):
         sin: See `Batch`.
         interleaved: See `Batch`.
         cu_seqlens: See `Batch`; never None.
-        longest: What bounds the sequence lengths on the host, in tokens.
+        longest: See `Batch`.
+        is_clean: Whether rows of no sequence are finite in q, k and v, or there are
+            none.
     """
 
     q: torch.Tensor
@@ -78,23 +93,24 @@ class Ready(NamedTuple):
     interleaved: bool
     cu_seqlens: torch.Tensor
     longest: int
-
-    @property
-    def mean_len(self) -> float:
-        """Rows for each sequence, also for empty ones."""
-        return self.q.shape[0] / max(1, self.cu_seqlens.numel() - 1)
+    is_clean: bool
 
 
-def ready(batch: Batch) -> Ready:
-    """Derive on the device, and on the host without waiting for it, what is missing."""
-    q, k, v, cos, sin, cu_seqlens, max_seqlen, seq_len, interleaved = batch
-    num_tokens = q.shape[0]
-    longest = longest_of(num_tokens, cu_seqlens, max_seqlen, seq_len)
+def ready(batch: Batch, is_clean: bool = False) -> Ready:
+    """Derive on the device, and on the host without waiting for it, what is missing.
+
+    Args:
+        batch: The batch.
+        is_clean: See `Ready`. Equal sequences leave no row out.
+    """
+    is_clean = is_clean or batch.cu_seqlens is None
+    q, k, v, cos, sin, cu_seqlens, _, seq_len, interleaved = batch
     if cu_seqlens is None:
         cu_seqlens = torch.arange(
-            0, num_tokens + 1, seq_len, dtype=torch.int32, device=q.device
+            0, q.shape[0] + 1, seq_len, dtype=torch.int32, device=q.device
         )
-    return Ready(q, k, v, cos, sin, interleaved, cu_seqlens, longest)
+    turns = cos, sin, interleaved
+    return Ready(q, k, v, *turns, cu_seqlens, batch.longest, is_clean)
 
 
 def row_offsets(tokens: torch.Tensor, length: int) -> torch.Tensor:
