@@ -32,7 +32,8 @@ CLASSES: Mapping[str, re.Pattern[str]] = {
     for name, pattern in {
         "quantizer": r"quantize",
         "rotary": r"rotary|_rope_kernel|_turn_kernel",
-        "attention": r"flash|fmha|sdpa|attention|hopper|_window_kernel|mask_padding",
+        "attention": r"flash(?!infer_?vit)|fmha|sdpa|attention|hopper|_window_kernel"
+        r"|mask_padding|_clear_kernel",
         "GEMM": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|mm\b|::linear",
         "norm": r"layer_?norm|rms_?norm|rsqrt|pow_tensor|meanops|sum_norm|norm_add",
         "activation": r"gelu|silu|sigmoid|act_and_mul",
