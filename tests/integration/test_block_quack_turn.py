@@ -5,6 +5,7 @@ A plain stand-in computes on the CPU what QuACK's kernel computes on a Hopper GP
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +21,13 @@ from _blocks import (
     quantized,
     without,
 )
+from _fp8_layers import SCHEMES, in_16_bits, served
 from _models import noise
 from _towers import HAS_GPU, cpu_only
-from torch.nn.functional import linear
 
 from cases import relative_error
 from vllm_flashinfer_vit.blocks import layers, quack_turn
-from vllm_flashinfer_vit.blocks.quack import Views
-from vllm_flashinfer_vit.blocks.quack_turn import Heads
+from vllm_flashinfer_vit.blocks.quack_turn import Heads, Layer, project
 from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 from vllm_flashinfer_vit.ops.attention import reads_turned
 from vllm_flashinfer_vit.ops.batch import Batch
@@ -45,7 +45,7 @@ def calls(direct: None, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Pretend that there is a Hopper GPU; collect what turns q and k."""
     seen: list[Call] = []
 
-    def compiled(weight: Any, bias: Any, heads: Heads, table: torch.dtype) -> Heads:
+    def compiled(like: Layer, heads: Heads, *rest: Any) -> Heads:
         return heads
 
     def prepare(
@@ -54,12 +54,10 @@ def calls(direct: None, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         cos: torch.Tensor,
         sin: torch.Tensor,
         out: torch.Tensor,
-    ) -> Callable[[Views], None]:
-        def launch(layer: Views) -> None:
+    ) -> Callable[[Layer], None]:
+        def launch(layer: Layer) -> None:
             seen.append((len(x), cos.dtype))
-            bias = None if layer.bias is None else layer.bias.float()
-            sums = linear(x.float(), layer.weight.float(), bias)
-            out.copy_(quack_turn.turned(sums, cos, sin, kernel))
+            out.copy_(quack_turn.turned(project(x, layer), cos, sin, kernel))
 
         return launch
 
@@ -67,6 +65,8 @@ def calls(direct: None, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     monkeypatch.setattr(quack_turn, "compiled", compiled)
     monkeypatch.setattr(quack_turn, "prepare", prepare)
     monkeypatch.setattr(layers, "MIN_QUACK_TURN_ROWS", 256)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return seen
 
 
@@ -84,8 +84,8 @@ def layers_of(tower: Tower) -> list[FlashInferViTAttention]:
 class TestTurning:
     def test_large_batches_are_turned(self, family: str, calls: list[Call]) -> None:
         served = build_bf16(family)
-        # One kernel for all blocks, tried while weights are loaded.
-        assert [rows for rows, _ in calls] == [16]
+        # A kernel of each tile for all blocks, tried while weights are loaded.
+        assert [rows for rows, _ in calls] == [16, 16]
         calls.clear()
         found = outputs(served)
         assert [rows for rows, _ in calls] == len(programs(served)) * [264]
@@ -148,10 +148,10 @@ class TestTurning:
         said = log_of(layers, monkeypatch)
         right = quack_turn.prepare
 
-        def prepare(*args: Any) -> Callable[[Views], None]:
+        def prepare(*args: Any) -> Callable[[Layer], None]:
             launch, out = right(*args), args[-1]
 
-            def negated(layer: Views) -> None:
+            def negated(layer: Layer) -> None:
                 launch(layer)
                 out.neg_()
 
@@ -159,7 +159,7 @@ class TestTurning:
 
         monkeypatch.setattr(quack_turn, "prepare", prepare)
         served = build_bf16(family)
-        assert len(set(said)) == 1 and "its results are wrong" in said[0]
+        assert len(set(said)) == 1 and "192 rows are wrong" in said[0]
         path = programs(served)[0].spec.qkv
         assert path in said[0] and "turns" not in programs(served)[0].steps[path]
         calls.clear()
@@ -195,10 +195,35 @@ def test_other_tables_are_left_to_attention(family: str, calls: list[Call]) -> N
         expected = outputs(build_bf16(family))
     for one in programs(served):
         assert one._turning_qkv is not None
-        one._turning_qkv._table = torch.float16
+        one._turning_qkv.kernels._table = torch.float16
     calls.clear()
     assert torch.equal(outputs(served), expected)
     assert not calls
+
+
+@cpu_only
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", SPECS)
+def test_projections_in_fp8(
+    family: str, scheme: str, fp8: None, calls: list[Call]
+) -> None:
+    """Their rows come quantised, by a scale that is given or each by its own."""
+    tower = served(family, scheme, dtype=torch.bfloat16)
+    turning = [one._turning_qkv for one in programs(tower)]
+    assert all(turning)
+    calls.clear()
+    found = outputs(tower)
+    assert len(calls) == len(turning)
+    for one in programs(tower):
+        one._turning_qkv = None
+        one._tower.forget()
+    calls.clear()
+    expected = outputs(tower)
+    assert not calls
+    exact = outputs(in_16_bits(family, tower))
+    # One rounding less may tip values of the layers after it.
+    assert relative_error(found, expected) < 0.05
+    assert relative_error(found, exact) < 1.1 * relative_error(expected, exact)
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,9 @@ class TestOnAGpu:
             pixels = noise(rows, of.spec.patch_dim)
             with torch.profiler.profile() as profile:
                 out = of.encode(pixels, grids)
-            return out, any("quack" in event.name for event in profile.events())
+            # One of them is this package's own, of QuACK's.
+            names = [event.name for event in profile.events()]
+            return out, any("quack" in n or "TurningGemm" in n for n in names)
 
         exact, _ = run(self.build(family, "TORCH_SDPA", torch.float32), self.LARGE)
         fused = self.build(family, "FLASHINFER", torch.bfloat16)

@@ -67,18 +67,24 @@ def compile_for(
 
 
 def compile_turning(
-    heads: quack_turn.Heads, values: int, inputs: int, table: torch.dtype
+    heads: quack_turn.Heads,
+    values: int,
+    inputs: int,
+    table: torch.dtype,
+    dtype: torch.dtype,
+    tile: quack_turn.Tile,
 ) -> Exception | None:
     """Compile a QKV projection that turns q and k, as `compile_for`."""
+    outputs = (heads.turned + values) * heads.head_dim
     with MODE():
-        bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
-        outputs = (heads.turned + values) * heads.head_dim
-        weight, bias = (
-            torch.empty(outputs, inputs, **bf16),
-            torch.empty(outputs, **bf16),
-        )
+        weight = torch.empty(outputs, inputs, dtype=dtype, device="cuda")
+        bias = torch.empty(outputs, dtype=torch.bfloat16, device="cuda")
+        scales = (None, None)
+        if dtype != torch.bfloat16:
+            scales = (torch.empty(1, device="cuda"), torch.empty(1, device="cuda"))
+        layer = quack_turn.Layer(weight, bias, *scales)
         try:
-            quack_turn.compiled(weight, bias, heads, table)
+            quack_turn.compiled(layer, heads, table, torch.bfloat16, tile)
         except Exception as error:
             return error
     return None
@@ -108,11 +114,17 @@ def main() -> None:
         ((128, 24, False), 12, 1536),
     )
     # QuACK 0.5 has no place for the rotation.
-    for heads, values, inputs in () if _is_05() else projections:
-        for table in (torch.float32, torch.bfloat16):
-            error = compile_turning(quack_turn.Heads(*heads), values, inputs, table)
+    tables = (torch.float32, torch.bfloat16)
+    dtypes = (torch.bfloat16, torch.float8_e4m3fn)
+    for one, table, dtype in itertools.product(
+        () if _is_05() else projections, tables, dtypes
+    ):
+        (head_dim, turned, is_interleaved), *sizes = one
+        heads = quack_turn.Heads(head_dim, turned, is_interleaved)
+        for tile in heads.tiles:
+            error = compile_turning(heads, *sizes, table, dtype, tile)
             if kernels() != done + 1:
-                raise SystemExit(f"{heads}, {table}: {error!r}")
+                raise SystemExit(f"{heads}, {table}, {dtype}, {tile}: {error!r}")
             done += 1
     print(done)
 

@@ -105,7 +105,7 @@ def test_quack_compiles_for_hopper(tmp_path):
     command = [sys.executable, str(script), str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == ("10" if ours._is_05() else "20")
+    assert done.stdout.splitlines()[-1] == ("10" if ours._is_05() else "34")
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_quack_gets_the_tile(activation, release, monkeypatch):
     else:
         quack.gemm_act = gemm
     monkeypatch.setattr(ours, "_gemm_interface", lambda: quack)
-    config = functools.cache(ours.config_of.__wrapped__)
-    monkeypatch.setattr(ours, "config_of", config)
+    config = functools.cache(ours._config.__wrapped__)
+    monkeypatch.setattr(ours, "_config", config)
     x, weight = torch.zeros(16, 64), torch.zeros(32, 64)
     for width in (*TILE_WIDTHS, *TILE_WIDTHS):
         linear_act(x, weight, None, activation, width)

@@ -12,16 +12,21 @@ from cases import relative_error
 from vllm_flashinfer_vit.blocks import quack_turn
 from vllm_flashinfer_vit.blocks.quack_turn import (
     Heads,
+    Layer,
+    Projection,
+    Tile,
     build,
     compiled,
     fits,
     prepare,
+    project,
     reads,
+    tile_for,
     turned,
-    views,
 )
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HAS_QUACK = importlib.util.find_spec("quack") is not None
 HAS_RUNTIME = HAS_QUACK and importlib.util.find_spec("quack.gemm_runtime") is not None
@@ -65,29 +70,58 @@ hopper = pytest.mark.skipif(
 )
 def test_a_tile_is_whole_heads(head_dim, heads, tile):
     """All of a tile's columns are turned, or none."""
-    found = Heads(head_dim, heads, False).tile
-    assert found == tile
+    tiles = Heads(head_dim, heads, False).tiles
+    assert {found.columns for found in tiles} == ({tile} if tile else set())
     assert tile == 0 or heads * head_dim % tile == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "expected"),
+    [
+        # Two waves of the smaller one, and of the larger one.
+        (1024, 3072, 128),
+        (2048, 4608, 192),
+        (4096, 3072, 192),
+        (16384, 3072, 192),
+    ],
+)
+def test_the_tile_of_which_waves_take_less(rows, outputs, expected):
+    """As measured on an H100."""
+    tiles = Heads(128, 24, False).tiles
+    assert [tile.rows for tile in tiles] == [192, 128]
+    assert tile_for(tiles, rows, outputs, 132).rows == expected
+    (only,) = Heads(80, 32, False).tiles
+    assert tile_for((only,), rows, outputs, 132) is only
+
+
+H80 = Heads(80, 32, False)
 
 
 @pytest.mark.parametrize(
     ("outputs", "inputs", "dtype", "heads", "table", "expected"),
     [
-        (3840, 1280, torch.bfloat16, Heads(80, 32, False), torch.float32, True),
-        (3840, 1280, torch.float16, Heads(80, 32, True), torch.bfloat16, True),
-        (3840, 1280, torch.float32, Heads(80, 32, False), torch.float32, False),
-        (3840, 1276, torch.bfloat16, Heads(80, 32, False), torch.float32, False),
+        (3840, 1280, torch.bfloat16, H80, torch.float32, True),
+        (3840, 1280, torch.float16, H80._replace(is_interleaved=True), BF16, True),
+        (3840, 1280, torch.float32, H80, torch.float32, False),
+        (3840, 1276, torch.bfloat16, H80, torch.float32, False),
+        (3840, 1288, torch.bfloat16, H80, torch.float32, True),
         (3840, 1280, torch.bfloat16, Heads(120, 16, False), torch.float32, False),
-        (3840, 1280, torch.bfloat16, Heads(80, 32, False), torch.float64, False),
+        (3840, 1280, torch.bfloat16, H80, torch.float64, False),
         (228, 64, torch.bfloat16, Heads(76, 2, False), torch.float32, False),
     ],
 )
 def test_which_projections_fit(outputs, inputs, dtype, heads, table, expected):
     weight = torch.empty(outputs, inputs, dtype=dtype)
     bias = torch.empty(outputs, dtype=dtype)
-    assert fits(weight, None, heads, table) is expected
-    assert fits(weight, bias, heads, table) is expected
-    assert not fits(weight, bias.double(), heads, table)
+    assert fits(Layer(weight, None), heads, table, dtype) is expected
+    assert fits(Layer(weight, bias), heads, table, dtype) is expected
+    assert not fits(Layer(weight, bias.double()), heads, table, dtype)
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    assert not fits(Layer(weight, None), heads, table, other)
+    # Of single bytes, twice as many are a whole load.
+    quantized = Layer(weight.to(FP8), bias, torch.ones(1), torch.ones(outputs))
+    whole = expected and inputs % 16 == 0
+    assert fits(quantized, heads, table, dtype) is whole
 
 
 def test_which_tables_are_read():
@@ -129,33 +163,74 @@ def test_scores_are_those_of_the_rotary_pass():
     assert torch.allclose(q @ k.t(), scores, atol=1e-5)
 
 
+def make_layer(kind, weight, bias, rows):
+    """A layer's parameters of a kind of scales, and what makes rows of its dtype."""
+    if kind == "plain":
+        return Layer(weight, bias)
+    # Of vLLM's layers: one scale of all, one of each row, one of each row and output.
+    row_scales, col_scales = {
+        "tensor": (1, 1),
+        "tokens": (rows, 1),
+        "rows": (rows, len(weight)),
+    }[kind]
+    on = {"device": weight.device}
+    return Layer(
+        (weight.float() * 30).clamp(-400, 400).to(FP8),
+        bias,
+        torch.linspace(0.01, 0.03, row_scales, **on),
+        torch.linspace(0.5, 2, col_scales, **on),
+    )
+
+
 def test_a_kernel_that_cannot_be_had(monkeypatch):
     def fail(*args):
         raise ImportError("no such QuACK")
 
     monkeypatch.setattr(quack_turn, "compiled", fail)
-    weight = torch.zeros(96, 64, dtype=torch.bfloat16)
-    reason = build(weight, None, Heads(16, 4, False), torch.float32)
+    layer = Layer(torch.zeros(96, 64, dtype=BF16), None)
+    reason = build(layer, Heads(16, 4, False), torch.float32, BF16)
     assert reason == "ImportError: no such QuACK"
 
 
-def test_wrong_results_are_refused(monkeypatch):
+@pytest.mark.parametrize("kind", ["plain", "tensor", "tokens", "rows"])
+def test_wrong_results_are_refused(monkeypatch, kind):
     heads = Heads(16, 4, False)
-    weight = torch.randn(96, 64, dtype=torch.bfloat16)
+    weight = torch.randn(96, 64, dtype=BF16)
+    layer = make_layer(kind, weight, weight[:, 0].contiguous(), 16)
 
     def stand_in(kernel, x, cos, sin, out):
-        return lambda layer: out.copy_(
-            kernel(turned(linear(x, layer.weight), cos, sin, heads))
+        return lambda given: out.copy_(
+            kernel(turned(project(x, given), cos, sin, heads))
         )
 
     monkeypatch.setattr(quack_turn, "prepare", stand_in)
-    for kernel, reason in ((torch.clone, None), (torch.neg, "its results are wrong")):
+    wrong = "its results with tiles of 128 rows are wrong"
+    for kernel, reason in ((torch.clone, None), (torch.neg, wrong)):
         monkeypatch.setattr(quack_turn, "compiled", lambda *args, k=kernel: k)
-        assert build(weight, None, heads, torch.float32) == reason
+        assert build(layer, heads, torch.float32, BF16) == reason
 
 
-def make(rows, tower, *, dtype, table, has_bias=True, seed=0):
-    """x as a norm returns it, weight, bias, cosines and sines, and the heads."""
+def test_a_projection_holds_no_layer(monkeypatch):
+    """A weight that is loaded at another address must not stay in memory."""
+    made = []
+    monkeypatch.setattr(quack_turn, "compiled", lambda *args: made.append(args[4]))
+    layer = Layer(torch.zeros(768, 64, dtype=BF16), torch.zeros(768, dtype=BF16))
+    heads = Heads(128, 4, False)
+    found = Projection(layer, heads, torch.float32, BF16, 8, 132)
+    assert made == [Tile(192, 128, (1, 2)), Tile(128, 128, (2, 1))]
+    assert not any(isinstance(x, torch.Tensor) for x in vars(found).values())
+    tables = torch.zeros(8, 64), torch.zeros(8, 64)
+    assert found.turns(8, *tables)
+    assert not found.turns(7, *(table[:7] for table in tables))
+    assert not found.turns(9, *tables)
+    assert not found.turns(8, tables[0], tables[1].half())
+    again = Projection(layer, heads, torch.float32, BF16, 8, 132)
+    other = Projection(layer._replace(bias=None), heads, torch.float32, BF16, 8, 132)
+    assert found.alike == again.alike != other.alike
+
+
+def make(rows, tower, *, dtype, table, has_bias=True, seed=0, kind="plain"):
+    """x as a norm returns it, a layer, cosines and sines, and the heads."""
     head_dim, both, values, is_interleaved, inputs = tower
     random = torch.Generator("cuda").manual_seed(seed)
 
@@ -164,26 +239,32 @@ def make(rows, tower, *, dtype, table, has_bias=True, seed=0):
 
     outputs = (both + values) * head_dim
     angles = 50 * torch.rand(rows, head_dim // 2, generator=random, device="cuda")
-    return (
-        normal(rows, inputs).to(dtype),
-        (normal(outputs, inputs) / inputs**0.5).to(dtype),
-        normal(outputs).to(dtype) if has_bias else None,
-        angles.cos().to(table),
-        angles.sin().to(table),
-        Heads(head_dim, both, is_interleaved),
-    )
+    x = normal(rows, inputs).to(dtype)
+    weight = (normal(outputs, inputs) / inputs**0.5).to(dtype)
+    bias = normal(outputs).to(dtype) if has_bias else None
+    layer = make_layer(kind, weight, bias, rows)
+    if kind != "plain":
+        x = (20 * x).clamp(-400, 400).to(FP8)
+    heads = Heads(head_dim, both, is_interleaved)
+    return x, layer, angles.cos().to(table), angles.sin().to(table), heads
 
 
-def run(x, weight, bias, cos, sin, heads):
-    out = x.new_empty(len(x), len(weight))
-    kernel = compiled(weight, bias, heads, cos.dtype)
-    prepare(kernel, x, cos, sin, out)(views(weight, bias))
+def run(x, layer, cos, sin, heads, dtype=None, tile=None):
+    dtype = dtype or x.dtype
+    out = x.new_empty(len(x), len(layer.weight), dtype=dtype)
+    tile = tile or heads.tiles[0]
+    kernel = compiled(layer, heads, cos.dtype, dtype, tile)
+    prepare(kernel, x, cos, sin, out)(layer)
     return out
 
 
-def exact(x, weight, bias, cos, sin, heads):
-    bias = None if bias is None else bias.double()
-    sums = linear(x.double(), weight.double(), bias)
+def exact(x, layer, cos, sin, heads):
+    sums = linear(x.double(), layer.weight.double())
+    if layer.row_scales is not None:
+        sums *= layer.row_scales.double()[:, None]
+        sums *= layer.col_scales.double()
+    if layer.bias is not None:
+        sums += layer.bias.double()
     by_head = sums.unflatten(1, (-1, heads.head_dim))
     both, v = by_head.tensor_split([heads.turned], dim=1)
     c, s = cos.double()[:, None], sin.double()[:, None]
@@ -213,13 +294,41 @@ def exact(x, weight, bias, cos, sin, heads):
 )
 def test_it_is_more_exact_than_two_passes(tower, rows, dtype, table, has_bias):
     inputs = make(rows, tower, dtype=dtype, table=table, has_bias=has_bias)
-    x, weight, bias, cos, sin, heads = inputs
-    assert fits(weight, bias, heads, table)
-    out, expected = run(*inputs), exact(*inputs)
-    assert not out.isnan().any()
-    apart = turned(linear(x, weight, bias), cos, sin, heads)
-    assert relative_error(out, expected) <= 1.02 * relative_error(apart, expected)
-    assert build(weight, bias, heads, table) is None
+    x, layer, cos, sin, heads = inputs
+    assert fits(layer, heads, table, dtype)
+    assert build(layer, heads, table, dtype) is None
+    expected = exact(*inputs)
+    apart = turned(linear(x, layer.weight, layer.bias), cos, sin, heads)
+    error = relative_error(apart, expected)
+    for tile in heads.tiles:
+        out = run(*inputs, tile=tile)
+        assert not out.isnan().any()
+        assert relative_error(out, expected) <= 1.02 * error
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 1000, 4097])
+@pytest.mark.parametrize("tower", TOWERS, ids=str)
+@pytest.mark.parametrize("kind", ["tensor", "tokens", "rows"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_in_fp8(tower, rows, kind, dtype):
+    """As exact as vLLM's GEMM with a pass that turns: its sums have as few bits."""
+    from vllm_flashinfer_vit.kernels.scaled_mm import cutlass_op
+
+    inputs = make(rows, tower, dtype=dtype, table=torch.float32, kind=kind)
+    x, layer, cos, sin, heads = inputs
+    assert fits(layer, heads, torch.float32, dtype)
+    assert build(layer, heads, torch.float32, dtype) is None
+    plain = x.new_empty(rows, len(layer.weight), dtype=dtype)
+    scales = layer.row_scales[:, None], layer.col_scales[None]
+    cutlass_op()(plain, x, layer.weight.t(), *scales, layer.bias)
+    expected = exact(*inputs)
+    error = relative_error(turned(plain, cos, sin, heads), expected)
+    for tile in heads.tiles:
+        out = run(*inputs, dtype, tile)
+        assert not out.isnan().any()
+        assert relative_error(out, expected) <= 1.05 * error
 
 
 @hopper
@@ -228,44 +337,45 @@ def test_it_is_more_exact_than_two_passes(tower, rows, dtype, table, has_bias):
 def test_tables_may_have_gaps(tower):
     """Halves of doubled tables, as models hand them over."""
     inputs = make(1100, tower, dtype=torch.bfloat16, table=torch.bfloat16)
-    x, weight, bias, cos, sin, heads = inputs
+    x, layer, cos, sin, heads = inputs
     doubled = [torch.cat([t, t], dim=1)[:, : t.shape[1]] for t in (cos, sin)]
     assert not doubled[0].is_contiguous() and reads(doubled[0])
-    found = run(x, weight, bias, *doubled, heads)
-    assert torch.equal(found, run(*inputs))
+    assert torch.equal(run(x, layer, *doubled, heads), run(*inputs))
 
 
 @hopper
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["plain", "tokens"])
 @pytest.mark.parametrize("tower", TOWERS[:4], ids=str)
-def test_one_call_serves_all_layers_in_a_graph(tower):
-    first, second = (
-        make(1024, tower, dtype=torch.bfloat16, table=torch.float32, seed=seed)
-        for seed in range(2)
-    )
-    x, weight, bias, cos, sin, heads = (
-        held.clone() if isinstance(held, torch.Tensor) else held for held in first
-    )
-    out = x.new_empty(len(x), len(weight))
-    call = prepare(compiled(weight, bias, heads, cos.dtype), x, cos, sin, out)
+def test_one_call_serves_all_layers_in_a_graph(tower, kind):
+    on = {"dtype": torch.bfloat16, "table": torch.float32, "kind": kind}
+    first, second = (make(1024, tower, **on, seed=seed) for seed in range(2))
+    x, layer, cos, sin, heads = first
+    layer = Layer(*(None if held is None else held.clone() for held in layer))
+    x, cos, sin = x.clone(), cos.clone(), sin.clone()
+    out = x.new_empty(len(x), len(layer.weight), dtype=torch.bfloat16)
+    kernels = Projection(layer, heads, cos.dtype, out.dtype, 1, 132)
+    call = kernels.prepare(x, cos, sin, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call(views(weight, bias))
+        call(layer)
     for inputs in (first, second, first):
-        for held, new in zip((x, weight, bias, cos, sin), inputs, strict=False):
-            held.copy_(new)
+        new = inputs[0], *inputs[1], *inputs[2:4]
+        for held, values in zip((x, *layer, cos, sin), new, strict=True):
+            if held is not None:
+                held.copy_(values)
         graph.replay()
-        assert torch.equal(out, run(*inputs))
-    call(views(second[1], second[2]))
-    assert torch.equal(out, run(x, second[1], second[2], cos, sin, heads))
+        assert torch.equal(out, run(*inputs, out.dtype))
+    call(second[1])
+    assert torch.equal(out, run(x, second[1], cos, sin, heads, out.dtype))
 
 
 @hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("tower", TOWERS[:4], ids=str)
+@pytest.mark.parametrize("tower", [*TOWERS[:4], TOWERS[8]], ids=str)
 def test_rows_stay_apart(tower):
     inputs = make(1300, tower, dtype=torch.bfloat16, table=torch.float32)
-    x, weight, bias, cos, sin, heads = inputs
+    x, _, cos, _, heads = inputs
     before = run(*inputs)
     assert torch.equal(before, run(*inputs))
     x[1000] = cos[1001] = float("nan")
@@ -282,11 +392,11 @@ def test_rows_stay_apart(tower):
 def test_rows_before_and_after_are_left():
     """Rows of a longer buffer, and an x with columns beside it."""
     inputs = make(1500, TOWERS[1], dtype=torch.bfloat16, table=torch.float32)
-    x, weight, bias, cos, sin, heads = inputs
+    x, layer, cos, sin, heads = inputs
     wide = torch.cat([x, x], dim=1)[:, : x.shape[1]]
-    out = x.new_zeros(2000, len(weight))
-    kernel = compiled(weight, bias, heads, cos.dtype)
-    prepare(kernel, wide, cos, sin, out[:1500])(views(weight, bias))
+    out = x.new_zeros(2000, len(layer.weight))
+    kernel = compiled(layer, heads, cos.dtype, x.dtype, heads.tiles[0])
+    prepare(kernel, wide, cos, sin, out[:1500])(layer)
     assert torch.equal(out[:1500], run(*inputs))
     assert (out[1500:] == 0).all()
 
@@ -299,11 +409,11 @@ def test_more_than_int32_elements(tower):
     head_dim, both, values, *_ = tower
     rows = 2**31 // ((both + values) * head_dim) + 64
     inputs = make(rows, tower, dtype=torch.bfloat16, table=torch.bfloat16)
-    x, weight, bias, cos, sin, heads = inputs
+    x, layer, cos, sin, heads = inputs
     out = run(*inputs)
     assert out.numel() > 2**31
     for some in (slice(0, 64), slice(-64, None)):
-        expected = exact(x[some], weight, bias, cos[some], sin[some], heads)
+        expected = exact(x[some], layer, cos[some], sin[some], heads)
         assert relative_error(out[some], expected) < 4e-3
 
 
@@ -320,12 +430,18 @@ def test_what_quack_finds_kernels_by(monkeypatch):
 
     monkeypatch.setenv("QUACK_ARCH", "sm_90")
     monkeypatch.setattr(host, "_compile_gemm_epi", note)
-    weight, bias = torch.zeros(96, 64).bfloat16(), torch.zeros(96).bfloat16()
-    for revision, interleaved, turns, table, has_bias in itertools.product(
-        ("a", "b"), (False, True), (2, 4), (torch.float32, torch.bfloat16), (0, 1)
+    weight, bias = torch.zeros(768, 64).bfloat16(), torch.zeros(768).bfloat16()
+    layers = [
+        make_layer(kind, weight, added, 9)
+        for kind in ("plain", "tokens")
+        for added in (bias, None)
+    ]
+    for revision, interleaved, turns, table, layer in itertools.product(
+        ("a", "b"), (False, True), (2, 4), (torch.float32, BF16), layers
     ):
         monkeypatch.setattr(quack_turn, "_revision", lambda now=revision: now)
-        heads = Heads(16, turns, interleaved)
-        with pytest.raises(RuntimeError, match="compiled"):
-            compiled(weight, bias if has_bias else None, heads, table)
-    assert len(keys) == len(set(keys)) == 32
+        heads = Heads(128, turns, interleaved)
+        for tile in heads.tiles:
+            with pytest.raises(RuntimeError, match="compiled"):
+                compiled(layer, heads, table, BF16, tile)
+    assert len(keys) == len(set(keys)) == 128

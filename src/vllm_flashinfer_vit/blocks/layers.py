@@ -15,7 +15,6 @@ from vllm_flashinfer_vit.blocks.linear import (
     BlockWeights,
     OwnLinear,
     QuackGemm,
-    QuackTurn,
     Step,
     Weights,
     gemm,
@@ -23,7 +22,7 @@ from vllm_flashinfer_vit.blocks.linear import (
     is_unquantized,
     linear,
 )
-from vllm_flashinfer_vit.blocks.tower_pass import TowerProgram
+from vllm_flashinfer_vit.blocks.tower_pass import Pass, TowerProgram
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.choices.gemms import STOCK, in_words
 from vllm_flashinfer_vit.choices.resolve import gemms_here
@@ -36,8 +35,46 @@ logger = init_logger("vllm.plugins.flashinfer_vit")
 # than cuBLAS alone, where there is less to save (docs/experiments.md).
 MIN_QUACK_ROWS = 1024
 MIN_QUACK_PLAIN_ROWS = 2048
-# The same, over cuBLAS and a pass that turns q and k.
+# The same, over another GEMM and a pass that turns q and k, and of heads as wide as a
+# tile.
 MIN_QUACK_TURN_ROWS = 1024
+MIN_QUACK_TURN_ROWS_128 = 2048
+_WIDE = 128
+
+
+class QuackTurn:
+    """A block's QKV projection by QuACK, which turns q and k.
+
+    Attributes:
+        kernels: What runs it.
+    """
+
+    def __init__(
+        self, source: Weights | Fp8Linear, kernels: quack_turn.Projection
+    ) -> None:
+        """Take a layer's parameters, and its kernels."""
+        self._source, self.kernels = source, kernels
+
+    def rows(self, now: Pass) -> torch.Tensor:
+        """Return where a pass has the layer's rows: `[T, K]`."""
+        source = self._source
+        return now.normed if isinstance(source, Weights) else source.rows(now)[0]
+
+    def layer(self, now: Pass) -> quack_turn.Layer:
+        """Return the layer's parameters, where they are now."""
+        source = self._source
+        if isinstance(source, Weights):
+            return quack_turn.Layer(source.weight, source.bias)
+        return _fp8_layer(source, source.rows(now)[1])
+
+
+def _fp8_layer(source: Fp8Linear, scales: torch.Tensor) -> quack_turn.Layer:
+    scaled = source.weights.scaled
+    found = scaled.made.get("turn")
+    if found is None:
+        found = scaled.made["turn"] = scaled.weight.t(), scaled.scale.flatten()
+    weight, col_scales = found
+    return quack_turn.Layer(weight, scaled.bias, scales.flatten(), col_scales)
 
 
 class Projection(NamedTuple):
@@ -192,35 +229,47 @@ class Layers(NamedTuple):
             heads: What its outputs are, if attention gets q and k to be turned whole.
             table: The dtype of cosines and sines.
         """
-        if self.is_fp8(path) or not self.is_direct(path):
-            return Projection(self.projection(path))
+        if not self.is_direct(path):
+            step = self.projection(path)
+            turning = None
+            # A weight with scales of blocks has a GEMM of its own.
+            if isinstance(step, Fp8Linear) and step.groups == 0:
+                scales = step.weights.input_scale
+                if scales is None:
+                    scales = step.weights.scaled.scale
+                turning = self.turning(
+                    path, step, _fp8_layer(step, scales), heads, table
+                )
+            return Projection(step, None, turning)
         step, weights = self.gemm(path)
-        large = turning = None
+        large = None
         if "quack_qkv" not in self.off:
             rows, expected = MIN_QUACK_PLAIN_ROWS, functools.partial(linear, weights)
             large = self.quack(path, weights, None, rows, expected)
-        if "quack_turn" not in self.off and heads is not None:
-            turning = self.turning(path, weights, heads, table)
+        like = quack_turn.Layer(weights.weight, weights.bias)
+        turning = self.turning(path, weights, like, heads, table)
         return Projection(step, large, turning)
 
     def turning(
         self,
         path: str,
-        weights: Weights,
-        heads: quack_turn.Heads,
+        source: Weights | Fp8Linear,
+        like: quack_turn.Layer,
+        heads: quack_turn.Heads | None,
         table: torch.dtype,
     ) -> QuackTurn | None:
         """Return a projection's step that turns q and k, or None and say why."""
-        weight, bias = weights.weight, weights.bias
-        if not quack_turn.is_available():
+        if heads is None or "quack_turn" in self.off or not quack_turn.is_available():
             return None
-        if not quack_turn.fits(weight, bias, heads, table):
+        dtype = self.part(path).params_dtype
+        if not quack_turn.fits(like, heads, table, dtype):
             return None
-        sizes = "quack_turn", *weight.shape, weight.dtype, heads, table, bias is None
+        sizes = [None if x is None else (x.shape, x.dtype) for x in like]
+        key = "quack_turn", *sizes, heads, table, dtype
         trials = self.tower.trials
-        if sizes not in trials:
-            trials[sizes] = quack_turn.build(weight, bias, heads, table)
-        if reason := trials[sizes]:
+        if key not in trials:
+            trials[key] = quack_turn.build(like, heads, table, dtype)
+        if reason := trials[key]:
             logger.warning_once(
                 "QuACK cannot turn q and k in %s of the vision tower's blocks, so a "
                 "pass of its own turns them: %s",
@@ -228,8 +277,14 @@ class Layers(NamedTuple):
                 reason,
             )
             return None
-        self.steps[path] += f"; from {MIN_QUACK_TURN_ROWS} rows on QuACK turns q and k"
-        return QuackTurn(weights, heads, table, MIN_QUACK_TURN_ROWS)
+        is_wide = heads.head_dim >= _WIDE
+        rows = MIN_QUACK_TURN_ROWS_128 if is_wide else MIN_QUACK_TURN_ROWS
+        self.steps[path] += f"; from {rows} rows on QuACK turns q and k"
+        gpu = torch.cuda.get_device_properties(like.weight.device)
+        kernels = quack_turn.Projection(
+            like, heads, table, dtype, rows, gpu.multi_processor_count
+        )
+        return QuackTurn(source, kernels)
 
     def quack(
         self,

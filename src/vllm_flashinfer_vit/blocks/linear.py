@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
-from vllm_flashinfer_vit.blocks import quack, quack_turn
+from vllm_flashinfer_vit.blocks import quack
 from vllm_flashinfer_vit.blocks.aligned_linear import AlignedLinearMethod
 from vllm_flashinfer_vit.kernels import cublaslt
 
@@ -224,63 +224,6 @@ class QuackGemm:
         return quack.prepare(
             x, weights.weight, weights.bias, out, self._activation, width
         )
-
-
-class QuackTurn:
-    """The QKV projection by QuACK with q and k turned, for `min_rows` and more."""
-
-    def __init__(
-        self,
-        weights: Weights,
-        heads: quack_turn.Heads,
-        table: torch.dtype,
-        min_rows: int,
-    ) -> None:
-        """Take a layer whose kernel is built; see `quack_turn.build`.
-
-        Args:
-            weights: The layer's parameters.
-            heads: What its outputs are.
-            table: The dtype of cosines and sines.
-            min_rows: From how many rows on it is faster than what else there is.
-        """
-        self.min_rows = min_rows
-        self._weights, self._heads, self._table = weights, heads, table
-        arguments = weights.weight, weights.bias, heads, table
-        self._kernel = quack_turn.compiled(*arguments)
-
-    @property
-    def alike(self) -> tuple[object, ...]:
-        """What layers have alike that can use each other's settled calls."""
-        weights = self._weights
-        shape = weights.weight.shape, weights.bias is None
-        return *shape, self._heads, self._table, self.min_rows
-
-    @property
-    def layer(self) -> quack.Views:
-        """See `Step`."""
-        return quack_turn.views(self._weights.weight, self._weights.bias)
-
-    def turns(self, rows: int, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        """Whether it runs a batch of so many rows, with these cosines and sines."""
-        half = self._heads.head_dim // 2
-        return rows >= self.min_rows and all(
-            x.dtype == self._table and x.shape == (rows, half) and quack_turn.reads(x)
-            for x in (cos, sin)
-        )
-
-    def prepare(
-        self, x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> Callable[[quack.Views], object]:
-        """Settle it for buffers, as a `Step`, and for cosines and sines.
-
-        Args:
-            x: `[T, inputs]`, read by each call.
-            out: `[T, outputs]`, written by each call.
-            cos: `[T, D / 2]`, for which it `turns`.
-            sin: Like cos.
-        """
-        return quack_turn.prepare(self._kernel, x, cos, sin, out)
 
 
 def gemm(weights: Weights, problems: cublaslt.Problems, gelu: bool = False) -> Step:

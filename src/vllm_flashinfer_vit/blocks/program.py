@@ -187,7 +187,7 @@ class BlockProgram:
         # What ranks gather are tensors of its own for each block.
         if self._split is None:
             groups = self._tower.groups
-            projects = None if turns is None else turns.alike
+            projects = None if turns is None else turns.kernels.alike
             shared = attention.prepares_for, self._is_interleaved, projects
             self._group = groups.setdefault(shared, len(groups))
         self._proj = layers.projection(spec.proj)
@@ -377,7 +377,7 @@ class BlockProgram:
         if project is None:
             qkv = self._project(now)
         elif self._turning_qkv is not None:
-            project(self._turning_qkv.layer)
+            project(self._turning_qkv.layer(now))
         is_shared = is_shared and qkv is now.qkv
         if found is None or not is_shared:
             found = self._settle(now, x, qkv, read, given, project)
@@ -407,8 +407,9 @@ class BlockProgram:
         lengths = self._inputs.lengths(x, cu_seqlens, max_seqlen)
         q, k, v = self._heads_of(now.qkv)
         batch = Batch(q, k, v, None, None, *lengths)
-        if step.turns(len(now.qkv), cos, sin) and self._attention.reads_turned(batch):
-            return step.prepare(now.normed, now.qkv, cos, sin)
+        is_turned = step.kernels.turns(len(now.qkv), cos, sin)
+        if is_turned and self._attention.reads_turned(batch):
+            return step.kernels.prepare(step.rows(now), cos, sin, now.qkv)
         return None
 
     def _settle(

@@ -233,7 +233,7 @@ def _run(
     """Call QuACK's interface, with a bias that `_row` returned."""
     is_gated = activation == SWIGLU
     layout = {"concat_layout": _STACKED} if is_gated else {}
-    quack, config = _gemm_interface(), config_of(x.device, width)
+    quack, config = _gemm_interface(), _config(x.device, width)
     if _is_05():
         # It calls it through PyTorch's dispatcher, for half of the host's time.
         kernel = quack.gemm_gated_tuned if is_gated else quack.gemm_act_tuned
@@ -365,7 +365,7 @@ def _gemm_interface() -> Any:
 
 
 @functools.cache
-def config_of(device: torch.device, width: int) -> Any:
+def _config(device: torch.device, width: int) -> Any:
     """Return QuACK's default for a device with tiles of another width.
 
     It is kept since QuACK 0.6 finds what it launched before by the object's id.

@@ -2,8 +2,8 @@
 """The QKV projection that turns q and k as it writes them: one GEMM of QuACK's.
 
 Without it, a pass of its own reads q and k once more, and writes them once more.
-`kernels.turning_gemm` is the kernel. It needs QuACK 0.6, and is imported where it is
-built, not with this module.
+`kernels.turning_gemm` is the kernel, for weights of 16 bits and in FP8. It needs QuACK
+0.6, and is imported where it is built, not with this module.
 """
 
 import functools
@@ -19,11 +19,28 @@ from vllm_flashinfer_vit.blocks import quack
 from vllm_flashinfer_vit.kernels._alignment import UNIT
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
-# Columns: QuACK's tiles are multiples, and of its default's width no wider.
+# Columns of a tile are multiples, and no more than in QuACK's own on Hopper.
 _TILE_UNIT = 16
 _MAX_TILE = 192
 # Two neighbours of a table are loaded at once.
 _PAIR = 2
+# What the epilogue reads, and the GEMM.
+_TABLES = (torch.float32, torch.float16, torch.bfloat16)
+_FP8 = torch.float8_e4m3fn
+
+
+class Tile(NamedTuple):
+    """A tile of the kernel, and how many share what they load.
+
+    Attributes:
+        rows: Its rows.
+        columns: Its columns.
+        cluster: Tiles beside each other in rows, and in columns.
+    """
+
+    rows: int
+    columns: int
+    cluster: tuple[int, int]
 
 
 class Heads(NamedTuple):
@@ -40,13 +57,34 @@ class Heads(NamedTuple):
     is_interleaved: bool
 
     @property
-    def tile(self) -> int:
-        """Columns of a tile, 0 if none will do: whole heads, all turned or none."""
+    def tiles(self) -> tuple[Tile, ...]:
+        """The tiles of the kernel; none if it cannot turn these heads.
+
+        A tile is whole heads, and all of it is turned or nothing. Of 128 columns it may
+        have more rows, which is faster where they fill the GPU as well.
+        """
         for heads in range(_MAX_TILE // self.head_dim, 0, -1):
             columns = heads * self.head_dim
             if columns % _TILE_UNIT == 0 and self.turned % heads == 0:
-                return columns
-        return 0
+                usual = Tile(128, columns, (2, 1))
+                return (Tile(192, 128, (1, 2)), usual) if columns == 128 else (usual,)
+        return ()
+
+
+class Layer(NamedTuple):
+    """A projection's parameters, as calls of `prepare` take them.
+
+    Attributes:
+        weight: `[N, K]` of 16 bits or e4m3, rows contiguous.
+        bias: `[N]` of 16 bits, or None.
+        row_scales: fp32, one or `[T]`, of rows in e4m3, else None.
+        col_scales: fp32, one or `[N]`, of a weight in e4m3, else None.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    row_scales: torch.Tensor | None = None
+    col_scales: torch.Tensor | None = None
 
 
 class Kernel(NamedTuple):
@@ -54,7 +92,7 @@ class Kernel(NamedTuple):
 
     Attributes:
         function: Launches it on the current stream.
-        arguments: Makes what the epilogue reads of cosines, sines and bias.
+        arguments: Makes what the epilogue reads.
         schedule: How tiles are handed out.
     """
 
@@ -70,23 +108,26 @@ def is_available() -> bool:
     )
 
 
-def fits(
-    weight: torch.Tensor, bias: torch.Tensor | None, heads: Heads, table: torch.dtype
-) -> bool:
+def fits(like: Layer, heads: Heads, table: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether the kernel can run a projection.
 
     Args:
-        weight: `[outputs, inputs]`.
-        bias: `[outputs]`, or None.
-        heads: What the outputs are.
+        like: A layer.
+        heads: What its outputs are.
         table: The dtype of cosines and sines.
+        dtype: The output's.
     """
+    outputs, inputs = like.weight.shape
+    # FP8 is loaded in vectors of as many bytes.
+    is_whole = like.weight.dtype != _FP8 or inputs % (2 * UNIT) == 0
     return (
-        quack.fits(len(weight), weight.shape[1], weight.dtype, None)
+        quack.fits(outputs, inputs, dtype, None)
+        and is_whole
+        and like.weight.dtype in (dtype, _FP8)
         and heads.head_dim % UNIT == 0
-        and heads.tile > 0
-        and table in (torch.float32, torch.float16, torch.bfloat16)
-        and (bias is None or bias.dtype == weight.dtype)
+        and bool(heads.tiles)
+        and table in _TABLES
+        and (like.bias is None or like.bias.dtype == dtype)
     )
 
 
@@ -97,16 +138,39 @@ def reads(table: torch.Tensor) -> bool:
     return table.stride(1) == 1 and is_paired and address == 0
 
 
+def tile_for(
+    tiles: tuple[Tile, ...], rows: int, outputs: int, multiprocessors: int
+) -> Tile:
+    """Choose the tile with which the GPU's waves take the least time.
+
+    Args:
+        tiles: Of which, see `Heads.tiles`.
+        rows: The batch's.
+        outputs: The weight's rows.
+        multiprocessors: How many tiles make a wave.
+
+    Returns:
+        On a tie the first.
+    """
+
+    def work(tile: Tile) -> int:
+        count = -(-rows // tile.rows) * -(-outputs // tile.columns)
+        return -(-count // multiprocessors) * tile.rows * tile.columns
+
+    return min(tiles, key=work)
+
+
 def compiled(
-    weight: torch.Tensor, bias: torch.Tensor | None, heads: Heads, table: torch.dtype
+    like: Layer, heads: Heads, table: torch.dtype, dtype: torch.dtype, tile: Tile
 ) -> Kernel:
     """Compile the kernel, or load it from QuACK's folder, for seconds.
 
     Args:
-        weight: A projection's, which `fits`.
-        bias: As for `fits`, like the other arguments.
-        heads: See `bias`.
-        table: See `bias`.
+        like: A layer that `fits`.
+        heads: As for `fits`, like `table` and `dtype`.
+        table: See `heads`.
+        dtype: See `heads`.
+        tile: One of the heads'.
 
     Raises:
         Exception: Of any kind, where QuACK is built otherwise than is known here.
@@ -118,22 +182,22 @@ def compiled(
     from vllm_flashinfer_vit.kernels.turning_gemm import TurningGemm
 
     # Of tensors it asks for nothing but dtypes and strides.
-    x, out = weight[:1], weight.new_empty(1, len(weight))
+    weight = like.weight
     angles = weight.new_empty(1, heads.head_dim // 2, dtype=table)
-    config = quack.config_of(weight.device, heads.tile)
+    tables = {"cos": angles, "sin": angles}
     plan = build_gemm_epi_plan(
         TurningGemm,
         get_device_capacity(weight.device),
-        x,
+        weight[:1],
         weight,
-        out,
+        weight.new_empty(1, len(weight), dtype=dtype),
         None,
-        epi_values={"cos": angles, "sin": angles, "bias": bias},
-        tile_M=config.tile_m,
-        tile_N=config.tile_n,
-        cluster_M=config.cluster_m,
-        cluster_N=config.cluster_n,
-        pingpong=config.pingpong,
+        epi_values={**like._asdict(), **tables},
+        tile_M=tile.rows,
+        tile_N=tile.columns,
+        cluster_M=tile.cluster[0],
+        cluster_N=tile.cluster[1],
+        pingpong=True,
         post_init_attrs=(
             ("head_dim", heads.head_dim),
             ("turned", heads.turned * heads.head_dim),
@@ -151,63 +215,74 @@ def prepare(
     cos: torch.Tensor,
     sin: torch.Tensor,
     out: torch.Tensor,
-) -> Callable[[quack.Views], None]:
+) -> Callable[[Layer], None]:
     """Settle the projection for layers of the same sizes.
 
     Args:
         kernel: From `compiled`.
-        x: `[T, inputs]` of the weight's dtype, rows of whole 16 bytes. Calls read what
-            it holds by then.
+        x: `[T, K]` of the weight's dtype, rows of whole 16 bytes. Calls read what it
+            holds by then.
         cos: `[T, D / 2]` of the kernel's dtype, which it `reads`.
         sin: Like cos.
-        out: `[T, outputs]`, contiguous; each call overwrites it. Interleaved pairs stay
-            where they are.
+        out: `[T, N]`, contiguous; each call overwrites it. Interleaved pairs stay where
+            they are.
 
     Returns:
-        A call that launches it for any layer like the kernel's, given as `views`.
+        A call that launches it for any layer like the kernel's.
     """
     function, arguments, schedule = kernel
 
-    def launch(layer: quack.Views) -> None:
-        reads = arguments(cos, sin, layer.bias)
-        function(x, layer.weight, out, None, reads, *schedule)
+    def launch(layer: Layer) -> None:
+        weight, *others = layer
+        function(x, weight, out, None, arguments(cos, sin, *others), *schedule)
 
     return launch
 
 
-def views(weight: torch.Tensor, bias: torch.Tensor | None) -> quack.Views:
-    """Return a layer's parameters as the call of `prepare` takes them."""
-    return quack.Views(weight, bias)
-
-
 def build(
-    weight: torch.Tensor, bias: torch.Tensor | None, heads: Heads, table: torch.dtype
+    like: Layer, heads: Heads, table: torch.dtype, dtype: torch.dtype
 ) -> str | None:
-    """Compile the kernel, and compare its results with PyTorch's for a few rows.
+    """Compile the kernels of all tiles, and compare their results with PyTorch's.
 
     Call it when weights are loaded, as `quack.build`.
 
     Args:
-        weight: As for `compiled`, like the other arguments.
-        bias: See `weight`.
-        heads: See `weight`.
-        table: See `weight`.
+        like: A layer that `fits`. What it has for `row_scales` is not read.
+        heads: As for `compiled`, like the other arguments.
+        table: See `heads`.
+        dtype: See `heads`.
 
     Returns:
         None if all is right, else why the kernel cannot run the projection.
     """
-    x = quack.some_rows(weight)
+    x = quack.some_rows(like.weight)
+    if like.row_scales is not None:
+        # They fill its range, and no number of them stands for all.
+        like = like._replace(row_scales=torch.linspace(0.5, 2, len(x), device=x.device))
     half = heads.head_dim // 2
     angles = torch.linspace(0, 6, len(x) * half, device=x.device).view(-1, half)
     cos, sin = angles.cos().to(table), angles.sin().to(table)
-    out = weight.new_empty(len(x), len(weight))
+    right = turned(project(x, like), cos, sin, heads).to(dtype)
     try:
-        kernel = compiled(weight, bias, heads, table)
-        prepare(kernel, x, cos, sin, out)(views(weight, bias))
-        right = turned(torch.nn.functional.linear(x, weight, bias), cos, sin, heads)
+        for tile in heads.tiles:
+            out = torch.empty_like(right)
+            kernel = compiled(like, heads, table, dtype, tile)
+            prepare(kernel, x, cos, sin, out)(like)
+            if not quack.is_close(out, right):
+                return f"its results with tiles of {tile.rows} rows are wrong"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return None if quack.is_close(out, right) else "its results are wrong"
+    return None
+
+
+def project(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+    """Return a projection's output in fp32, in plain PyTorch: `[T, N]`."""
+    sums = x.float() @ layer.weight.float().t()
+    if layer.row_scales is not None:
+        sums *= layer.row_scales.view(-1, 1)
+    if layer.col_scales is not None:
+        sums *= layer.col_scales.view(1, -1)
+    return sums if layer.bias is None else sums + layer.bias.float()
 
 
 def turned(
@@ -216,7 +291,7 @@ def turned(
     """Return what the kernel writes, in plain PyTorch, from a projection's output.
 
     Args:
-        qkv: `[T, outputs]`.
+        qkv: `[T, N]`.
         cos: `[T, D / 2]`.
         sin: Like cos.
         heads: What the outputs are.
@@ -228,6 +303,57 @@ def turned(
         # It returns halves.
         both = both.unflatten(2, (2, -1)).transpose(2, 3).flatten(2)
     return torch.cat([both, v], dim=1).flatten(1)
+
+
+class Projection:
+    """A tower's projections of the same sizes, for which `build` found nothing.
+
+    Attributes:
+        alike: What projections have alike that can use each other's settled calls.
+    """
+
+    def __init__(
+        self,
+        like: Layer,
+        heads: Heads,
+        table: torch.dtype,
+        dtype: torch.dtype,
+        min_rows: int,
+        multiprocessors: int,
+    ) -> None:
+        """Load the kernels, which QuACK has kept.
+
+        Args:
+            like: A layer, of which nothing is held.
+            heads: What its outputs are.
+            table: The dtype of cosines and sines.
+            dtype: The output's.
+            min_rows: From how many rows on it is faster than what else there is.
+            multiprocessors: The GPU's.
+        """
+        sizes = [None if x is None else (x.shape, x.dtype) for x in like]
+        self.alike: tuple[object, ...] = *sizes, heads, table, min_rows
+        self._outputs = len(like.weight)
+        self._half, self._table = heads.head_dim // 2, table
+        self._min_rows, self._multiprocessors = min_rows, multiprocessors
+        self._kernels = {
+            tile: compiled(like, heads, table, dtype, tile) for tile in heads.tiles
+        }
+
+    def turns(self, rows: int, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        """Whether it runs a batch of so many rows, with these cosines and sines."""
+        return rows >= self._min_rows and all(
+            x.dtype == self._table and x.shape == (rows, self._half) and reads(x)
+            for x in (cos, sin)
+        )
+
+    def prepare(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor
+    ) -> Callable[[Layer], None]:
+        """Settle it, see `prepare`, for tables for which it `turns`."""
+        sizes = len(x), self._outputs, self._multiprocessors
+        kernel = self._kernels[tile_for(tuple(self._kernels), *sizes)]
+        return prepare(kernel, x, cos, sin, out)
 
 
 @functools.cache

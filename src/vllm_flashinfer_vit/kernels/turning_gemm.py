@@ -7,7 +7,9 @@ in rows that are eight apart. With that, both columns that turn together are in 
 thread if they are neighbours, or if half a head is a multiple of eight columns; if it
 is one of four only, the other column is two lanes on.
 
-Numerics: bias and rotation in fp32 on the sums, one rounding as they are stored.
+Numerics: scales, bias and rotation in fp32 on the sums, one rounding as they are
+stored. Sums of products in e4m3 stay in the tensor cores to their end, as vLLM's GEMMs
+leave them there; see `kernels.scaled_mm`.
 
 It imports QuACK, and uses what QuACK 0.6 has for epilogues of other packages; see
 `blocks.quack_turn`.
@@ -61,6 +63,13 @@ class _Bias(_Read):
         return make_fake_tensor(key[0], (fctx.n,), leading_dim=0, divisibility=_PAIR)
 
 
+class _Scales(_Read):
+    """fp32: one, or one for each row or column."""
+
+    def host_fake_arg(self, key: tuple[Any, int], fctx: Any) -> Any:
+        return make_fake_tensor(key[0], (cute.sym_int(),), leading_dim=0)
+
+
 @cute.jit
 def _pair(tensor: cute.Tensor, at: Int32):
     """Load two neighbours in fp32; the first is at an even place."""
@@ -87,19 +96,40 @@ class TurningGemm(ComposableEpiMixin, GemmSm90):
     is_interleaved = False
     revision = ""
 
-    _epi_ops = (_Table("cos"), _Table("sin"), _Bias("bias"))
+    _epi_ops = (
+        _Table("cos"),
+        _Table("sin"),
+        _Bias("bias"),
+        _Scales("row_scales"),
+        _Scales("col_scales"),
+    )
     _extra_param_fields = (
         ("split_k_semaphore", object, None),
         ("split_k_workspace", object, None),
     )
 
+    def __init__(self, acc_dtype: Any, a_dtype: Any, *args: Any, **options: Any):
+        """Take what QuACK hands over."""
+        options["fp8_fast_accum"] = a_dtype.width == 8
+        super().__init__(acc_dtype, a_dtype, *args, **options)
+
     @mlir_namedtuple
     class EpilogueArguments(NamedTuple):
-        """What the epilogue reads: `[T, D / 2]`, `[T, D / 2]`, `[N]` or None."""
+        """What the epilogue reads.
+
+        Attributes:
+            cos: `[T, D / 2]`, like `sin`.
+            sin: See `cos`.
+            bias: `[N]` of 16 bits, or None.
+            row_scales: fp32, one or `[T]`, of rows in FP8, else None.
+            col_scales: fp32, one or `[N]`, of the weight, likewise.
+        """
 
         cos: cute.Tensor
         sin: cute.Tensor
         bias: cute.Tensor | None = None
+        row_scales: cute.Tensor | None = None
+        col_scales: cute.Tensor | None = None
 
     def epi_to_underlying_arguments(
         self, args: Any, *, loc: Any = None, ip: Any = None
@@ -115,36 +145,69 @@ class TurningGemm(ComposableEpiMixin, GemmSm90):
 
     @cute.jit
     def epi_visit_acc(self, params, acc, tiled_mma, tile_coord_mnkl, tidx):
-        """Add the bias to a tile's sums, and turn those of q and k."""
+        """Scale a tile's sums, add the bias, and turn those of q and k."""
         tile_m, tile_n = self.cta_tile_shape_mnk[0], self.cta_tile_shape_mnk[1]
         tile = cute.make_identity_tensor((tile_m, tile_n))
         coords = tiled_mma.get_slice(tidx).partition_C(tile)
         first_row = tile_coord_mnkl[0] * tile_m
         first_col = tile_coord_mnkl[1] * tile_n
-        slabs = const_expr(cute.size(acc, mode=[1]))
+        if const_expr(params.row_scales is not None):
+            self._scale_rows(params.row_scales, acc, coords, first_row)
+        if const_expr(params.col_scales is not None):
+            self._scale_columns(params.col_scales, acc, coords, first_col)
         if const_expr(params.bias is not None):
-            # Columns past the last are not stored, but read.
-            last = cute.size(params.bias) - _PAIR
-            for g in cutlass.range_constexpr(tile_n // _GROUP):
-                col = first_col + coords[(0, 0, g), 0, 0][1]
-                bias = _pair(params.bias, cutlass.min(col, last))
-                for m in cutlass.range_constexpr(slabs):
-                    for r in cutlass.range_constexpr(2):
-                        for e in cutlass.range_constexpr(_PAIR):
-                            acc[(e, r, g), m, 0] = acc[(e, r, g), m, 0] + bias[e]
+            self._add(params.bias, acc, coords, first_col)
         if first_col < self.turned:
-            last_row = cute.size(params.cos, mode=[0]) - 1
-            for m in cutlass.range_constexpr(slabs):
+            self._turn(params, acc, coords, first_row)
+
+    @cute.jit
+    def _scale_rows(self, scales, acc, coords, first):
+        # One for all is at the last place, too.
+        last = cute.size(scales) - 1
+        for m in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+            for r in cutlass.range_constexpr(2):
+                row = first + coords[(0, r, 0), m, 0][0]
+                scale = scales[cutlass.min(row, last)]
+                for g in cutlass.range_constexpr(self.cta_tile_shape_mnk[1] // _GROUP):
+                    for e in cutlass.range_constexpr(_PAIR):
+                        acc[(e, r, g), m, 0] = acc[(e, r, g), m, 0] * scale
+
+    @cute.jit
+    def _scale_columns(self, scales, acc, coords, first):
+        last = cute.size(scales) - 1
+        for g in cutlass.range_constexpr(self.cta_tile_shape_mnk[1] // _GROUP):
+            for e in cutlass.range_constexpr(_PAIR):
+                col = first + coords[(e, 0, g), 0, 0][1]
+                scale = scales[cutlass.min(col, last)]
+                for m in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                    for r in cutlass.range_constexpr(2):
+                        acc[(e, r, g), m, 0] = acc[(e, r, g), m, 0] * scale
+
+    @cute.jit
+    def _add(self, bias, acc, coords, first):
+        # Columns past the last are not stored, but read.
+        last = cute.size(bias) - _PAIR
+        for g in cutlass.range_constexpr(self.cta_tile_shape_mnk[1] // _GROUP):
+            col = first + coords[(0, 0, g), 0, 0][1]
+            pair = _pair(bias, cutlass.min(col, last))
+            for m in cutlass.range_constexpr(cute.size(acc, mode=[1])):
                 for r in cutlass.range_constexpr(2):
-                    row = first_row + coords[(0, r, 0), m, 0][0]
-                    row = cutlass.min(row, last_row)
-                    lane = coords[(0, 0, 0), 0, 0][1]
-                    if const_expr(self.is_interleaved):
-                        self._turn_neighbours(params, acc, row, lane, m, r)
-                    elif const_expr(self.head_dim % (2 * _GROUP) == 0):
-                        self._turn_own(params, acc, row, lane, m, r)
-                    else:
-                        self._turn_lanes(params, acc, row, lane, m, r)
+                    for e in cutlass.range_constexpr(_PAIR):
+                        acc[(e, r, g), m, 0] = acc[(e, r, g), m, 0] + pair[e]
+
+    @cute.jit
+    def _turn(self, params, acc, coords, first):
+        last = cute.size(params.cos, mode=[0]) - 1
+        lane = coords[(0, 0, 0), 0, 0][1]
+        for m in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+            for r in cutlass.range_constexpr(2):
+                row = cutlass.min(first + coords[(0, r, 0), m, 0][0], last)
+                if const_expr(self.is_interleaved):
+                    self._turn_neighbours(params, acc, row, lane, m, r)
+                elif const_expr(self.head_dim % (2 * _GROUP) == 0):
+                    self._turn_own(params, acc, row, lane, m, r)
+                else:
+                    self._turn_lanes(params, acc, row, lane, m, r)
 
     @cute.jit
     def _turn_neighbours(self, params, acc, row, lane, m, r):
