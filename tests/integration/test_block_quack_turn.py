@@ -65,6 +65,7 @@ def calls(direct: None, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     monkeypatch.setattr(quack_turn, "compiled", compiled)
     monkeypatch.setattr(quack_turn, "prepare", prepare)
     monkeypatch.setattr(layers, "MIN_QUACK_TURN_ROWS", 256)
+    monkeypatch.setattr(layers, "MIN_QUACK_TURN_ROWS_FP8", 264)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return seen

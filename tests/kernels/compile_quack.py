@@ -121,7 +121,7 @@ def main() -> None:
     ):
         (head_dim, turned, is_interleaved), *sizes = one
         heads = quack_turn.Heads(head_dim, turned, is_interleaved)
-        for tile in heads.tiles:
+        for tile in heads.tiles(dtype):
             error = compile_turning(heads, *sizes, table, dtype, tile)
             if kernels() != done + 1:
                 raise SystemExit(f"{heads}, {table}, {dtype}, {tile}: {error!r}")

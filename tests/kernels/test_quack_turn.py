@@ -70,7 +70,7 @@ hopper = pytest.mark.skipif(
 )
 def test_a_tile_is_whole_heads(head_dim, heads, tile):
     """All of a tile's columns are turned, or none."""
-    tiles = Heads(head_dim, heads, False).tiles
+    tiles = Heads(head_dim, heads, False).tiles(BF16)
     assert {found.columns for found in tiles} == ({tile} if tile else set())
     assert tile == 0 or heads * head_dim % tile == 0
 
@@ -87,11 +87,12 @@ def test_a_tile_is_whole_heads(head_dim, heads, tile):
 )
 def test_the_tile_of_which_waves_take_less(rows, outputs, expected):
     """As measured on an H100."""
-    tiles = Heads(128, 24, False).tiles
+    tiles = Heads(128, 24, False).tiles(BF16)
     assert [tile.rows for tile in tiles] == [192, 128]
     assert tile_for(tiles, rows, outputs, 132).rows == expected
-    (only,) = Heads(80, 32, False).tiles
-    assert tile_for((only,), rows, outputs, 132) is only
+    for one, dtype in ((80, BF16), (128, FP8)):
+        (only,) = Heads(one, 32, False).tiles(dtype)
+        assert tile_for((only,), rows, outputs, 132) is only
 
 
 H80 = Heads(80, 32, False)
@@ -252,7 +253,7 @@ def make(rows, tower, *, dtype, table, has_bias=True, seed=0, kind="plain"):
 def run(x, layer, cos, sin, heads, dtype=None, tile=None):
     dtype = dtype or x.dtype
     out = x.new_empty(len(x), len(layer.weight), dtype=dtype)
-    tile = tile or heads.tiles[0]
+    tile = tile or heads.tiles(layer.weight.dtype)[0]
     kernel = compiled(layer, heads, cos.dtype, dtype, tile)
     prepare(kernel, x, cos, sin, out)(layer)
     return out
@@ -300,7 +301,7 @@ def test_it_is_more_exact_than_two_passes(tower, rows, dtype, table, has_bias):
     expected = exact(*inputs)
     apart = turned(linear(x, layer.weight, layer.bias), cos, sin, heads)
     error = relative_error(apart, expected)
-    for tile in heads.tiles:
+    for tile in heads.tiles(layer.weight.dtype):
         out = run(*inputs, tile=tile)
         assert not out.isnan().any()
         assert relative_error(out, expected) <= 1.02 * error
@@ -325,7 +326,7 @@ def test_rows_in_fp8(tower, rows, kind, dtype):
     cutlass_op()(plain, x, layer.weight.t(), *scales, layer.bias)
     expected = exact(*inputs)
     error = relative_error(turned(plain, cos, sin, heads), expected)
-    for tile in heads.tiles:
+    for tile in heads.tiles(layer.weight.dtype):
         out = run(*inputs, dtype, tile)
         assert not out.isnan().any()
         assert relative_error(out, expected) <= 1.05 * error
@@ -395,7 +396,7 @@ def test_rows_before_and_after_are_left():
     x, layer, cos, sin, heads = inputs
     wide = torch.cat([x, x], dim=1)[:, : x.shape[1]]
     out = x.new_zeros(2000, len(layer.weight))
-    kernel = compiled(layer, heads, cos.dtype, x.dtype, heads.tiles[0])
+    kernel = compiled(layer, heads, cos.dtype, x.dtype, heads.tiles(x.dtype)[0])
     prepare(kernel, wide, cos, sin, out[:1500])(layer)
     assert torch.equal(out[:1500], run(*inputs))
     assert (out[1500:] == 0).all()
@@ -441,7 +442,7 @@ def test_what_quack_finds_kernels_by(monkeypatch):
     ):
         monkeypatch.setattr(quack_turn, "_revision", lambda now=revision: now)
         heads = Heads(128, turns, interleaved)
-        for tile in heads.tiles:
+        for tile in heads.tiles(layer.weight.dtype):
             with pytest.raises(RuntimeError, match="compiled"):
                 compiled(layer, heads, table, BF16, tile)
-    assert len(keys) == len(set(keys)) == 128
+    assert len(keys) == len(set(keys)) == 96

@@ -35,10 +35,11 @@ logger = init_logger("vllm.plugins.flashinfer_vit")
 # than cuBLAS alone, where there is less to save (docs/experiments.md).
 MIN_QUACK_ROWS = 1024
 MIN_QUACK_PLAIN_ROWS = 2048
-# The same, over another GEMM and a pass that turns q and k, and of heads as wide as a
-# tile.
+# The same, over another GEMM and a pass that turns q and k: in 16 bits, for heads as
+# wide as a tile, and in FP8.
 MIN_QUACK_TURN_ROWS = 1024
-MIN_QUACK_TURN_ROWS_128 = 2048
+MIN_QUACK_TURN_ROWS_WIDE = 2048
+MIN_QUACK_TURN_ROWS_FP8 = 256
 _WIDE = 128
 
 
@@ -277,8 +278,11 @@ class Layers(NamedTuple):
                 reason,
             )
             return None
-        is_wide = heads.head_dim >= _WIDE
-        rows = MIN_QUACK_TURN_ROWS_128 if is_wide else MIN_QUACK_TURN_ROWS
+        rows = MIN_QUACK_TURN_ROWS
+        if isinstance(source, Fp8Linear):
+            rows = MIN_QUACK_TURN_ROWS_FP8
+        elif heads.head_dim >= _WIDE:
+            rows = MIN_QUACK_TURN_ROWS_WIDE
         self.steps[path] += f"; from {rows} rows on QuACK turns q and k"
         gpu = torch.cuda.get_device_properties(like.weight.device)
         kernels = quack_turn.Projection(

@@ -56,18 +56,21 @@ class Heads(NamedTuple):
     turned: int
     is_interleaved: bool
 
-    @property
-    def tiles(self) -> tuple[Tile, ...]:
-        """The tiles of the kernel; none if it cannot turn these heads.
+    def tiles(self, dtype: torch.dtype) -> tuple[Tile, ...]:
+        """Return the tiles of the kernel; none if it cannot turn these heads.
 
         A tile is whole heads, and all of it is turned or nothing. Of 128 columns it may
-        have more rows, which is faster where they fill the GPU as well.
+        have more rows in 16 bits, which is faster where they fill the GPU as well.
+
+        Args:
+            dtype: The weight's.
         """
         for heads in range(_MAX_TILE // self.head_dim, 0, -1):
             columns = heads * self.head_dim
             if columns % _TILE_UNIT == 0 and self.turned % heads == 0:
                 usual = Tile(128, columns, (2, 1))
-                return (Tile(192, 128, (1, 2)), usual) if columns == 128 else (usual,)
+                has_tall = columns == 128 and dtype != _FP8
+                return (Tile(192, 128, (1, 2)), usual) if has_tall else (usual,)
         return ()
 
 
@@ -125,7 +128,7 @@ def fits(like: Layer, heads: Heads, table: torch.dtype, dtype: torch.dtype) -> b
         and is_whole
         and like.weight.dtype in (dtype, _FP8)
         and heads.head_dim % UNIT == 0
-        and bool(heads.tiles)
+        and bool(heads.tiles(like.weight.dtype))
         and table in _TABLES
         and (like.bias is None or like.bias.dtype == dtype)
     )
@@ -144,7 +147,7 @@ def tile_for(
     """Choose the tile with which the GPU's waves take the least time.
 
     Args:
-        tiles: Of which, see `Heads.tiles`.
+        tiles: Of which; see `Heads.tiles`.
         rows: The batch's.
         outputs: The weight's rows.
         multiprocessors: How many tiles make a wave.
@@ -264,7 +267,7 @@ def build(
     cos, sin = angles.cos().to(table), angles.sin().to(table)
     right = turned(project(x, like), cos, sin, heads).to(dtype)
     try:
-        for tile in heads.tiles:
+        for tile in heads.tiles(like.weight.dtype):
             out = torch.empty_like(right)
             kernel = compiled(like, heads, table, dtype, tile)
             prepare(kernel, x, cos, sin, out)(like)
@@ -337,7 +340,8 @@ class Projection:
         self._half, self._table = heads.head_dim // 2, table
         self._min_rows, self._multiprocessors = min_rows, multiprocessors
         self._kernels = {
-            tile: compiled(like, heads, table, dtype, tile) for tile in heads.tiles
+            tile: compiled(like, heads, table, dtype, tile)
+            for tile in heads.tiles(like.weight.dtype)
         }
 
     def turns(self, rows: int, cos: torch.Tensor, sin: torch.Tensor) -> bool:
