@@ -215,9 +215,9 @@ def test_the_hosts_bound_is_never_below_the_longest_sequence(
         "device": torch.tensor(1, device="meta"),
     }[given_bound]
     q = torch.zeros(sums[-1], 1, 8)
-    inputs = ready(Batch(q, q, q, cu_seqlens=cu_seqlens, max_seqlen=bound))
-    assert max(lengths) <= inputs.longest <= sums[-1]
-    assert inputs.mean_len * (len(lengths) + tail) == pytest.approx(sums[-1])
+    batch = Batch(q, q, q, cu_seqlens=cu_seqlens, max_seqlen=bound)
+    assert max(lengths) <= ready(batch).longest <= sums[-1]
+    assert batch.mean_len * (len(lengths) + tail) == pytest.approx(sums[-1])
 
 
 @given(seq_len=st.integers(1, 50), num_seqs=st.integers(0, 50))

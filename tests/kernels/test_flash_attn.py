@@ -101,35 +101,6 @@ def test_only_a_capture_derives_cu_seqlens(prepare, calls, monkeypatch):
         assert captured["fa_version"] == 3
 
 
-@pytest.mark.parametrize("is_capturing", [False, True])
-def test_a_clean_batch_is_cleared_once(prepare, calls, monkeypatch, is_capturing):
-    """Its padding holds no NaN; the output's rows are nobody's to write after that."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-    masked = []
-    mask = kernel.mask_padding
-
-    def noting(*args):
-        masked.append(args)
-        return mask(*args)
-
-    case = Case("zero-tail", (10, 20), zeros=2 * is_capturing, pad_rows=4)
-    q, k, v = make_qkv(case, 2, 64, torch.float16)
-    cu_seqlens = case.cu_seqlens()
-    monkeypatch.setattr(kernel, "_compile_for_capture", lambda *args: None)
-    monkeypatch.setattr(kernel, "mask_padding", noting)
-    call = prepare(q, k, v, cu_seqlens, 20, 0.1, True)
-    for seed in (1, 2):
-        v.copy_(make_qkv(case, 2, 64, torch.float16, seed=seed)[2])
-        v[30:] = 1
-        out = call()
-        expected = attention_ref(q, k, v, cu_seqlens, 20, 0.1)
-        assert torch.equal(out[:30], expected[:30])
-        if is_capturing:
-            assert (out[30:] == 0).all() and (v[30:] == 1).all()
-            assert calls[-1]["cu_seqlens_q"].tolist() == [0, 10, 30, 30, 30]
-    assert len(masked) == is_capturing
-
-
 @no_gpu
 def test_no_version_for_the_gpu_is_an_error(monkeypatch):
     from vllm.v1.attention.backends import fa_utils
@@ -185,14 +156,17 @@ def test_vllm_takes_the_arguments(prepare, calls):
     assert "head_size" in inspect.signature(get_flash_attn_version).parameters
 
 
+@pytest.mark.parametrize("is_clean", [False, True])
 @pytest.mark.parametrize("is_capturing", [False, True])
-def test_a_prepared_call_reads_new_values(prepare, calls, monkeypatch, is_capturing):
-    """In a capture each layer's v has padding of its own."""
+def test_a_prepared_call_reads_new_values(
+    prepare, calls, monkeypatch, is_capturing, is_clean
+):
+    """In a capture each layer's v has padding of its own, unless that is clean."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     case = Case("zero-tail", (10, 20), zeros=2 * is_capturing, pad_rows=4)
     q, k, v = make_qkv(case, 2, 64, torch.float16)
     cu_seqlens = case.cu_seqlens()
-    call = prepare(q, k, v, cu_seqlens, 20, 0.1)
+    call = prepare(q, k, v, cu_seqlens, 20, 0.1, is_clean)
     assert not calls
     outs = []
     for seed in (1, 2):
@@ -200,12 +174,12 @@ def test_a_prepared_call_reads_new_values(prepare, calls, monkeypatch, is_captur
             (q, k, v), make_qkv(case, 2, 64, torch.float16, seed=seed), strict=True
         ):
             x.copy_(new)
-        v[30:] = float("nan")
+        v[30:] = 1 if is_clean else float("nan")
         outs.append(call())
         expected = attention_ref(q, k, v, cu_seqlens, 20, 0.1)
         assert torch.equal(outs[-1][:30], expected[:30])
         if is_capturing:
-            assert (v[30:] == 0).all() and (outs[-1][30:] == 0).all()
+            assert (v[30:] == is_clean).all() and (outs[-1][30:] == 0).all()
     assert outs[0] is outs[1]
     assert len(calls) == 2
 

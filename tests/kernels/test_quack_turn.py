@@ -1,54 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The QKV projection that turns q and k: sizes on the CPU, results on a Hopper GPU."""
+"""The QKV projection that turns q and k: which it can be, and how it is built."""
 
 import importlib.util
 import itertools
 
 import pytest
 import torch
-from torch.nn.functional import linear
+from _quack_turn import BF16, FP8, HAS_RUNTIME, make_layer
 
-from cases import relative_error
 from vllm_flashinfer_vit.blocks import quack_turn
 from vllm_flashinfer_vit.blocks.quack_turn import (
     Heads,
+    Kernels,
     Layer,
-    Projection,
     Tile,
     build,
     compiled,
     fits,
-    prepare,
     project,
     reads,
     tile_for,
     turned,
 )
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
-
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-HAS_QUACK = importlib.util.find_spec("quack") is not None
-HAS_RUNTIME = HAS_QUACK and importlib.util.find_spec("quack.gemm_runtime") is not None
-# Head dim, heads of q and k, heads of v, interleaved pairs, inputs.
-TOWERS = [
-    (80, 32, 16, False, 1280),
-    (72, 32, 16, False, 1152),
-    (72, 24, 12, True, 1536),
-    (64, 32, 16, True, 1024),
-    (64, 24, 12, False, 768),
-    (88, 4, 2, False, 256),
-    (96, 6, 3, False, 288),
-    (112, 3, 2, True, 224),
-    (128, 24, 12, False, 1536),
-    # Grouped queries: 12 and 4 heads, 4 of v.
-    (80, 16, 4, False, 1280),
-]
-
-pytestmark = pytest.mark.usefixtures("nan_empty")
-hopper = pytest.mark.skipif(
-    not (HAS_HOPPER and HAS_RUNTIME), reason="needs a Hopper GPU and QuACK 0.6"
-)
 
 
 @pytest.mark.parametrize(
@@ -164,23 +138,21 @@ def test_scores_are_those_of_the_rotary_pass():
     assert torch.allclose(q @ k.t(), scores, atol=1e-5)
 
 
-def make_layer(kind, weight, bias, rows):
-    """A layer's parameters of a kind of scales, and what makes rows of its dtype."""
-    if kind == "plain":
-        return Layer(weight, bias)
-    # Of vLLM's layers: one scale of all, one of each row, one of each row and output.
-    row_scales, col_scales = {
-        "tensor": (1, 1),
-        "tokens": (rows, 1),
-        "rows": (rows, len(weight)),
-    }[kind]
-    on = {"device": weight.device}
-    return Layer(
-        (weight.float() * 30).clamp(-400, 400).to(FP8),
-        bias,
-        torch.linspace(0.01, 0.03, row_scales, **on),
-        torch.linspace(0.5, 2, col_scales, **on),
-    )
+@pytest.mark.parametrize(
+    ("has_quack", "found", "expected"),
+    [
+        (True, lambda name: name, True),
+        (True, lambda name: None, False),
+        (True, lambda name: 1 / 0, False),
+        (False, lambda name: name, False),
+    ],
+    ids=["0.6", "0.5", "broken", "none"],
+)
+def test_which_quack_has_it(monkeypatch, has_quack, found, expected):
+    """One that cannot be imported must not stop an engine."""
+    monkeypatch.setattr(quack_turn.quack, "has_quack", lambda: has_quack)
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    assert quack_turn.is_available() is expected
 
 
 def test_a_kernel_that_cannot_be_had(monkeypatch):
@@ -217,7 +189,7 @@ def test_a_projection_holds_no_layer(monkeypatch):
     monkeypatch.setattr(quack_turn, "compiled", lambda *args: made.append(args[4]))
     layer = Layer(torch.zeros(768, 64, dtype=BF16), torch.zeros(768, dtype=BF16))
     heads = Heads(128, 4, False)
-    found = Projection(layer, heads, torch.float32, BF16, 8, 132)
+    found = Kernels(layer, heads, torch.float32, BF16, 8, 132)
     assert made == [Tile(192, 128, (1, 2)), Tile(128, 128, (2, 1))]
     assert not any(isinstance(x, torch.Tensor) for x in vars(found).values())
     tables = torch.zeros(8, 64), torch.zeros(8, 64)
@@ -225,197 +197,9 @@ def test_a_projection_holds_no_layer(monkeypatch):
     assert not found.turns(7, *(table[:7] for table in tables))
     assert not found.turns(9, *tables)
     assert not found.turns(8, tables[0], tables[1].half())
-    again = Projection(layer, heads, torch.float32, BF16, 8, 132)
-    other = Projection(layer._replace(bias=None), heads, torch.float32, BF16, 8, 132)
+    again = Kernels(layer, heads, torch.float32, BF16, 8, 132)
+    other = Kernels(layer._replace(bias=None), heads, torch.float32, BF16, 8, 132)
     assert found.alike == again.alike != other.alike
-
-
-def make(rows, tower, *, dtype, table, has_bias=True, seed=0, kind="plain"):
-    """x as a norm returns it, a layer, cosines and sines, and the heads."""
-    head_dim, both, values, is_interleaved, inputs = tower
-    random = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=random, device="cuda")
-
-    outputs = (both + values) * head_dim
-    angles = 50 * torch.rand(rows, head_dim // 2, generator=random, device="cuda")
-    x = normal(rows, inputs).to(dtype)
-    weight = (normal(outputs, inputs) / inputs**0.5).to(dtype)
-    bias = normal(outputs).to(dtype) if has_bias else None
-    layer = make_layer(kind, weight, bias, rows)
-    if kind != "plain":
-        x = (20 * x).clamp(-400, 400).to(FP8)
-    heads = Heads(head_dim, both, is_interleaved)
-    return x, layer, angles.cos().to(table), angles.sin().to(table), heads
-
-
-def run(x, layer, cos, sin, heads, dtype=None, tile=None):
-    dtype = dtype or x.dtype
-    out = x.new_empty(len(x), len(layer.weight), dtype=dtype)
-    tile = tile or heads.tiles(layer.weight.dtype)[0]
-    kernel = compiled(layer, heads, cos.dtype, dtype, tile)
-    prepare(kernel, x, cos, sin, out)(layer)
-    return out
-
-
-def exact(x, layer, cos, sin, heads):
-    sums = linear(x.double(), layer.weight.double())
-    if layer.row_scales is not None:
-        sums *= layer.row_scales.double()[:, None]
-        sums *= layer.col_scales.double()
-    if layer.bias is not None:
-        sums += layer.bias.double()
-    by_head = sums.unflatten(1, (-1, heads.head_dim))
-    both, v = by_head.tensor_split([heads.turned], dim=1)
-    c, s = cos.double()[:, None], sin.double()[:, None]
-    if heads.is_interleaved:
-        first, second = both[..., ::2], both[..., 1::2]
-        pairs = [first * c - second * s, second * c + first * s]
-        both = torch.stack(pairs, dim=-1).flatten(2)
-    else:
-        first, second = both.chunk(2, dim=-1)
-        both = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
-    return torch.cat([both, v], dim=1).flatten(1)
-
-
-@hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 1000, 4097])
-@pytest.mark.parametrize("tower", TOWERS, ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "table", "has_bias"),
-    [
-        (torch.bfloat16, torch.float32, True),
-        (torch.bfloat16, torch.bfloat16, False),
-        (torch.float16, torch.float32, False),
-        (torch.float16, torch.float16, True),
-    ],
-    ids=str,
-)
-def test_it_is_more_exact_than_two_passes(tower, rows, dtype, table, has_bias):
-    inputs = make(rows, tower, dtype=dtype, table=table, has_bias=has_bias)
-    x, layer, cos, sin, heads = inputs
-    assert fits(layer, heads, table, dtype)
-    assert build(layer, heads, table, dtype) is None
-    expected = exact(*inputs)
-    apart = turned(linear(x, layer.weight, layer.bias), cos, sin, heads)
-    error = relative_error(apart, expected)
-    for tile in heads.tiles(layer.weight.dtype):
-        out = run(*inputs, tile=tile)
-        assert not out.isnan().any()
-        assert relative_error(out, expected) <= 1.02 * error
-
-
-@hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 1000, 4097])
-@pytest.mark.parametrize("tower", TOWERS, ids=str)
-@pytest.mark.parametrize("kind", ["tensor", "tokens", "rows"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rows_in_fp8(tower, rows, kind, dtype):
-    """As exact as vLLM's GEMM with a pass that turns: its sums have as few bits."""
-    from vllm_flashinfer_vit.kernels.scaled_mm import cutlass_op
-
-    inputs = make(rows, tower, dtype=dtype, table=torch.float32, kind=kind)
-    x, layer, cos, sin, heads = inputs
-    assert fits(layer, heads, torch.float32, dtype)
-    assert build(layer, heads, torch.float32, dtype) is None
-    plain = x.new_empty(rows, len(layer.weight), dtype=dtype)
-    scales = layer.row_scales[:, None], layer.col_scales[None]
-    cutlass_op()(plain, x, layer.weight.t(), *scales, layer.bias)
-    expected = exact(*inputs)
-    error = relative_error(turned(plain, cos, sin, heads), expected)
-    for tile in heads.tiles(layer.weight.dtype):
-        out = run(*inputs, dtype, tile)
-        assert not out.isnan().any()
-        assert relative_error(out, expected) <= 1.05 * error
-
-
-@hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("tower", TOWERS[:4], ids=str)
-def test_tables_may_have_gaps(tower):
-    """Halves of doubled tables, as models hand them over."""
-    inputs = make(1100, tower, dtype=torch.bfloat16, table=torch.bfloat16)
-    x, layer, cos, sin, heads = inputs
-    doubled = [torch.cat([t, t], dim=1)[:, : t.shape[1]] for t in (cos, sin)]
-    assert not doubled[0].is_contiguous() and reads(doubled[0])
-    assert torch.equal(run(x, layer, *doubled, heads), run(*inputs))
-
-
-@hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["plain", "tokens"])
-@pytest.mark.parametrize("tower", TOWERS[:4], ids=str)
-def test_one_call_serves_all_layers_in_a_graph(tower, kind):
-    on = {"dtype": torch.bfloat16, "table": torch.float32, "kind": kind}
-    first, second = (make(1024, tower, **on, seed=seed) for seed in range(2))
-    x, layer, cos, sin, heads = first
-    layer = Layer(*(None if held is None else held.clone() for held in layer))
-    x, cos, sin = x.clone(), cos.clone(), sin.clone()
-    out = x.new_empty(len(x), len(layer.weight), dtype=torch.bfloat16)
-    kernels = Projection(layer, heads, cos.dtype, out.dtype, 1, 132)
-    call = kernels.prepare(x, cos, sin, out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(layer)
-    for inputs in (first, second, first):
-        new = inputs[0], *inputs[1], *inputs[2:4]
-        for held, values in zip((x, *layer, cos, sin), new, strict=True):
-            if held is not None:
-                held.copy_(values)
-        graph.replay()
-        assert torch.equal(out, run(*inputs, out.dtype))
-    call(second[1])
-    assert torch.equal(out, run(x, second[1], cos, sin, heads, out.dtype))
-
-
-@hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("tower", [*TOWERS[:4], TOWERS[8]], ids=str)
-def test_rows_stay_apart(tower):
-    inputs = make(1300, tower, dtype=torch.bfloat16, table=torch.float32)
-    x, _, cos, _, heads = inputs
-    before = run(*inputs)
-    assert torch.equal(before, run(*inputs))
-    x[1000] = cos[1001] = float("nan")
-    after = run(*inputs)
-    both = heads.turned * heads.head_dim
-    assert after[1000].isnan().all() and after[1001, :both].isnan().all()
-    assert torch.equal(after[1001, both:], before[1001, both:])
-    for some in (slice(0, 1000), slice(1002, None)):
-        assert torch.equal(after[some], before[some])
-
-
-@hopper
-@pytest.mark.gpu
-def test_rows_before_and_after_are_left():
-    """Rows of a longer buffer, and an x with columns beside it."""
-    inputs = make(1500, TOWERS[1], dtype=torch.bfloat16, table=torch.float32)
-    x, layer, cos, sin, heads = inputs
-    wide = torch.cat([x, x], dim=1)[:, : x.shape[1]]
-    out = x.new_zeros(2000, len(layer.weight))
-    kernel = compiled(layer, heads, cos.dtype, x.dtype, heads.tiles(x.dtype)[0])
-    prepare(kernel, wide, cos, sin, out[:1500])(layer)
-    assert torch.equal(out[:1500], run(*inputs))
-    assert (out[1500:] == 0).all()
-
-
-@hopper
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("tower", TOWERS[:3], ids=str)
-def test_more_than_int32_elements(tower):
-    head_dim, both, values, *_ = tower
-    rows = 2**31 // ((both + values) * head_dim) + 64
-    inputs = make(rows, tower, dtype=torch.bfloat16, table=torch.bfloat16)
-    x, layer, cos, sin, heads = inputs
-    out = run(*inputs)
-    assert out.numel() > 2**31
-    for some in (slice(0, 64), slice(-64, None)):
-        expected = exact(x[some], layer, cos[some], sin[some], heads)
-        assert relative_error(out[some], expected) < 4e-3
 
 
 @pytest.mark.skipif(not HAS_RUNTIME, reason="needs QuACK 0.6")

@@ -22,7 +22,9 @@ def test_equal_sequences_get_prefix_sums() -> None:
     inputs = ready(_batch(seq_len=4))
     assert inputs.cu_seqlens.tolist() == [0, 4, 8, 12]
     assert inputs.cu_seqlens.dtype == torch.int32
-    assert (inputs.longest, inputs.mean_len) == (4, 4.0)
+    assert (inputs.longest, _batch(seq_len=4).mean_len) == (4, 4.0)
+    # No row is left out.
+    assert inputs.is_clean
 
 
 @pytest.mark.parametrize(
@@ -56,4 +58,5 @@ def test_rows_of_a_padded_batch_are_two_sequences() -> None:
 
 def test_empty_sequences_count_for_the_mean() -> None:
     batch = _batch(cu_seqlens=_offsets(0, 12, 12, 12))
-    assert ready(batch).mean_len == 4.0
+    assert batch.mean_len == 4.0
+    assert not ready(batch).is_clean and ready(batch, is_clean=True).is_clean

@@ -33,6 +33,8 @@ def test_the_entry_takes_what_the_op_hands_over(kernel: Kernel) -> None:
     expected = {"blocks": _BLOCKS, "rows": _ROWS, None: _HALF}[kernel.quantized]
     if kernel.rotates:
         expected = [*expected, "cos", "sin", "interleaved"]
+    if kernel.clears:
+        expected = [*expected, "is_clean"]
     assert list(inspect.signature(catalog._load(kernel.entry)).parameters) == expected
 
 

@@ -319,7 +319,7 @@ def test_empty_sequences_count(
 
     def find(name: str) -> Any:
         ran.append(name)
-        return lambda *args: lambda: args[0]
+        return lambda *args, **rest: lambda: args[0]
 
     monkeypatch.setattr(ops, "_prepare_kernel", find)
     qkv = [torch.zeros(4096, 1, 32)] * 3

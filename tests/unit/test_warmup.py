@@ -111,6 +111,7 @@ def a_layer(
         bounds=decoded.bounds,
         kernel_for=decoded.kernel_for,
         turning=turning,
+        gets_turned=False,
         layouts=layouts,
     )
 
@@ -188,6 +189,7 @@ def test_one_token_is_real_whatever_is_declared(
         head_size=16,
         dtype=torch.float16,
         turning=None,
+        gets_turned=False,
         attend=batches.append,
     )
     monkeypatch.setattr(warmup, "_DEVICE", "cpu")
@@ -196,6 +198,29 @@ def test_one_token_is_real_whatever_is_declared(
         batch = batches.pop()
         assert batch.cu_seqlens.tolist() == [0] + [1] * num_seqs
         assert batch.max_seqlen == len(batch.q) == len(batch.k) == len(batch.v) == 300
+
+
+@pytest.mark.parametrize("reads_turned", [False, True])
+@pytest.mark.parametrize("gets_turned", [False, True])
+def test_kernels_also_run_on_what_their_projection_turns(
+    gets_turned: bool, reads_turned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that turn q and k themselves never get it."""
+    batches: list[Batch] = []
+    layer = SimpleNamespace(
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        dtype=torch.float16,
+        turning=Turning(torch.float32, 16),
+        gets_turned=gets_turned,
+        reads_turned=lambda batch: reads_turned,
+        attend=batches.append,
+    )
+    monkeypatch.setattr(warmup, "_DEVICE", "cpu")
+    warmup._run(layer, 1, 300, "views")
+    found = [batch.cos is None for batch in batches]
+    assert found == ([False, True] if gets_turned and reads_turned else [False])
 
 
 def test_calls_are_as_large_as_the_encoder_budget_of_vllm(
@@ -333,6 +358,7 @@ def test_no_call_builds_a_plan_after_it(
         bounds=plan.bounds,
         kernel_for=plan.kernel_for,
         turning=turning,
+        gets_turned=False,
         layouts=layouts,
         num_heads=heads,
         num_kv_heads=heads,

@@ -51,7 +51,7 @@ class QuackTurn:
     """
 
     def __init__(
-        self, source: Weights | Fp8Linear, kernels: quack_turn.Projection
+        self, source: Weights | Fp8Linear, kernels: quack_turn.Kernels
     ) -> None:
         """Take a layer's parameters, and its kernels."""
         self._source, self.kernels = source, kernels
@@ -78,7 +78,7 @@ def _fp8_layer(source: Fp8Linear, scales: torch.Tensor) -> quack_turn.Layer:
     return quack_turn.Layer(weight, scaled.bias, scales.flatten(), col_scales)
 
 
-class Projection(NamedTuple):
+class QkvSteps(NamedTuple):
     """What runs a block's QKV projection.
 
     Attributes:
@@ -221,14 +221,14 @@ class Layers(NamedTuple):
         return self.gemm(path)[0] if self.is_direct(path) else self.own(path)
 
     def qkv(
-        self, path: str, heads: quack_turn.Heads | None, table: torch.dtype
-    ) -> Projection:
+        self, path: str, turned: tuple[quack_turn.Heads, torch.dtype] | None
+    ) -> QkvSteps:
         """Return what runs the QKV projection.
 
         Args:
             path: The layer's.
-            heads: What its outputs are, if attention gets q and k to be turned whole.
-            table: The dtype of cosines and sines.
+            turned: What its outputs are, and the dtype of cosines and sines, if some
+                kernel of attention has q and k turned before it.
         """
         if not self.is_direct(path):
             step = self.projection(path)
@@ -238,30 +238,28 @@ class Layers(NamedTuple):
                 scales = step.weights.input_scale
                 if scales is None:
                     scales = step.weights.scaled.scale
-                turning = self.turning(
-                    path, step, _fp8_layer(step, scales), heads, table
-                )
-            return Projection(step, None, turning)
+                turning = self.turning(path, step, _fp8_layer(step, scales), turned)
+            return QkvSteps(step, None, turning)
         step, weights = self.gemm(path)
         large = None
         if "quack_qkv" not in self.off:
             rows, expected = MIN_QUACK_PLAIN_ROWS, functools.partial(linear, weights)
             large = self.quack(path, weights, None, rows, expected)
         like = quack_turn.Layer(weights.weight, weights.bias)
-        turning = self.turning(path, weights, like, heads, table)
-        return Projection(step, large, turning)
+        turning = self.turning(path, weights, like, turned)
+        return QkvSteps(step, large, turning)
 
     def turning(
         self,
         path: str,
         source: Weights | Fp8Linear,
         like: quack_turn.Layer,
-        heads: quack_turn.Heads | None,
-        table: torch.dtype,
+        turned: tuple[quack_turn.Heads, torch.dtype] | None,
     ) -> QuackTurn | None:
         """Return a projection's step that turns q and k, or None and say why."""
-        if heads is None or "quack_turn" in self.off or not quack_turn.is_available():
+        if turned is None or "quack_turn" in self.off or not quack_turn.is_available():
             return None
+        heads, table = turned
         dtype = self.part(path).params_dtype
         if not quack_turn.fits(like, heads, table, dtype):
             return None
@@ -285,7 +283,7 @@ class Layers(NamedTuple):
             rows = MIN_QUACK_TURN_ROWS_WIDE
         self.steps[path] += f"; from {rows} rows on QuACK turns q and k"
         gpu = torch.cuda.get_device_properties(like.weight.device)
-        kernels = quack_turn.Projection(
+        kernels = quack_turn.Kernels(
             like, heads, table, dtype, rows, gpu.multi_processor_count
         )
         return QuackTurn(source, kernels)

@@ -12,12 +12,13 @@ their fp32 sums once, after the bias and the activation that they apply.
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from vllm_flashinfer_vit.blocks import fp8_linear, norms
+from vllm_flashinfer_vit.blocks.attention_layer import AttentionLayer
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.inputs import Inputs
 from vllm_flashinfer_vit.blocks.layers import Layers, gets_adapters
@@ -28,54 +29,12 @@ from vllm_flashinfer_vit.blocks.quack_turn import Heads
 from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled, TowerProgram, Widths
-from vllm_flashinfer_vit.kernels.formats import DeviceScales
-from vllm_flashinfer_vit.ops.batch import Batch, Layout, Turning
+from vllm_flashinfer_vit.ops.batch import Batch, Turning
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
 # Of tables that a pass has settled attention for: two with windows, for two batches.
 _MAX_TABLES = 4
-
-
-class Counts(Protocol):
-    """Counts a tower's passes; see `engine.counting.LayerCounts`."""
-
-    def passed(
-        self,
-        path: Literal["blocks"],
-        num_tokens: int,
-        cu_seqlens: torch.Tensor | None,
-        max_seqlen: torch.Tensor | None,
-        seq_len: int,
-        is_first: bool | None,
-    ) -> None: ...
-
-    def fell_back(self, reason: str) -> None: ...
-
-
-class Attention(Protocol):
-    """What the program needs of an attention layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    dtype: torch.dtype
-    turning: Turning | None
-    gets_turned: bool
-    layouts: tuple[Layout, ...]
-    is_watched: bool
-    prepares_for: tuple[object, ...]
-    own_scales: DeviceScales | None
-    counts: Counts
-
-    def prepare(
-        self,
-        batch: Batch,
-        sequence_lengths: torch.Tensor | None = None,
-        is_clean: bool = False,
-    ) -> Callable[..., torch.Tensor]: ...
-
-    def reads_turned(self, batch: Batch) -> bool: ...
 
 
 class BlockProgram:
@@ -111,7 +70,7 @@ class BlockProgram:
         self._off = off
         self.is_ready = False
         self._tower.blocks[self._index] = self
-        self._attention: Attention = self._part(spec.attention)
+        self._attention: AttentionLayer = self._part(spec.attention)
         self._attention.turning = self._turning()
         self._is_interleaved = spec.rotary is not None and spec.rotary.is_interleaved
         # Adapters are added to what a layer itself returns, in the checkpoint's size.
@@ -142,12 +101,14 @@ class BlockProgram:
             dim = operator.attrgetter(rotary.dim)(self._block)
         return Turning(dtype, dim, rotary.is_interleaved)
 
-    def _turned_heads(self) -> tuple[Heads | None, torch.dtype]:
+    def _turned_heads(self) -> tuple[Heads, torch.dtype] | None:
         """Return what a projection that turns q and k has to know, None without one."""
         heads, kv_heads, head_dim = self._heads
         turning = self._attention.turning
         if turning is None or turning.dim != head_dim or self._split is not None:
-            return None, self._attention.dtype
+            return None
+        if not self._attention.may_read_turned:
+            return None
         found = Heads(head_dim, heads + kv_heads, turning.interleaved)
         return found, turning.dtype
 
@@ -179,8 +140,8 @@ class BlockProgram:
             self._weights,
             self.steps,
         )
-        heads, table = self._turned_heads()
-        self._qkv, self._large_qkv, turns = layers.qkv(spec.qkv, heads, table)
+        by = layers.qkv(spec.qkv, self._turned_heads())
+        self._qkv, self._large_qkv, turns = by
         self._turning_qkv = turns
         attention.gets_turned = turns is not None
         self._group = None
@@ -376,7 +337,9 @@ class BlockProgram:
         qkv = now.qkv
         if project is None:
             qkv = self._project(now)
-        elif self._turning_qkv is not None:
+        else:
+            # Blocks of a group all have one, or none has.
+            assert self._turning_qkv is not None
             project(self._turning_qkv.layer(now))
         is_shared = is_shared and qkv is now.qkv
         if found is None or not is_shared:

@@ -3,7 +3,7 @@
 
 Without it, a pass of its own reads q and k once more, and writes them once more.
 `kernels.turning_gemm` is the kernel, for weights of 16 bits and in FP8. It needs QuACK
-0.6, and is imported where it is built, not with this module.
+0.6, which is imported where a tower asks for it, not with this module.
 """
 
 import functools
@@ -106,9 +106,13 @@ class Kernel(NamedTuple):
 
 def is_available() -> bool:
     """Whether QuACK is installed with what the kernel needs, on a GPU for it."""
-    return (
-        quack.has_quack() and importlib.util.find_spec("quack.gemm_runtime") is not None
-    )
+    if not quack.has_quack():
+        return False
+    try:
+        return importlib.util.find_spec("quack.gemm_runtime") is not None
+    # That imports QuACK, and a broken install fails in any way.
+    except Exception:
+        return False
 
 
 def fits(like: Layer, heads: Heads, table: torch.dtype, dtype: torch.dtype) -> bool:
@@ -258,15 +262,17 @@ def build(
     Returns:
         None if all is right, else why the kernel cannot run the projection.
     """
-    x = quack.some_rows(like.weight)
-    if like.row_scales is not None:
-        # They fill its range, and no number of them stands for all.
-        like = like._replace(row_scales=torch.linspace(0.5, 2, len(x), device=x.device))
-    half = heads.head_dim // 2
-    angles = torch.linspace(0, 6, len(x) * half, device=x.device).view(-1, half)
-    cos, sin = angles.cos().to(table), angles.sin().to(table)
-    right = turned(project(x, like), cos, sin, heads).to(dtype)
     try:
+        x = quack.some_rows(like.weight)
+        if like.row_scales is not None:
+            # Not one for all, so that rows that were mixed up would show.
+            like = like._replace(
+                row_scales=torch.linspace(0.5, 2, len(x), device=x.device)
+            )
+        half = heads.head_dim // 2
+        angles = torch.linspace(0, 6, len(x) * half, device=x.device).view(-1, half)
+        cos, sin = angles.cos().to(table), angles.sin().to(table)
+        right = turned(project(x, like), cos, sin, heads).to(dtype)
         for tile in heads.tiles(like.weight.dtype):
             out = torch.empty_like(right)
             kernel = compiled(like, heads, table, dtype, tile)
@@ -308,8 +314,8 @@ def turned(
     return torch.cat([both, v], dim=1).flatten(1)
 
 
-class Projection:
-    """A tower's projections of the same sizes, for which `build` found nothing.
+class Kernels:
+    """What runs a tower's projections of the same sizes; `build` found nothing wrong.
 
     Attributes:
         alike: What projections have alike that can use each other's settled calls.

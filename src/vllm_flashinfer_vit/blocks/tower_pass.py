@@ -151,8 +151,6 @@ class Pass:
         is_clean: Whether the stream's rows of no sequence are finite.
     """
 
-    is_clean = False
-
     def __init__(self, widths: Sequence[Widths], x: torch.Tensor, key: object) -> None:
         """Make the buffers.
 
@@ -187,6 +185,7 @@ class Pass:
         self.settled: dict[object, Any] = {}
         self.attention: dict[object, Settled] = {}
         self.key = key
+        self.is_clean = False
         self._turned: tuple[tuple[Any, ...], Tables] | None = None
         self._own: tuple[tuple[Any, ...], Tables] | None = None
         self._masked: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -26,6 +26,7 @@ from vllm_flashinfer_vit.engine.advice import (
     ignored,
     served_by,
 )
+from vllm_flashinfer_vit.engine.batch_check import check
 from vllm_flashinfer_vit.engine.counting import Counting, count_stock_layer
 from vllm_flashinfer_vit.engine.element_offsets import token_offsets
 from vllm_flashinfer_vit.engine.hooks import Hooks
@@ -286,6 +287,11 @@ class FlashInferViTAttention(MMEncoderAttention):
         self._check(batch)
         return ops.prepare(batch, self.scale, self._plan, self._fp8(), is_clean)
 
+    @property
+    def may_read_turned(self) -> bool:
+        """Whether some kernel of the plan does not turn q and k."""
+        return any(map(ops.takes_turned, self._plan.kernels))
+
     def reads_turned(self, batch: Batch) -> bool:
         """Whether a batch's kernel does not turn q and k; see `ops.reads_turned`."""
         return ops.reads_turned(batch, self._plan)
@@ -330,40 +336,7 @@ class FlashInferViTAttention(MMEncoderAttention):
         return f"layer {self.layer_name!r}" if self.layer_name else "a nameless layer"
 
     def _check(self, batch: Batch) -> None:
-        q, k, v, cu_seqlens = batch.q, batch.k, batch.v, batch.cu_seqlens
-        if not q.dtype == k.dtype == v.dtype:
-            raise ValueError(
-                f"{self._where()}: query, key and value are {q.dtype}, {k.dtype}, "
-                f"{v.dtype}; they must share one dtype"
-            )
-        if q.dtype != self.dtype:
-            raise ValueError(
-                f"{self._where()}: built for {self.dtype}, called with {q.dtype}; "
-                "convert the input or set --dtype to the activation dtype"
-            )
-        if not q.device == k.device == v.device:
-            raise ValueError(
-                f"{self._where()}: query, key and value are on {q.device}, {k.device}, "
-                f"{v.device}; they must share one device"
-            )
-        if cu_seqlens is None:
-            return
-        if cu_seqlens.dtype != torch.int32 or cu_seqlens.stride() != (1,):
-            raise ValueError(
-                f"{self._where()}: cu_seqlens is {cu_seqlens.dtype} of shape "
-                f"{tuple(cu_seqlens.shape)} and stride {cu_seqlens.stride()}; it must "
-                "be contiguous int32 of shape [N + 1]"
-            )
-        if cu_seqlens.shape[0] < 2:
-            raise ValueError(
-                f"{self._where()}: cu_seqlens has {cu_seqlens.shape[0]} entries, so "
-                "there is no sequence; was the list of grids empty?"
-            )
-        if cu_seqlens.device != q.device:
-            raise ValueError(
-                f"{self._where()}: cu_seqlens is on {cu_seqlens.device}, the query on "
-                f"{q.device}; move it once per forward pass, not per layer"
-            )
+        check(batch, self.dtype, self._where)
 
     def _fall_back(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -57,6 +57,8 @@ class Layer(Protocol):
 
     def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str: ...
 
+    def reads_turned(self, batch: Batch) -> bool: ...
+
     def attend(self, batch: Batch) -> torch.Tensor: ...
 
 
@@ -259,5 +261,6 @@ def _run(layer: Layer, num_seqs: int, length: int, layout: Layout) -> None:
     max_seqlen = torch.tensor(length, dtype=torch.int32)
     batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen)
     layer.attend(batch._replace(interleaved=interleaved))
-    if layer.gets_turned:
-        layer.attend(batch._replace(cos=None, sin=None))
+    turned = batch._replace(cos=None, sin=None)
+    if layer.gets_turned and layer.reads_turned(turned):
+        layer.attend(turned)

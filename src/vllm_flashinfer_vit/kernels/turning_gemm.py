@@ -110,7 +110,8 @@ class TurningGemm(ComposableEpiMixin, GemmSm90):
 
     def __init__(self, acc_dtype: Any, a_dtype: Any, *args: Any, **options: Any):
         """Take what QuACK hands over."""
-        options["fp8_fast_accum"] = a_dtype.width == 8
+        if a_dtype.width == 8:
+            options["fp8_fast_accum"] = True
         super().__init__(acc_dtype, a_dtype, *args, **options)
 
     @mlir_namedtuple

@@ -109,10 +109,15 @@ def kernel_for(batch: Batch, plan: Plan) -> str:
     return plan.kernel_for(batch.longest, batch.mean_len)
 
 
-def reads_turned(batch: Batch, plan: Plan) -> bool:
-    """Whether a batch's kernel reads q and k that something has turned before it."""
-    record = KERNELS[kernel_for(batch, plan)]
+def takes_turned(name: str) -> bool:
+    """Whether a kernel gets q and k that something has turned before it."""
+    record = KERNELS[name]
     return not (record.rotates or record.is_fp8)
+
+
+def reads_turned(batch: Batch, plan: Plan) -> bool:
+    """Whether a batch's kernel `takes_turned` q and k."""
+    return takes_turned(kernel_for(batch, plan))
 
 
 def _run(batch: Batch, scale: float, plan: Plan, fp8: Fp8 | None) -> torch.Tensor:
@@ -147,7 +152,7 @@ def prepare(
         plan: Which kernel serves which batch.
         fp8: Where scales come from, and what the states of calls are like; None for
             attention in q's dtype.
-        is_clean: Whether rows of no sequence are finite in every call; see `Ready`.
+        is_clean: Whether v's rows of no sequence are finite in every call; see `Ready`.
 
     Returns:
         The call, for the current stream, and for a graph's capture if there is one now.

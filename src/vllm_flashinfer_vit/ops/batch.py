@@ -81,8 +81,7 @@ class Ready(NamedTuple):
         interleaved: See `Batch`.
         cu_seqlens: See `Batch`; never None.
         longest: See `Batch`.
-        is_clean: Whether rows of no sequence are finite in q, k and v, or there are
-            none.
+        is_clean: Whether rows of no sequence are finite in v, or there are none.
     """
 
     q: torch.Tensor

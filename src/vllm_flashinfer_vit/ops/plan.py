@@ -77,6 +77,13 @@ class Plan:
         return cls(tuple(classes))
 
     @property
+    def kernels(self) -> frozenset[str]:
+        """The names of its kernels."""
+        return frozenset(
+            name for c in self.classes for name in (c.kernel, c.many) if name
+        )
+
+    @property
     def bounds(self) -> tuple[int, ...]:
         """The longest lengths of the bounded classes, in tokens, ascending."""
         return tuple(c.max_len for c in self.classes if c.max_len is not None)
