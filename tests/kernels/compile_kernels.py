@@ -318,6 +318,10 @@ def of_batches() -> Iterator[Case]:
     scalars = (4, ROWS, *v.stride()[:2])
     launch = Launch(padding._mask_padding_kernel, 1, *scalars, **sizes, **blocks)
     yield "mask_padding", functools.partial(launch, cu, cu, v, v)
+    for width in (1152, 1280):
+        rows = torch.empty(ROWS, width, dtype=torch.bfloat16)
+        launch = Launch(padding._clear_kernel, 1, 4, ROWS, ROW=width)
+        yield f"clear_padding {width}", functools.partial(launch, cu, rows)
     yield "constants", functools.partial(cudnn_fp8._constants, v.device)
 
 
