@@ -178,20 +178,24 @@ def test_no_plans_for_lengths_that_no_call_reaches(
     assert [run[:2] for run in runs] == [(1, n) for n in warmup.lengths((128,))] * 2
 
 
+def a_layer_that_notes(batches: list[Batch], **more: Any) -> Any:
+    named = {"turning": None, "gets_turned": False, **more}
+    return SimpleNamespace(
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        dtype=torch.float16,
+        attend=batches.append,
+        **named,
+    )
+
+
 def test_one_token_is_real_whatever_is_declared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its work grows with the square of that, and no plan or variant reads it."""
     batches: list[Batch] = []
-    layer = SimpleNamespace(
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=16,
-        dtype=torch.float16,
-        turning=None,
-        gets_turned=False,
-        attend=batches.append,
-    )
+    layer = a_layer_that_notes(batches)
     monkeypatch.setattr(warmup, "_DEVICE", "cpu")
     for num_seqs in (1, 8):
         warmup._run(layer, num_seqs, 300, "views")
@@ -207,15 +211,11 @@ def test_kernels_also_run_on_what_their_projection_turns(
 ) -> None:
     """Those that turn q and k themselves never get it."""
     batches: list[Batch] = []
-    layer = SimpleNamespace(
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=16,
-        dtype=torch.float16,
+    layer = a_layer_that_notes(
+        batches,
         turning=Turning(torch.float32, 16),
         gets_turned=gets_turned,
         reads_turned=lambda batch: reads_turned,
-        attend=batches.append,
     )
     monkeypatch.setattr(warmup, "_DEVICE", "cpu")
     warmup._run(layer, 1, 300, "views")

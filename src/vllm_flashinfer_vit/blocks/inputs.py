@@ -50,6 +50,7 @@ class Inputs:
             now.is_clean = True
 
     def mask_in(self, given: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the mask of padded keys, see `BlockSpec.key_mask`, or None."""
         name = self._spec.key_mask
         return None if name is None else given.get(name)
 

@@ -263,8 +263,7 @@ class Layers(NamedTuple):
         dtype = self.part(path).params_dtype
         if not quack_turn.fits(like, heads, table, dtype):
             return None
-        sizes = [None if x is None else (x.shape, x.dtype) for x in like]
-        key = "quack_turn", *sizes, heads, table, dtype
+        key = "quack_turn", *like.alike, heads, table, dtype
         trials = self.tower.trials
         if key not in trials:
             trials[key] = quack_turn.build(like, heads, table, dtype)
@@ -282,10 +281,12 @@ class Layers(NamedTuple):
         elif heads.head_dim >= _WIDE:
             rows = MIN_QUACK_TURN_ROWS_WIDE
         self.steps[path] += f"; from {rows} rows on QuACK turns q and k"
-        gpu = torch.cuda.get_device_properties(like.weight.device)
-        kernels = quack_turn.Kernels(
-            like, heads, table, dtype, rows, gpu.multi_processor_count
-        )
+        kernels = self.tower.gemms.get(key)
+        if kernels is None:
+            gpu = torch.cuda.get_device_properties(like.weight.device)
+            kernels = self.tower.gemms[key] = quack_turn.Kernels(
+                like, heads, table, dtype, rows, gpu.multi_processor_count
+            )
         return QuackTurn(source, kernels)
 
     def quack(

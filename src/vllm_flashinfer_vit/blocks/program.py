@@ -140,8 +140,8 @@ class BlockProgram:
             self._weights,
             self.steps,
         )
-        by = layers.qkv(spec.qkv, self._turned_heads())
-        self._qkv, self._large_qkv, turns = by
+        heads = self._turned_heads()
+        self._qkv, self._large_qkv, turns = layers.qkv(spec.qkv, heads)
         self._turning_qkv = turns
         attention.gets_turned = turns is not None
         self._group = None

@@ -98,10 +98,21 @@ def tile_width(rows: int, outputs: int, multiprocessors: int) -> int:
     """
 
     def columns(width: int) -> int:
-        tiles = -(-rows // _TILE_ROWS) * -(-outputs // width)
-        return -(-tiles // multiprocessors) * width
+        return waves((rows, outputs), (_TILE_ROWS, width), multiprocessors) * width
 
     return min(TILE_WIDTHS, key=columns)
+
+
+def waves(out: tuple[int, int], tile: tuple[int, int], multiprocessors: int) -> int:
+    """Return how many waves of tiles a GEMM takes.
+
+    Args:
+        out: Rows and columns of the output.
+        tile: Likewise, of a tile.
+        multiprocessors: How many tiles make a wave.
+    """
+    tiles = -(-out[0] // tile[0]) * -(-out[1] // tile[1])
+    return -(-tiles // multiprocessors)
 
 
 def views(

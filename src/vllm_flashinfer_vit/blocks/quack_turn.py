@@ -89,6 +89,11 @@ class Layer(NamedTuple):
     row_scales: torch.Tensor | None = None
     col_scales: torch.Tensor | None = None
 
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What layers have alike that one kernel serves."""
+        return tuple(None if x is None else (x.shape, x.dtype) for x in self)
+
 
 class Kernel(NamedTuple):
     """A compiled kernel, for any number of rows.
@@ -161,8 +166,9 @@ def tile_for(
     """
 
     def work(tile: Tile) -> int:
-        count = -(-rows // tile.rows) * -(-outputs // tile.columns)
-        return -(-count // multiprocessors) * tile.rows * tile.columns
+        sizes = tile.rows, tile.columns
+        count = quack.waves((rows, outputs), sizes, multiprocessors)
+        return count * tile.rows * tile.columns
 
     return min(tiles, key=work)
 
@@ -340,8 +346,7 @@ class Kernels:
             min_rows: From how many rows on it is faster than what else there is.
             multiprocessors: The GPU's.
         """
-        sizes = [None if x is None else (x.shape, x.dtype) for x in like]
-        self.alike: tuple[object, ...] = *sizes, heads, table, min_rows
+        self.alike: tuple[object, ...] = *like.alike, heads, table, min_rows
         self._outputs = len(like.weight)
         self._half, self._table = heads.head_dim // 2, table
         self._min_rows, self._multiprocessors = min_rows, multiprocessors

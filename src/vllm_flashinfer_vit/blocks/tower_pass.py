@@ -35,7 +35,8 @@ class TowerProgram:
         trials: Why a kernel cannot run layers of some sizes, None if it can, by the
             kernel's name and the sizes.
         tuned_dir: Folder of the user's measurements, or None to ignore them.
-        gemms: The `Gemms` of layers in FP8, by what they have alike.
+        gemms: The `Gemms` of layers in FP8, and the `quack_turn.Kernels` of projections
+            that turn q and k, by what they have alike.
         now: The pass that a block has handed on and none has taken yet.
         told: The longest lengths of the tower's call by blocks' places, `[] int32` on
             the CPU, where blocks themselves are given none.
