@@ -26,8 +26,9 @@ from _models import noise
 from _towers import HAS_GPU, cpu_only
 
 from cases import relative_error
-from vllm_flashinfer_vit.blocks import layers, quack_turn
-from vllm_flashinfer_vit.blocks.quack_turn import Heads, Layer, project
+from vllm_flashinfer_vit.blocks import layers, quack_gemm, quack_turn
+from vllm_flashinfer_vit.blocks.quack_gemm import Layer, project
+from vllm_flashinfer_vit.blocks.quack_turn import Heads
 from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 from vllm_flashinfer_vit.ops.attention import reads_turned
 from vllm_flashinfer_vit.ops.batch import Batch
@@ -61,7 +62,7 @@ def calls(direct: None, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
         return launch
 
-    monkeypatch.setattr(quack_turn, "is_available", lambda: True)
+    monkeypatch.setattr(quack_gemm, "is_available", lambda: True)
     monkeypatch.setattr(quack_turn, "compiled", compiled)
     monkeypatch.setattr(quack_turn, "prepare", prepare)
     monkeypatch.setattr(layers, "MIN_QUACK_TURN_ROWS", 256)
@@ -183,7 +184,7 @@ class TestTurning:
             quantized("qkv", context)
             assert not has()
         with monkeypatch.context() as context:
-            context.setattr(quack_turn, "is_available", lambda: False)
+            context.setattr(quack_gemm, "is_available", lambda: False)
             assert not has()
 
 

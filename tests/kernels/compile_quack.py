@@ -22,9 +22,10 @@ os.environ |= {
 import quack.cache
 import torch
 from _quack import linear_act
+from _quack_act import TOWERS, act_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_flashinfer_vit.blocks import quack_turn
+from vllm_flashinfer_vit.blocks import quack_act, quack_gemm, quack_turn
 from vllm_flashinfer_vit.blocks.quack import (
     QUICK_GELU,
     SWIGLU,
@@ -72,7 +73,7 @@ def compile_turning(
     inputs: int,
     table: torch.dtype,
     dtype: torch.dtype,
-    tile: quack_turn.Tile,
+    tile: quack_gemm.Tile,
 ) -> Exception | None:
     """Compile a QKV projection that turns q and k, as `compile_for`."""
     outputs = (heads.turned + values) * heads.head_dim
@@ -82,9 +83,26 @@ def compile_turning(
         scales = (None, None)
         if dtype != torch.bfloat16:
             scales = (torch.empty(1, device="cuda"), torch.empty(1, device="cuda"))
-        layer = quack_turn.Layer(weight, bias, *scales)
+        layer = quack_gemm.Layer(weight, bias, *scales)
         try:
             quack_turn.compiled(layer, heads, table, torch.bfloat16, tile)
+        except Exception as error:
+            return error
+    return None
+
+
+def compile_activating(
+    tower: tuple[str, int, int, int, int], dtype: torch.dtype, has_no_bias: bool
+) -> Exception | None:
+    """Compile a first layer with its activation, as `compile_for`."""
+    _, inputs, outputs, padded, _ = tower
+    with MODE():
+        weight = torch.empty(padded, inputs, dtype=quack_gemm.FP8, device="cuda")
+        bias = torch.empty(outputs, dtype=torch.bfloat16, device="cuda")
+        scales = torch.empty(1, device="cuda"), torch.empty(1, device="cuda")
+        layer = quack_gemm.Layer(weight, None if has_no_bias else bias, *scales)
+        try:
+            quack_act.compiled(layer, act_of(tower, dtype), quack_act.TILE)
         except Exception as error:
             return error
     return None
@@ -126,6 +144,16 @@ def main() -> None:
             if kernels() != done + 1:
                 raise SystemExit(f"{heads}, {table}, {dtype}, {tile}: {error!r}")
             done += 1
+    for tower, dtype, has_no_bias in itertools.product(
+        () if _is_05() else TOWERS, (quack_gemm.FP8, torch.bfloat16), (False, True)
+    ):
+        if dtype == torch.bfloat16 and tower[0] != "swiglu":
+            continue
+        error = compile_activating(tower, dtype, has_no_bias)
+        # Towers that differ in nothing that is constant have one kernel.
+        if not isinstance(error, Exception) or kernels() < done:
+            raise SystemExit(f"{tower}, {dtype}: {error!r}")
+        done = kernels()
     print(done)
 
 

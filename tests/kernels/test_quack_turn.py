@@ -8,18 +8,15 @@ import pytest
 import torch
 from _quack_turn import BF16, FP8, HAS_RUNTIME, make_layer
 
-from vllm_flashinfer_vit.blocks import quack_turn
+from vllm_flashinfer_vit.blocks import quack_gemm, quack_turn
+from vllm_flashinfer_vit.blocks.quack_gemm import Layer, Tile, project, tile_for
 from vllm_flashinfer_vit.blocks.quack_turn import (
     Heads,
     Kernels,
-    Layer,
-    Tile,
     build,
     compiled,
     fits,
-    project,
     reads,
-    tile_for,
     turned,
 )
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
@@ -150,9 +147,9 @@ def test_scores_are_those_of_the_rotary_pass():
 )
 def test_which_quack_has_it(monkeypatch, has_quack, found, expected):
     """One that cannot be imported must not stop an engine."""
-    monkeypatch.setattr(quack_turn.quack, "has_quack", lambda: has_quack)
+    monkeypatch.setattr(quack_gemm.quack, "has_quack", lambda: has_quack)
     monkeypatch.setattr(importlib.util, "find_spec", found)
-    assert quack_turn.is_available() is expected
+    assert quack_gemm.is_available() is expected
 
 
 def test_a_kernel_that_cannot_be_had(monkeypatch):
@@ -224,7 +221,7 @@ def test_what_quack_finds_kernels_by(monkeypatch):
     for revision, interleaved, turns, table, layer in itertools.product(
         ("a", "b"), (False, True), (2, 4), (torch.float32, BF16), layers
     ):
-        monkeypatch.setattr(quack_turn, "_revision", lambda now=revision: now)
+        monkeypatch.setattr(quack_gemm, "revision", lambda name, now=revision: now)
         heads = Heads(128, turns, interleaved)
         for tile in heads.tiles(layer.weight.dtype):
             with pytest.raises(RuntimeError, match="compiled"):

@@ -7,10 +7,10 @@ from _quack_turn import FP8, TOWERS, hopper, make_layer
 from torch.nn.functional import linear
 
 from cases import relative_error
+from vllm_flashinfer_vit.blocks.quack_gemm import Layer
 from vllm_flashinfer_vit.blocks.quack_turn import (
     Heads,
     Kernels,
-    Layer,
     build,
     compiled,
     fits,

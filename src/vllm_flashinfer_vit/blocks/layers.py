@@ -9,7 +9,15 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, quack, quack_turn
+from vllm_flashinfer_vit.blocks import (
+    act_bound,
+    fp8_linear,
+    fp8_methods,
+    quack,
+    quack_act,
+    quack_gemm,
+    quack_turn,
+)
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
 from vllm_flashinfer_vit.blocks.linear import (
     BlockWeights,
@@ -22,11 +30,18 @@ from vllm_flashinfer_vit.blocks.linear import (
     is_unquantized,
     linear,
 )
-from vllm_flashinfer_vit.blocks.tower_pass import Pass, TowerProgram
+from vllm_flashinfer_vit.blocks.quack_gemm import FP8
+from vllm_flashinfer_vit.blocks.quack_steps import (
+    QuackAct,
+    QuackTurn,
+    fp8_layer,
+    like_row_scales,
+)
+from vllm_flashinfer_vit.blocks.tower_pass import TowerProgram
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.choices.gemms import STOCK, in_words
 from vllm_flashinfer_vit.choices.resolve import gemms_here
-from vllm_flashinfer_vit.kernels.formats import GROUP
+from vllm_flashinfer_vit.kernels.formats import GROUP, Activation
 from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -40,42 +55,9 @@ MIN_QUACK_PLAIN_ROWS = 2048
 MIN_QUACK_TURN_ROWS = 1024
 MIN_QUACK_TURN_ROWS_WIDE = 2048
 MIN_QUACK_TURN_ROWS_FP8 = 256
+# The same, over another GEMM in FP8 and a pass that activates and quantises.
+MIN_QUACK_ACT_ROWS = 256
 _WIDE = 128
-
-
-class QuackTurn:
-    """A block's QKV projection by QuACK, which turns q and k.
-
-    Attributes:
-        kernels: What runs it.
-    """
-
-    def __init__(
-        self, source: Weights | Fp8Linear, kernels: quack_turn.Kernels
-    ) -> None:
-        """Take a layer's parameters, and its kernels."""
-        self._source, self.kernels = source, kernels
-
-    def rows(self, now: Pass) -> torch.Tensor:
-        """Return where a pass has the layer's rows: `[T, K]`."""
-        source = self._source
-        return now.normed if isinstance(source, Weights) else source.rows(now)[0]
-
-    def layer(self, now: Pass) -> quack_turn.Layer:
-        """Return the layer's parameters, where they are now."""
-        source = self._source
-        if isinstance(source, Weights):
-            return quack_turn.Layer(source.weight, source.bias)
-        return _fp8_layer(source, source.rows(now)[1])
-
-
-def _fp8_layer(source: Fp8Linear, scales: torch.Tensor) -> quack_turn.Layer:
-    scaled = source.weights.scaled
-    found = scaled.made.get("turn")
-    if found is None:
-        found = scaled.made["turn"] = scaled.weight.t(), scaled.scale.flatten()
-    weight, col_scales = found
-    return quack_turn.Layer(weight, scaled.bias, scales.flatten(), col_scales)
 
 
 class QkvSteps(NamedTuple):
@@ -103,6 +85,7 @@ class Layers(NamedTuple):
         gets_adapters: Whether adapters are added to what a layer itself returns.
         weights: Of the layers that run past their own methods.
         steps: What runs each layer, for people.
+        place: The block's, in its tower.
     """
 
     block: torch.nn.Module
@@ -111,6 +94,7 @@ class Layers(NamedTuple):
     gets_adapters: bool
     weights: BlockWeights
     steps: dict[str, str]
+    place: int
 
     def part(self, path: str) -> Any:
         """Return a part of the block."""
@@ -235,17 +219,16 @@ class Layers(NamedTuple):
             turning = None
             # A weight with scales of blocks has a GEMM of its own.
             if isinstance(step, Fp8Linear) and step.groups == 0:
-                scales = step.weights.input_scale
-                if scales is None:
-                    scales = step.weights.scaled.scale
-                turning = self.turning(path, step, _fp8_layer(step, scales), turned)
+                bias = step.weights.scaled.bias
+                like = fp8_layer(step, like_row_scales(step), bias)
+                turning = self.turning(path, step, like, turned)
             return QkvSteps(step, None, turning)
         step, weights = self.gemm(path)
         large = None
         if "quack_qkv" not in self.off:
             rows, expected = MIN_QUACK_PLAIN_ROWS, functools.partial(linear, weights)
             large = self.quack(path, weights, None, rows, expected)
-        like = quack_turn.Layer(weights.weight, weights.bias)
+        like = quack_gemm.Layer(weights.weight, weights.bias)
         turning = self.turning(path, weights, like, turned)
         return QkvSteps(step, large, turning)
 
@@ -253,11 +236,11 @@ class Layers(NamedTuple):
         self,
         path: str,
         source: Weights | Fp8Linear,
-        like: quack_turn.Layer,
+        like: quack_gemm.Layer,
         turned: tuple[quack_turn.Heads, torch.dtype] | None,
     ) -> QuackTurn | None:
         """Return a projection's step that turns q and k, or None and say why."""
-        if turned is None or "quack_turn" in self.off or not quack_turn.is_available():
+        if turned is None or "quack_turn" in self.off or not quack_gemm.is_available():
             return None
         heads, table = turned
         dtype = self.part(path).params_dtype
@@ -288,6 +271,60 @@ class Layers(NamedTuple):
                 like, heads, table, dtype, rows, gpu.multi_processor_count
             )
         return QuackTurn(source, kernels)
+
+    def activating(
+        self, path: str, first: Fp8Linear, second: Fp8Linear, activation: Activation
+    ) -> QuackAct | None:
+        """Return what runs an MLP's first layer and its activation, or None.
+
+        Args:
+            path: The first layer's.
+            first: It, which does not add its bias itself.
+            second: The second layer, which reads the rows.
+            activation: What is between them.
+        """
+        # Weights with scales of blocks have GEMMs of their own.
+        if "quack_act" in self.off or first.groups or second.groups:
+            return None
+        if not quack_gemm.is_available():
+            return None
+        layer = self.part(path)
+        needs_bound = not second.is_static
+        outputs, dtype = layer.output_size_per_partition, layer.params_dtype
+        act = quack_act.Act(activation, outputs, second.inputs, FP8)
+        if act.is_gated and needs_bound:
+            act = act._replace(columns=first.outputs // 2, dtype=dtype)
+            needs_bound = False
+        like = fp8_layer(first, like_row_scales(first), first.bias)
+        if not quack_act.fits(like, act, dtype):
+            return None
+        key = "quack_act", *like.alike, act
+        trials = self.tower.trials
+        if key not in trials:
+            trials[key] = quack_act.build(like, act)
+        if reason := trials[key]:
+            logger.warning_once(
+                "QuACK cannot run %s of the vision tower's blocks with its activation, "
+                "so a pass of its own applies that: %s",
+                path,
+                reason,
+            )
+            return None
+        self.steps[path] += f"; from {MIN_QUACK_ACT_ROWS} rows on QuACK activates"
+        kernel = self.tower.gemms.get(key)
+        if kernel is None:
+            kernel = quack_act.compiled(like, act, quack_act.TILE)
+            self.tower.gemms[key] = kernel
+        factors = self._factors(like) if needs_bound else None
+        return QuackAct(first, kernel, act, factors)
+
+    def _factors(self, like: quack_gemm.Layer) -> torch.Tensor:
+        """Return the factors of a bound; a graph reads them where they first were."""
+        found, factors = act_bound.factors_of(like), self.tower.factors
+        kept = factors.setdefault(self.place, found)
+        if kept.device != found.device:
+            kept = factors[self.place] = found
+        return kept.copy_(found)
 
     def quack(
         self,

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, quack
+from vllm_flashinfer_vit.blocks import fp8_methods, quack
 from vllm_flashinfer_vit.blocks.aligned_linear import align, padded_inputs
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
+from vllm_flashinfer_vit.blocks.fp8_mlp import Fp8Mlp
 from vllm_flashinfer_vit.blocks.layers import MIN_QUACK_ROWS, Layers
 from vllm_flashinfer_vit.blocks.linear import (
     OwnLinear,
@@ -20,7 +21,7 @@ from vllm_flashinfer_vit.blocks.linear import (
     run,
 )
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
-from vllm_flashinfer_vit.blocks.tower_pass import Pass
+from vllm_flashinfer_vit.blocks.tower_pass import MlpWidths, Pass
 from vllm_flashinfer_vit.kernels._vllm_ops import compiled_op
 from vllm_flashinfer_vit.kernels.formats import Activation
 
@@ -39,8 +40,6 @@ class Mlp:
         second: What runs its second layer.
         large: What runs the first layer with the activation for large batches, or None.
         acts: Whether `first` computes the activation, too.
-        hidden: Columns of what the second layer gets.
-        stacked: Columns of what the first returns, if the activation moves it, else 0.
         quantized: Its layers in FP8, if both are.
     """
 
@@ -52,8 +51,8 @@ class Mlp:
         self._act = act
         activation = activation_of(act)
         self.act_into = _act_into(act, activation)
-        self.hidden = padded_inputs(layers.part(spec.second))
-        self.stacked = 0
+        self._hidden = padded_inputs(layers.part(spec.second))
+        self._stacked = 0
         self.acts, self.large = False, None
         self.first: Step | OwnLinear
         self.second: Step | OwnLinear
@@ -70,8 +69,8 @@ class Mlp:
             and "fused_gelu" not in layers.off
         )
         self.first, weights = layers.gemm(path, self.acts)
-        if len(weights.weight) != self.hidden:
-            self.stacked = len(weights.weight)
+        if len(weights.weight) != self._hidden:
+            self._stacked = len(weights.weight)
         with_act = "with the activation" if self.acts else "then the activation"
         layers.steps[path] += f", {with_act}"
         name = None if activation is None else _QUACK_NAMES.get(activation)
@@ -82,6 +81,13 @@ class Mlp:
     def _plain_hidden(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
         return self._act(linear(weights, x))
 
+    def widths(self, rows: int) -> MlpWidths:
+        """Return the columns of the buffers that so many rows need."""
+        return MlpWidths(self._hidden, self._stacked, 0)
+
+    def bound(self, now: Pass) -> None:
+        """Return nothing: the second layer's rows are quantised when they are known."""
+
     def __call__(self, now: Pass) -> torch.Tensor:
         """Return the MLP's output, `[T, C]`, of `now.normed`."""
         hidden = self.hidden_of(now)
@@ -89,12 +95,12 @@ class Mlp:
 
     def hidden_of(self, now: Pass) -> torch.Tensor:
         """Return what the second layer gets."""
-        large, hidden = self.large, now.hidden(self.hidden)
+        large, hidden = self.large, now.hidden(self._hidden)
         if large is not None and len(hidden) >= large.min_rows:
             return run(now.settled, "fast first", large, now.normed, hidden)
         out = hidden
-        if self.stacked and not self.acts:
-            out = now.first(self.stacked)
+        if self._stacked and not self.acts:
+            out = now.first(self._stacked)
         values = run(now.settled, "first", self.first, now.normed, out)
         if self.acts:
             return values
@@ -103,48 +109,6 @@ class Mlp:
         # Where nothing is stacked it is in place, each value by its own thread.
         self.act_into(hidden, values)
         return hidden
-
-
-class Fp8Mlp:
-    """An MLP with both layers in FP8.
-
-    The activation adds the first layer's bias and quantises: vLLM pads the outputs of
-    that layer, and not its bias.
-
-    Attributes:
-        first: Its first layer.
-        second: Its second layer.
-        hidden: See `Mlp`.
-        stacked: See `Mlp`.
-        quantized: See `Mlp`.
-    """
-
-    hidden = 0
-
-    def __init__(self, spec: BlockSpec, layers: Layers, activation: Activation) -> None:
-        """Resolve the layers."""
-        self.first = layers.fp8(spec.first, with_bias=False)
-        self.second = layers.fp8(spec.second)
-        self.stacked = self.first.outputs
-        self.quantized = self.first, self.second
-        self._width = layers.part(spec.second).input_size_per_partition
-        self._activation = activation
-
-    def __call__(self, now: Pass) -> torch.Tensor:
-        """Return the MLP's output, `[T, C]`, of the rows that the first layer reads."""
-        first, second = self.first, self.second
-        values = now.first(first.outputs)
-        first(now, *first.rows(now), values)
-        rows, scales = second.rows(now)
-        # Blocks may differ in what is padded; what is settled holds both.
-        key = "quantising act", id(values), id(rows), scales.shape
-        act = now.settled.get(key)
-        if act is None:
-            act = now.settled[key] = fp8_linear.prepare_rows(
-                values, self._width, first.bias, self._activation, rows, scales
-            )
-        act(first.bias, scales)
-        return second(now, rows, scales, now.normed)
 
 
 def pad_rows(first: Any, act: Any, second: Any, *, runs_fp8: bool) -> None:

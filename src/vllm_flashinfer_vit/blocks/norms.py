@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import torch
 
 from vllm_flashinfer_vit.blocks.fp8_linear import quantize
+from vllm_flashinfer_vit.kernels.add_norm_ref import sum_norm_ref, write_bound
+from vllm_flashinfer_vit.kernels.formats import Bound
 
 
 class SumNorm(Protocol):
@@ -19,6 +21,7 @@ class SumNorm(Protocol):
         total: torch.Tensor | None,
         scales: torch.Tensor | None,
         layer_scales: "LayerScales",
+        bound: Bound | None,
     ) -> None:
         """Add and normalise.
 
@@ -29,6 +32,7 @@ class SumNorm(Protocol):
             total: What to write the sum to, or None.
             scales: What the norm's rows are quantised by, or None.
             layer_scales: As many as branches, or none.
+            bound: What it was settled for has, with this layer's factors; or None.
         """
 
 
@@ -126,6 +130,7 @@ def prepare(
     normed: torch.Tensor,
     scales: torch.Tensor | None = None,
     layer_scales: LayerScales = (),
+    bound: Bound | None = None,
 ) -> SumNorm:
     """Settle a residual sum and its norm.
 
@@ -137,6 +142,8 @@ def prepare(
         scales: For a norm in e4m3: scales like those to come, see
             `kernels.add_norm.prepare`.
         layer_scales: Those like which the calls' are.
+        bound: Of the rows that an activation makes of the norm, like those to come; or
+            None.
 
     Returns:
         A call.
@@ -145,8 +152,9 @@ def prepare(
         return _reference(normed)
     from vllm_flashinfer_vit.kernels import add_norm
 
+    parameters = norm.weight, norm.bias, norm.eps
     launch = add_norm.prepare(
-        x, branches, norm.weight, norm.bias, norm.eps, normed, scales, layer_scales
+        x, branches, *parameters, normed, scales, layer_scales, bound
     )
 
     def call(
@@ -156,10 +164,11 @@ def prepare(
         total: torch.Tensor | None,
         scales: torch.Tensor | None,
         layer_scales: LayerScales,
+        bound: Bound | None,
     ) -> None:
         weight, bias = norm.weight, norm.bias
         # Of what is not there, nothing is read or written.
-        given = (
+        given: tuple[torch.Tensor, ...] = (
             x,
             branches[0],
             branches[-1],
@@ -167,17 +176,17 @@ def prepare(
             weight if bias is None else bias,
             normed if total is None else total,
         )
-        if scales is None:
+        if scales is not None:
+            given = *given, scales
+        if bound is None:
             launch(*given, *layer_scales)
         else:
-            launch(*given, scales, *layer_scales)
+            launch(*given, *layer_scales, bound.factors)
 
     return call
 
 
 def _reference(normed: torch.Tensor) -> SumNorm:
-    from vllm_flashinfer_vit.kernels.add_norm_ref import sum_norm_ref
-
     def call(
         x: torch.Tensor,
         branches: Branches,
@@ -185,11 +194,12 @@ def _reference(normed: torch.Tensor) -> SumNorm:
         total: torch.Tensor | None,
         scales: torch.Tensor | None,
         layer_scales: LayerScales,
+        bound: Bound | None,
     ) -> None:
         terms = [term.view(normed.shape) for term in (x, *branches)]
         keep = total is not None
         kept, found = sum_norm_ref(
-            terms, norm.weight, norm.bias, norm.eps, keep, scales, layer_scales
+            terms, norm.weight, norm.bias, norm.eps, keep, scales, layer_scales, bound
         )
         normed.copy_(found)
         if total is not None and kept is not None:
@@ -205,6 +215,7 @@ def separate(
     normed: torch.Tensor,
     scales: torch.Tensor | None = None,
     layer_scales: LayerScales = (),
+    bound: Bound | None = None,
 ) -> SumNorm:
     """Return what `prepare` does as vLLM does it: sums are rounded, then normalised."""
 
@@ -215,11 +226,14 @@ def separate(
         total: torch.Tensor | None,
         scales: torch.Tensor | None,
         layer_scales: LayerScales,
+        bound: Bound | None,
     ) -> None:
         summed = add(x.view(normed.shape), branches, layer_scales)
         if total is not None:
             total.copy_(summed.view(total.shape))
-        write_norm(norm, summed, normed, scales)
+        found = write_norm(norm, summed, normed, scales)
+        if bound is not None:
+            write_bound(found, bound)
 
     return call
 
@@ -241,7 +255,7 @@ def add(x: torch.Tensor, branches: Branches, layer_scales: LayerScales) -> torch
 
 def write_norm(
     norm: Norm, x: torch.Tensor, normed: torch.Tensor, scales: torch.Tensor | None
-) -> None:
+) -> torch.Tensor:
     """Normalise rows by the norm's own module, and quantise them if scales are given.
 
     Args:
@@ -249,9 +263,13 @@ def write_norm(
         x: `[T, C]`.
         normed: `[T, C]` like x, or e4m3; written.
         scales: As for `fp8_linear.quantize`, or None.
+
+    Returns:
+        What the module returns, like x.
     """
     found = norm.module(x)
     if scales is None:
         normed.copy_(found)
     else:
         quantize(found, normed, scales)
+    return found

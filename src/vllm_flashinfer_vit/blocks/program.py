@@ -29,6 +29,7 @@ from vllm_flashinfer_vit.blocks.quack_turn import Heads
 from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled, TowerProgram, Widths
+from vllm_flashinfer_vit.kernels.formats import Bound
 from vllm_flashinfer_vit.ops.batch import Batch, Turning
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -63,7 +64,6 @@ class BlockProgram:
         """
         self.spec = spec
         self.steps: dict[str, str] = {}
-        self.widths = Widths(0, 0, 0, 0, 0)
         self._block = block
         self._inputs = Inputs(spec, block)
         self._tower, self._index = place
@@ -139,6 +139,7 @@ class BlockProgram:
             self._gets_adapters,
             self._weights,
             self.steps,
+            self._index,
         )
         heads = self._turned_heads()
         self._qkv, self._large_qkv, turns = layers.qkv(spec.qkv, heads)
@@ -152,17 +153,7 @@ class BlockProgram:
             shared = attention.prepares_for, self._is_interleaved, projects
             self._group = groups.setdefault(shared, len(groups))
         self._proj = layers.projection(spec.proj)
-        self._mlp = mlp = build_mlp(spec, layers)
-        layers_here = self._qkv, self._proj, *mlp.quantized
-        quantized = [at for at in layers_here if isinstance(at, Fp8Linear)]
-        self.widths = Widths(
-            qkv=(attention.num_heads + 2 * attention.num_kv_heads)
-            * attention.head_size,
-            hidden=mlp.hidden,
-            first=mlp.stacked,
-            quantized=max((at.inputs for at in quantized), default=0),
-            groups=max((at.groups for at in quantized), default=0),
-        )
+        self._mlp = build_mlp(spec, layers)
         is_fused = "add_norm" not in self._off
         self._prepare_sum = norms.prepare if is_fused else norms.separate
         self.steps["add_norm"] = "one kernel" if is_fused else "left out by a setting"
@@ -170,6 +161,21 @@ class BlockProgram:
         # Blocks of a tower are alike, and so are said once.
         logger.debug_once("The vision tower's blocks run %s", steps)
         self.is_ready = True
+
+    def widths(self, rows: int) -> Widths:
+        """Return the columns of the buffers that so many rows need."""
+        # A block of a tower may not be built yet, and then takes no part in a pass.
+        if not self.is_ready:
+            return Widths(0, 0, 0, 0, 0, 0)
+        heads, kv_heads, head_dim = self._heads
+        layers = self._qkv, self._proj, *self._mlp.quantized
+        quantized = [layer for layer in layers if isinstance(layer, Fp8Linear)]
+        return Widths(
+            (heads + 2 * kv_heads) * head_dim,
+            *self._mlp.widths(rows),
+            quantized=max((layer.inputs for layer in quantized), default=0),
+            groups=max((layer.groups for layer in quantized), default=0),
+        )
 
     def takes(self, x: torch.Tensor, given: Mapping[str, Any]) -> bool:
         """Whether the program can run on a stream of at least one token.
@@ -227,7 +233,8 @@ class BlockProgram:
         context, settled = self._attend(now, x, given)
         attended = self._projected(now, settled, context)
         scaled = self._layer_scales()
-        self._sum(now, x, (attended,), self._norm2, None, self._mlp.first, scaled[:1])
+        second = self._norm2, None, self._mlp.first, scaled[:1], self._mlp.bound(now)
+        self._sum(now, x, (attended,), *second)
         out = self._mlp(now)
         following = tower.blocks.get(self._index + 1)
         if following is None:
@@ -277,19 +284,21 @@ class BlockProgram:
         total: torch.Tensor | None,
         reader: object,
         layer_scales: norms.LayerScales,
+        bound: Bound | None = None,
     ) -> None:
         """Add branches to the stream, into `total` if it is wanted, and normalise.
 
         `reader` is what gets the norm, in its own format.
         """
         normed, scales = _read_by(now, reader)
-        key = len(branches), norm.eps, None if scales is None else scales.shape
+        form = None if scales is None else scales.shape
+        key = len(branches), norm.eps, form, bound is None
         call = now.settled.get(key)
         if call is None:
             call = now.settled[key] = self._prepare_sum(
-                x, branches, norm, normed, scales, layer_scales
+                x, branches, norm, normed, scales, layer_scales, bound
             )
-        call(x, branches, norm, total, scales, layer_scales)
+        call(x, branches, norm, total, scales, layer_scales, bound)
 
     def _project(self, now: Pass) -> torch.Tensor:
         if isinstance(self._qkv, Fp8Linear):

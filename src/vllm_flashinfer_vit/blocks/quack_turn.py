@@ -3,19 +3,16 @@
 
 Without it, a pass of its own reads q and k once more, and writes them once more.
 `kernels.turning_gemm` is the kernel, for weights of 16 bits and in FP8. It needs QuACK
-0.6, which is imported where a tower asks for it, not with this module.
+0.6; see `quack_gemm`.
 """
 
-import functools
-import hashlib
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from vllm_flashinfer_vit.blocks import quack
+from vllm_flashinfer_vit.blocks import quack, quack_gemm
+from vllm_flashinfer_vit.blocks.quack_gemm import FP8, Kernel, Layer, Tile, project
 from vllm_flashinfer_vit.kernels._alignment import UNIT
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
@@ -24,23 +21,8 @@ _TILE_UNIT = 16
 _MAX_TILE = 192
 # Two neighbours of a table are loaded at once.
 _PAIR = 2
-# What the epilogue reads, and the GEMM.
+# What the epilogue reads.
 _TABLES = (torch.float32, torch.float16, torch.bfloat16)
-_FP8 = torch.float8_e4m3fn
-
-
-class Tile(NamedTuple):
-    """A tile of the kernel, and how many share what they load.
-
-    Attributes:
-        rows: Its rows.
-        columns: Its columns.
-        cluster: Tiles beside each other in rows, and in columns.
-    """
-
-    rows: int
-    columns: int
-    cluster: tuple[int, int]
 
 
 class Heads(NamedTuple):
@@ -69,55 +51,9 @@ class Heads(NamedTuple):
             columns = heads * self.head_dim
             if columns % _TILE_UNIT == 0 and self.turned % heads == 0:
                 usual = Tile(128, columns, (2, 1))
-                has_tall = columns == 128 and dtype != _FP8
+                has_tall = columns == 128 and dtype != FP8
                 return (Tile(192, 128, (1, 2)), usual) if has_tall else (usual,)
         return ()
-
-
-class Layer(NamedTuple):
-    """A projection's parameters, as calls of `prepare` take them.
-
-    Attributes:
-        weight: `[N, K]` of 16 bits or e4m3, rows contiguous.
-        bias: `[N]` of 16 bits, or None.
-        row_scales: fp32, one or `[T]`, of rows in e4m3, else None.
-        col_scales: fp32, one or `[N]`, of a weight in e4m3, else None.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    row_scales: torch.Tensor | None = None
-    col_scales: torch.Tensor | None = None
-
-    @property
-    def alike(self) -> tuple[object, ...]:
-        """What layers have alike that one kernel serves."""
-        return tuple(None if x is None else (x.shape, x.dtype) for x in self)
-
-
-class Kernel(NamedTuple):
-    """A compiled kernel, for any number of rows.
-
-    Attributes:
-        function: Launches it on the current stream.
-        arguments: Makes what the epilogue reads.
-        schedule: How tiles are handed out.
-    """
-
-    function: Callable[..., object]
-    arguments: Callable[..., Any]
-    schedule: tuple[Any, ...]
-
-
-def is_available() -> bool:
-    """Whether QuACK is installed with what the kernel needs, on a GPU for it."""
-    if not quack.has_quack():
-        return False
-    try:
-        return importlib.util.find_spec("quack.gemm_runtime") is not None
-    # That imports QuACK, and a broken install fails in any way.
-    except Exception:
-        return False
 
 
 def fits(like: Layer, heads: Heads, table: torch.dtype, dtype: torch.dtype) -> bool:
@@ -129,13 +65,8 @@ def fits(like: Layer, heads: Heads, table: torch.dtype, dtype: torch.dtype) -> b
         table: The dtype of cosines and sines.
         dtype: The output's.
     """
-    outputs, inputs = like.weight.shape
-    # FP8 is loaded in vectors of as many bytes.
-    is_whole = like.weight.dtype != _FP8 or inputs % (2 * UNIT) == 0
     return (
-        quack.fits(outputs, inputs, dtype, None)
-        and is_whole
-        and like.weight.dtype in (dtype, _FP8)
+        quack_gemm.loads(like.weight, dtype)
         and heads.head_dim % UNIT == 0
         and bool(heads.tiles(like.weight.dtype))
         and table in _TABLES
@@ -148,29 +79,6 @@ def reads(table: torch.Tensor) -> bool:
     is_paired = table.stride(0) % _PAIR == 0
     address = table.data_ptr() % (_PAIR * table.element_size())
     return table.stride(1) == 1 and is_paired and address == 0
-
-
-def tile_for(
-    tiles: tuple[Tile, ...], rows: int, outputs: int, multiprocessors: int
-) -> Tile:
-    """Choose the tile with which the GPU's waves take the least time.
-
-    Args:
-        tiles: Of which; see `Heads.tiles`.
-        rows: The batch's.
-        outputs: The weight's rows.
-        multiprocessors: How many tiles make a wave.
-
-    Returns:
-        On a tie the first.
-    """
-
-    def work(tile: Tile) -> int:
-        sizes = tile.rows, tile.columns
-        count = quack.waves((rows, outputs), sizes, multiprocessors)
-        return count * tile.rows * tile.columns
-
-    return min(tiles, key=work)
 
 
 def compiled(
@@ -188,38 +96,18 @@ def compiled(
     Raises:
         Exception: Of any kind, where QuACK is built otherwise than is known here.
     """
-    from quack.cute_dsl_utils import get_device_capacity
-    from quack.gemm_runtime.host import build_gemm_epi_plan
-    from quack.gemm_tvm_ffi_utils import make_varlen_args
-
-    from vllm_flashinfer_vit.kernels.turning_gemm import TurningGemm
-
-    # Of tensors it asks for nothing but dtypes and strides.
     weight = like.weight
     angles = weight.new_empty(1, heads.head_dim // 2, dtype=table)
-    tables = {"cos": angles, "sin": angles}
-    plan = build_gemm_epi_plan(
-        TurningGemm,
-        get_device_capacity(weight.device),
-        weight[:1],
-        weight,
+    return quack_gemm.compiled(
+        ("turning_gemm", "TurningGemm"),
+        like,
         weight.new_empty(1, len(weight), dtype=dtype),
-        None,
-        epi_values={**like._asdict(), **tables},
-        tile_M=tile.rows,
-        tile_N=tile.columns,
-        cluster_M=tile.cluster[0],
-        cluster_N=tile.cluster[1],
-        pingpong=True,
-        post_init_attrs=(
-            ("head_dim", heads.head_dim),
-            ("turned", heads.turned * heads.head_dim),
-            ("is_interleaved", heads.is_interleaved),
-            ("revision", _revision()),
-        ),
+        {"cos": angles, "sin": angles},
+        tile,
+        head_dim=heads.head_dim,
+        turned=heads.turned * heads.head_dim,
+        is_interleaved=heads.is_interleaved,
     )
-    schedule = plan.scheduler_static, make_varlen_args(None, None, None), None, None
-    return Kernel(plan.compiled_fn, TurningGemm.EpilogueArguments, schedule)
 
 
 def prepare(
@@ -270,11 +158,7 @@ def build(
     """
     try:
         x = quack.some_rows(like.weight)
-        if like.row_scales is not None:
-            # Not one for all, so that rows that were mixed up would show.
-            like = like._replace(
-                row_scales=torch.linspace(0.5, 2, len(x), device=x.device)
-            )
+        like = quack_gemm.with_row_scales(like, len(x))
         half = heads.head_dim // 2
         angles = torch.linspace(0, 6, len(x) * half, device=x.device).view(-1, half)
         cos, sin = angles.cos().to(table), angles.sin().to(table)
@@ -288,16 +172,6 @@ def build(
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def project(x: torch.Tensor, layer: Layer) -> torch.Tensor:
-    """Return a projection's output in fp32, in plain PyTorch: `[T, N]`."""
-    sums = x.float() @ layer.weight.float().t()
-    if layer.row_scales is not None:
-        sums *= layer.row_scales.view(-1, 1)
-    if layer.col_scales is not None:
-        sums *= layer.col_scales.view(1, -1)
-    return sums if layer.bias is None else sums + layer.bias.float()
 
 
 def turned(
@@ -367,13 +241,5 @@ class Kernels:
     ) -> Callable[[Layer], None]:
         """Settle it, see `prepare`, for tables for which it `turns`."""
         sizes = len(x), self._outputs, self._multiprocessors
-        kernel = self._kernels[tile_for(tuple(self._kernels), *sizes)]
+        kernel = self._kernels[quack_gemm.tile_for(tuple(self._kernels), *sizes)]
         return prepare(kernel, x, cos, sin, out)
-
-
-@functools.cache
-def _revision() -> str:
-    """Name the kernel's source: QuACK's folder may hold another one's results."""
-    spec = importlib.util.find_spec("vllm_flashinfer_vit.kernels.turning_gemm")
-    assert spec is not None and spec.origin is not None
-    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:16]

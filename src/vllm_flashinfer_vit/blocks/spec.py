@@ -16,6 +16,7 @@ OPTIMISATIONS: Mapping[str, str] = MappingProxyType(
         "fp8_linear": "norms and activations quantise the rows of linear layers in FP8",
         "fused_gelu": "cuBLASLt applies the tanh GELU after an MLP's first GEMM",
         "gemma4_blocks": "four kernels are what lies between Gemma 4's linear layers",
+        "quack_act": "QuACK applies an MLP's activation after its first GEMM in FP8",
         "quack_mlp": "QuACK runs an MLP's first GEMM with its activation",
         "quack_qkv": "QuACK runs the QKV projection",
         "quack_turn": "QuACK turns q and k within the QKV projection",

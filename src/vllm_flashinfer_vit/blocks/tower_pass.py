@@ -37,6 +37,7 @@ class TowerProgram:
         tuned_dir: Folder of the user's measurements, or None to ignore them.
         gemms: The `Gemms` of layers in FP8, and the `quack_turn.Kernels` of projections
             that turn q and k, by what they have alike.
+        factors: Of the bounds of blocks' activations, see `Bound`, by blocks' places.
         now: The pass that a block has handed on and none has taken yet.
         told: The longest lengths of the tower's call by blocks' places, `[] int32` on
             the CPU, where blocks themselves are given none.
@@ -46,6 +47,7 @@ class TowerProgram:
         """Begin without blocks."""
         self.tuned_dir = tuned_dir
         self.gemms: dict[object, Any] = {}
+        self.factors: dict[int, torch.Tensor] = {}
         self.blocks: dict[int, Any] = {}
         self.problems = Problems()
         self.groups: dict[tuple[object, ...], int] = {}
@@ -76,7 +78,9 @@ class TowerProgram:
         key = _pass_key(x)
         now = None if key is None else self._kept.pop(key, None)
         if now is None:
-            now = Pass([block.widths for block in self.blocks.values()], x, key)
+            rows = x.numel() // x.shape[-1]
+            widths = [block.widths(rows) for block in self.blocks.values()]
+            now = Pass(widths, x, key)
         return now
 
     def end(self, now: "Pass") -> None:
@@ -99,20 +103,37 @@ class TowerProgram:
             self.now = None
 
 
+class MlpWidths(NamedTuple):
+    """Columns of the buffers of an MLP, 0 for one that it does not need.
+
+    Attributes:
+        hidden: For what its second layer gets, in 16 bits.
+        first: For what its first layer returns, where the activation moves it.
+        activated: For what its second layer gets in e4m3, where the first GEMM writes
+            that.
+    """
+
+    hidden: int
+    first: int
+    activated: int
+
+
 class Widths(NamedTuple):
     """Columns of the buffers that a block needs, 0 for one that it does not need.
 
     Attributes:
         qkv: For q, k and v.
-        hidden: For what the MLP's second layer gets.
-        first: For what its first layer returns, where the activation moves it.
-        quantized: For rows in e4m3.
+        hidden: See `MlpWidths`.
+        first: See `MlpWidths`.
+        activated: See `MlpWidths`.
+        quantized: For other rows in e4m3.
         groups: For scales of these, where each group of a row has its own.
     """
 
     qkv: int
     hidden: int
     first: int
+    activated: int
     quantized: int
     groups: int
 
@@ -144,6 +165,7 @@ class Pass:
         qkv: `[T, (H + 2 H_kv) D]`.
         attended: `[T, C]`, what attention adds to the stream.
         scales: `[T, 1]` fp32, of rows in e4m3 that have scales of their own.
+        activated_scales: The same of those that an MLP's first GEMM writes.
         index: The block whose first norm `normed` holds.
         total: The sum that the last block returned.
         settled: Launches, by what they are for.
@@ -162,7 +184,8 @@ class Pass:
         """
         width = x.shape[-1]
         rows = x.numel() // width
-        qkv, hidden, first, quantized, groups = map(max, zip(*widths, strict=True))
+        found = Widths(*map(max, zip(*widths, strict=True)))
+        qkv, hidden, first = found.qkv, found.hidden, found.first
         # Attention's projection, which outlives q, k and v, lies before the MLP's.
         sizes = [width, hidden, first]
         tail = max(rows * qkv, sum(_aligned(rows * size) for size in sizes))
@@ -174,10 +197,13 @@ class Pass:
         self._rows = rows
         self._starts = {"hidden": starts[2], "first": starts[3]}
         self._views: dict[tuple[str, int], torch.Tensor] = {}
-        e4m3, scaled = torch.float8_e4m3fn, rows if quantized else 0
-        self._quantized = x.new_empty(rows * quantized, dtype=e4m3)
-        self.scales = x.new_empty(scaled, 1, dtype=torch.float32)
-        self._group_scales = x.new_empty(rows * groups, dtype=torch.float32)
+        e4m3, fp32 = torch.float8_e4m3fn, torch.float32
+        # Both are there at once: one GEMM reads the first and writes the second.
+        self._quantized = x.new_empty(rows * found.quantized, dtype=e4m3)
+        self._activated = x.new_empty(rows * found.activated, dtype=e4m3)
+        self.scales = x.new_empty(rows * bool(found.quantized), 1, dtype=fp32)
+        self.activated_scales = x.new_empty(rows * bool(found.activated), 1, dtype=fp32)
+        self._group_scales = x.new_empty(rows * found.groups, dtype=fp32)
         self.normed = _rows(memory, 0, rows, width)
         self.qkv = _rows(memory, starts[1], rows, qkv)
         self.attended = _rows(memory, starts[1], rows, width)
@@ -248,6 +274,10 @@ class Pass:
         """Return `[T, width]` e4m3 for the rows that the next layer gets."""
         return self._view("quantized", width)
 
+    def activated(self, width: int) -> torch.Tensor:
+        """Return `[T, width]` e4m3 for what an MLP's first GEMM writes."""
+        return self._view("activated", width)
+
     def group_scales(self, groups: int) -> torch.Tensor:
         """Return `[T, groups]` fp32 in contiguous columns, of rows in e4m3."""
         key = "groups", groups
@@ -262,8 +292,8 @@ class Pass:
         found = self._views.get((name, width))
         if found is None:
             memory, start = self._memory, self._starts.get(name, 0)
-            if name == "quantized":
-                memory = self._quantized
+            if name in ("quantized", "activated"):
+                memory = self._quantized if name == "quantized" else self._activated
             found = self._views[name, width] = _rows(memory, start, self._rows, width)
         return found
 
@@ -272,7 +302,7 @@ class Pass:
         """About the memory that it holds, in bytes."""
         # Attention turns q and k, and returns, in as much memory as the projection's.
         attention = len(self.attention) * self.qkv.nbytes
-        buffers = self._memory, self._quantized, self._group_scales
+        buffers = self._memory, self._quantized, self._activated, self._group_scales
         return sum(buffer.nbytes for buffer in buffers) + attention
 
 

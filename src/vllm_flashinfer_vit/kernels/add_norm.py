@@ -21,10 +21,15 @@ from vllm_flashinfer_vit.kernels._launch import Launch, Slot, cached_by_layout
 from vllm_flashinfer_vit.kernels._row_scales import quantize, row_scale
 from vllm_flashinfer_vit.kernels._rows import MAX_WIDTH, warps_of
 from vllm_flashinfer_vit.kernels.formats import (
+    MIN_ROW_SCALE,
+    Bound,
+    check_bound,
     check_number_of_terms,
     check_row_scales,
     check_sum_norm_inputs,
 )
+
+_MIN_ROW_SCALE = tl.constexpr(MIN_ROW_SCALE)
 
 
 @triton.jit
@@ -39,6 +44,8 @@ def _sum_norm_kernel(
     scales_ptr,
     scale1_ptr,
     scale2_ptr,
+    factors_ptr,
+    next_scales_ptr,
     eps,
     C: tl.constexpr,
     C_PAD: tl.constexpr,
@@ -47,6 +54,7 @@ def _sum_norm_kernel(
     KEEP_SUM: tl.constexpr,
     SCALES: tl.constexpr,
     HAS_LAYER_SCALES: tl.constexpr,
+    HAS_BOUND: tl.constexpr,
 ):
     """Add and normalize one row of C values. Grid: (rows,)"""
     row = tl.program_id(0).to(tl.int64) * C
@@ -74,6 +82,11 @@ def _sum_norm_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
         normed += bias.to(tl.float32)
+    if HAS_BOUND:
+        norm = tl.sqrt(tl.sum(normed * normed, axis=0))
+        bound = norm * tl.load(factors_ptr) + tl.load(factors_ptr + 1)
+        bound = tl.maximum(bound, _MIN_ROW_SCALE)
+        tl.store(next_scales_ptr + tl.program_id(0).to(tl.int64), bound)
     if SCALES == "none":
         found = normed.to(x_ptr.dtype.element_ty)
     else:
@@ -90,6 +103,7 @@ def sum_norm(
     keep_sum: bool,
     scales: torch.Tensor | None = None,
     layer_scales: Sequence[torch.Tensor] = (),
+    bound: Bound | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Add branches to the residual stream, and normalize the sum.
 
@@ -105,6 +119,8 @@ def sum_norm(
             is written.
         layer_scales: `[C]` for each branch, which is multiplied by it, any floating
             dtype, contiguous; or none.
+        bound: Scales of the rows that an activation makes of the norm, which are
+            written by the norm before it is rounded; or None.
 
     Returns:
         The sum or None, and its norm, like the terms or in e4m3; every row is written.
@@ -128,6 +144,8 @@ def sum_norm(
         keep_sum,
         normed,
         scales,
+        None if bound is None else bound.factors,
+        None if bound is None else bound.scales,
         *layer_scales,
     )
     total = torch.empty_like(x) if keep_sum else None
@@ -143,6 +161,7 @@ def sum_norm(
             normed,
             unused if scales is None else scales,
             *_both(layer_scales, unused),
+            *((unused, unused) if bound is None else bound),
         )
     return total, normed
 
@@ -156,6 +175,7 @@ def prepare(
     normed: torch.Tensor,
     scales: torch.Tensor | None = None,
     layer_scales: Sequence[torch.Tensor] = (),
+    bound: Bound | None = None,
 ) -> Callable[..., None]:
     """Settle `sum_norm` for streams that look like this one.
 
@@ -170,12 +190,13 @@ def prepare(
             with `scales` it is in e4m3.
         scales: As for `sum_norm`, like those to come.
         layer_scales: As for `sum_norm`, like those to come.
+        bound: As for `sum_norm`. Calls write to its scales.
 
     Returns:
         A call, for the current stream, of the stream, both branches (one twice),
-        weight, bias, what to write the sum to, and scales and layer scales, if they
-        were given here. Without a bias or a sum any tensor may stand for it. All are
-        contiguous, and start at a multiple of 16 bytes.
+        weight, bias, what to write the sum to, and scales, layer scales and the bound's
+        factors, if they were given here. Without a bias or a sum any tensor may stand
+        for it. All are contiguous, and start at a multiple of 16 bytes.
 
     Raises:
         ValueError: As `sum_norm`.
@@ -183,13 +204,27 @@ def prepare(
     count = 1 + len(branches)
     terms = (x, *branches, branches[-1])[:3]
     like = [term.view(normed.shape) for term in terms]
+    factors, next_scales = (None, None) if bound is None else bound
     launch = _launch(
-        *like, count, weight, bias, eps, count == 3, normed, scales, *layer_scales
+        *like,
+        count,
+        weight,
+        bias,
+        eps,
+        count == 3,
+        normed,
+        scales,
+        factors,
+        next_scales,
+        *layer_scales,
     )
     given = *terms, weight, weight if bias is None else bias, x
     last = normed if scales is None else Slot(scales)
     scaled = _both([Slot(scale) for scale in layer_scales], normed)
-    return launch.settle(*map(Slot, given), normed, last, *scaled)
+    bounds: tuple[Any, Any] = (normed, normed)
+    if bound is not None:
+        bounds = Slot(bound.factors), bound.scales
+    return launch.settle(*map(Slot, given), normed, last, *scaled, *bounds)
 
 
 def _both(layer_scales: Sequence[Any], unused: torch.Tensor) -> tuple[Any, Any]:
@@ -209,6 +244,8 @@ def _launch(
     keep_sum: bool,
     normed: torch.Tensor,
     scales: torch.Tensor | None,
+    factors: torch.Tensor | None,
+    next_scales: torch.Tensor | None,
     *layer_scales: torch.Tensor,
 ) -> Launch:
     terms = (x, first, second)[:num_terms]
@@ -225,6 +262,8 @@ def _launch(
         form = check_row_scales(normed, scales)
     elif normed.dtype != x.dtype:
         raise ValueError(f"the norm must be {x.dtype} like x, got {normed.dtype}")
+    if factors is not None and next_scales is not None:
+        check_bound(Bound(factors, next_scales), x.numel() // width)
     return Launch(
         _sum_norm_kernel,
         x.numel() // width,
@@ -236,5 +275,6 @@ def _launch(
         KEEP_SUM=keep_sum,
         SCALES=form,
         HAS_LAYER_SCALES=bool(layer_scales),
+        HAS_BOUND=factors is not None,
         num_warps=warps_of(width_pad),
     )

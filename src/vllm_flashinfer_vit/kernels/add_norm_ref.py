@@ -6,6 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from vllm_flashinfer_vit.kernels.formats import (
+    MIN_ROW_SCALE,
+    Bound,
+    check_bound,
     check_number_of_terms,
     check_sum_norm_inputs,
 )
@@ -20,6 +23,7 @@ def sum_norm_ref(
     keep_sum: bool,
     scales: torch.Tensor | None = None,
     layer_scales: Sequence[torch.Tensor] = (),
+    bound: Bound | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Add branches to the residual stream, and normalize the sum.
 
@@ -35,6 +39,8 @@ def sum_norm_ref(
         keep_sum: Whether the sum is wanted.
         scales: As for `quantize_rows_ref`, for a norm in e4m3.
         layer_scales: `[C]` for each branch, which is multiplied by it, or none.
+        bound: Scales of the rows that an activation makes of the norm, which are
+            written; or None.
 
     Returns:
         The sum or None, and its norm, like the terms or in e4m3.
@@ -56,6 +62,8 @@ def sum_norm_ref(
         normed = torch.nn.functional.layer_norm(
             total, weight.shape, weight.float(), bias.float(), eps
         )
+    if bound is not None:
+        write_bound(normed.view(-1, x.shape[-1]), bound)
     dtype = terms[0].dtype
     kept = total.to(dtype) if keep_sum else None
     if scales is None:
@@ -64,3 +72,15 @@ def sum_norm_ref(
     width = x.shape[-1]
     quantize_rows_ref(normed.reshape(-1, width), rows.view(-1, width), scales)
     return kept, rows
+
+
+def write_bound(normed: torch.Tensor, bound: Bound) -> None:
+    """Write the scales of the rows that an activation makes of a norm, `[T, C]`.
+
+    Raises:
+        ValueError: See `check_bound`.
+    """
+    check_bound(bound, len(normed))
+    norms = normed.float().norm(dim=1, keepdim=True)
+    scales = norms * bound.factors[0] + bound.factors[1]
+    bound.scales.copy_(scales.clamp(min=MIN_ROW_SCALE))

@@ -244,6 +244,36 @@ def check_sum_norm_inputs(
         )
 
 
+class Bound(NamedTuple):
+    """How a norm's rows bound what an MLP's activation makes of them.
+
+    No value of row t is above `448 scales[t]`: see `blocks.act_bound`.
+
+    Attributes:
+        factors: `[2]` fp32: `scales = factors[0] * |norm of the row| + factors[1]`.
+        scales: `[T, 1]` fp32; written.
+    """
+
+    factors: torch.Tensor
+    scales: torch.Tensor
+
+
+def check_bound(bound: Bound, num_rows: int) -> None:
+    """Check what the scales of an activation's rows are made of, and written to.
+
+    Raises:
+        ValueError: They are of other dtypes, shapes or strides.
+    """
+    import torch
+
+    found = [(tuple(x.shape), x.dtype) for x in bound]
+    expected = [((2,), torch.float32), ((num_rows, 1), torch.float32)]
+    if found != expected or not all(x.is_contiguous() for x in bound):
+        raise ValueError(
+            f"a bound must be [2] and [{num_rows}, 1], fp32 and contiguous, got {found}"
+        )
+
+
 def num_groups(columns: int) -> int:
     """Return how many scales a row has in "groups"; its last group may be short."""
     return -(-columns // GROUP)

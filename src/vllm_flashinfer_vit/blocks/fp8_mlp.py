@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An MLP of a block with both layers in FP8."""
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_flashinfer_vit.blocks import fp8_linear
+from vllm_flashinfer_vit.blocks.layers import MIN_QUACK_ACT_ROWS, Layers
+from vllm_flashinfer_vit.blocks.quack_steps import QuackAct
+from vllm_flashinfer_vit.blocks.spec import BlockSpec
+from vllm_flashinfer_vit.blocks.tower_pass import MlpWidths, Pass
+from vllm_flashinfer_vit.kernels.formats import Activation, Bound
+
+
+class Fp8Mlp:
+    """An MLP with both layers in FP8.
+
+    The activation adds the first layer's bias and quantises: vLLM pads the outputs of
+    that layer, and not its bias. It is a pass of its own, or part of the first GEMM.
+
+    Attributes:
+        first: Its first layer.
+        second: Its second layer.
+        quantized: See `Mlp`.
+    """
+
+    def __init__(self, spec: BlockSpec, layers: Layers, activation: Activation) -> None:
+        """Resolve the layers."""
+        self.first = layers.fp8(spec.first, with_bias=False)
+        self.second = layers.fp8(spec.second)
+        self.quantized = self.first, self.second
+        self._width = layers.part(spec.second).input_size_per_partition
+        self._activation = activation
+        self._large = layers.activating(spec.first, self.first, self.second, activation)
+
+    def _large_for(self, rows: int) -> QuackAct | None:
+        return self._large if rows >= MIN_QUACK_ACT_ROWS else None
+
+    def widths(self, rows: int) -> MlpWidths:
+        """See `Mlp`."""
+        large = self._large_for(rows)
+        if large is None:
+            return MlpWidths(0, self.first.outputs, 0)
+        if large.act.quantizes:
+            return MlpWidths(0, 0, self.second.inputs)
+        return MlpWidths(large.act.columns, 0, 0)
+
+    def bound(self, now: Pass) -> Bound | None:
+        """Return what gives the second layer's rows their scales, if a norm does."""
+        large = self._large_for(len(now.normed))
+        if large is None or large.factors is None:
+            return None
+        return Bound(large.factors, now.activated_scales)
+
+    def __call__(self, now: Pass) -> torch.Tensor:
+        """Return the MLP's output, `[T, C]`, of the rows that the first layer reads."""
+        first, large = self.first, self._large_for(len(now.normed))
+        if large is not None and large.act.quantizes:
+            return self._quantized(now, large)
+        if large is not None:
+            values = now.hidden(large.act.columns)
+            self._activate(now, large, values, None)
+            return self._quantise(now, values, None, None)
+        values = now.first(first.outputs)
+        first(now, *first.rows(now), values)
+        return self._quantise(now, values, first.bias, self._activation)
+
+    def _quantized(self, now: Pass, large: QuackAct) -> torch.Tensor:
+        """Run both layers by rows whose scales are known beforehand."""
+        rows = now.activated(self.second.inputs)
+        scales = self.second.weights.input_scale
+        if scales is None:
+            scales = now.activated_scales
+        self._activate(now, large, rows, scales.flatten())
+        return self.second(now, rows, scales, now.normed)
+
+    def _activate(
+        self,
+        now: Pass,
+        large: QuackAct,
+        out: torch.Tensor,
+        out_scales: torch.Tensor | None,
+    ) -> None:
+        rows, scales = self.first.rows(now)
+        key = "activating", large.act, id(out)
+        call = now.settled.get(key)
+        if call is None:
+            call = now.settled[key] = large.prepare(rows, out, scales)
+            # What the GEMM does not write meets zeros of the second layer's weight.
+            out[:, large.act.width :].zero_()
+        call(large.layer(scales), out_scales)
+
+    def _quantise(
+        self,
+        now: Pass,
+        values: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+    ) -> torch.Tensor:
+        """Activate and quantise what the first layer returned, and run the second."""
+        second = self.second
+        rows, scales = second.rows(now)
+        # Blocks may differ in what is padded; what is settled holds both.
+        key = "quantising act", id(values), id(rows), scales.shape
+        act: Callable[..., None] | None = now.settled.get(key)
+        if act is None:
+            act = now.settled[key] = fp8_linear.prepare_rows(
+                values, self._width, bias, activation, rows, scales
+            )
+        act(bias, scales)
+        return second(now, rows, scales, now.normed)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An MLP's first layer in FP8 and its activation: one GEMM of QuACK's.
+
+Without it, a pass of its own reads what the layer returns in 16 bits, and writes it
+once more, in e4m3. Where scales can be known beforehand, the GEMM writes that itself;
+of SwiGLU with scales of each token it writes half as many values, in 16 bits.
+`kernels.activating_gemm` is the kernel. It needs QuACK 0.6; see `quack_gemm`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from vllm_flashinfer_vit.blocks import quack, quack_gemm
+from vllm_flashinfer_vit.blocks.quack_gemm import FP8, Kernel, Layer, Tile
+from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
+from vllm_flashinfer_vit.kernels.formats import Activation
+
+# Wider ones take longer, and others by 1 to 5 % (docs/experiments.md).
+TILE = Tile(128, 160, (2, 1))
+
+# Columns of gate and of up that a tile takes in turns.
+_GROUP = 8
+# Rows are stored in vectors of as many bytes.
+_STORED = 16
+# e4m3 rounds by 1/16 of a value at most; sums that cancel differ by more.
+_RTOL, _ATOL = 0.13, 0.02
+
+
+class Act(NamedTuple):
+    """What a first layer and its activation are.
+
+    Attributes:
+        activation: What follows the layer.
+        outputs: The layer's outputs, without padding.
+        columns: Of the buffer that is written.
+        dtype: Of what is written: e4m3, or what the layer itself would return.
+    """
+
+    activation: Activation
+    outputs: int
+    columns: int
+    dtype: torch.dtype
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether two outputs make one value."""
+        return self.activation == "swiglu"
+
+    @property
+    def width(self) -> int:
+        """How many values the activation returns."""
+        return self.outputs // 2 if self.is_gated else self.outputs
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether e4m3 is written."""
+        return self.dtype == FP8
+
+    def written(self, out: torch.Tensor, padded: int) -> torch.Tensor:
+        """Return the columns that are written of a buffer.
+
+        Args:
+            out: `[T, columns]`.
+            padded: The layer's outputs, with padding.
+        """
+        if self.is_gated:
+            padded = -(-self.width // _GROUP) * _GROUP
+        return out[:, :padded]
+
+
+def fits(like: Layer, act: Act, dtype: torch.dtype) -> bool:
+    """Whether the kernel can run a layer.
+
+    Args:
+        like: A layer.
+        act: What it is.
+        dtype: What the layer itself would return.
+    """
+    weight, bias = like.weight, like.bias
+    if act.is_gated:
+        groups = -(-act.width // _GROUP) * _GROUP
+        # All that a tile takes exists: up begins with the row after the gate's last.
+        is_whole = act.width % 2 == 0 and act.width + groups <= len(weight)
+        is_whole = is_whole and groups <= act.columns
+    else:
+        is_whole = act.quantizes and len(weight) <= act.columns
+    return (
+        is_whole
+        and weight.dtype == FP8
+        and quack_gemm.loads(weight, dtype)
+        and act.columns * act.dtype.itemsize % _STORED == 0
+        and like.row_scales is not None
+        and like.col_scales is not None
+        and (bias is None or (bias.dtype == dtype and len(bias) == act.outputs))
+    )
+
+
+def compiled(like: Layer, act: Act, tile: Tile) -> Kernel:
+    """Compile the kernel, or load it from QuACK's folder, for seconds.
+
+    Args:
+        like: A layer that `fits`.
+        act: What it is.
+        tile: Its tile.
+
+    Raises:
+        Exception: Of any kind, where QuACK is built otherwise than is known here.
+    """
+    out = act.written(
+        like.weight.new_empty(1, act.columns, dtype=act.dtype), len(like.weight)
+    )
+    read = {}
+    if act.quantizes:
+        read["out_scales"] = out.new_empty(1, dtype=torch.float32)
+    if act.is_gated:
+        gemm = "activating_gemm", "SwigluGemm"
+        return quack_gemm.compiled(
+            gemm, like, None, {**read, "out": out}, tile, half=act.width
+        )
+    gemm = "activating_gemm", "ActivatingGemm"
+    return quack_gemm.compiled(gemm, like, out, read, tile, activation=act.activation)
+
+
+def prepare(
+    kernel: Kernel, x: torch.Tensor, out: torch.Tensor, like: Layer, act: Act
+) -> Callable[[Layer, torch.Tensor | None], None]:
+    """Settle the layer for others of the same sizes.
+
+    Args:
+        kernel: From `compiled`.
+        x: `[T, K]` e4m3, rows of whole 16 bytes. Calls read what it holds by then.
+        out: `[T, columns]`, contiguous; each call overwrites what `Act.written` says.
+        like: The layer.
+        act: What it is.
+
+    Returns:
+        A call that launches it for any layer like this one, with the scales of e4m3
+        that it writes: fp32, one or `[T]`; None for 16 bits.
+    """
+    function, arguments, schedule = kernel
+    written = act.written(out, len(like.weight))
+    is_gated = act.is_gated
+
+    def launch(layer: Layer, out_scales: torch.Tensor | None) -> None:
+        weight, *others = layer
+        if is_gated:
+            given = arguments(written, out_scales, *others)
+            function(x, weight, None, None, given, *schedule)
+        else:
+            given = arguments(out_scales, *others)
+            function(x, weight, written, None, given, *schedule)
+
+    return launch
+
+
+def build(like: Layer, act: Act) -> str | None:
+    """Compile the kernel, and compare its results with PyTorch's.
+
+    Call it when weights are loaded, as `quack.build`.
+
+    Args:
+        like: A layer that `fits`. What it has for `row_scales` is not read.
+        act: What it is.
+
+    Returns:
+        None if all is right, else why the kernel cannot run the layer.
+    """
+    try:
+        x = quack.some_rows(like.weight)
+        like = quack_gemm.with_row_scales(like, len(x))
+        sums = quack_gemm.project(x, like)
+        right = act_ref(sums, act.width, None, act.activation)
+        # Half of the range, so that what is too large shows.
+        scales = right.abs().amax(1) / 224
+        written = x.new_zeros(len(x), act.columns, dtype=act.dtype)
+        call = prepare(compiled(like, act, TILE), x, written, like, act)
+        call(like, scales if act.quantizes else None)
+        found = written[:, : act.width].float()
+        if act.quantizes:
+            found *= scales[:, None]
+        atol = _ATOL * right.abs().max().item()
+        if not torch.allclose(found, right, rtol=_RTOL, atol=atol):
+            return "its results are wrong"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of a block that run by GEMMs of QuACK's with this package's epilogues."""
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_flashinfer_vit.blocks import quack_act, quack_gemm, quack_turn
+from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
+from vllm_flashinfer_vit.blocks.linear import Weights
+from vllm_flashinfer_vit.blocks.tower_pass import Pass
+
+
+class QuackTurn:
+    """A block's QKV projection by QuACK, which turns q and k.
+
+    Attributes:
+        kernels: What runs it.
+    """
+
+    def __init__(
+        self, source: Weights | Fp8Linear, kernels: quack_turn.Kernels
+    ) -> None:
+        """Take a layer's parameters, and its kernels."""
+        self._source, self.kernels = source, kernels
+
+    def rows(self, now: Pass) -> torch.Tensor:
+        """Return where a pass has the layer's rows: `[T, K]`."""
+        source = self._source
+        return now.normed if isinstance(source, Weights) else source.rows(now)[0]
+
+    def layer(self, now: Pass) -> quack_gemm.Layer:
+        """Return the layer's parameters, where they are now."""
+        source = self._source
+        if isinstance(source, Weights):
+            return quack_gemm.Layer(source.weight, source.bias)
+        scales = source.rows(now)[1]
+        return fp8_layer(source, scales, source.weights.scaled.bias)
+
+
+class QuackAct:
+    """An MLP's first layer in FP8 by QuACK, which applies the activation.
+
+    Attributes:
+        act: What they are.
+        factors: Of a bound that gives the rows their scales, see `Bound`; None where
+            other scales are given, or the rows are of 16 bits.
+    """
+
+    def __init__(
+        self,
+        source: Fp8Linear,
+        kernel: quack_gemm.Kernel,
+        act: quack_act.Act,
+        factors: torch.Tensor | None,
+    ) -> None:
+        """Take a layer, the kernel that `quack_act.build` tried, and a bound's."""
+        self._source, self._kernel = source, kernel
+        self.act, self.factors = act, factors
+
+    def prepare(
+        self, rows: torch.Tensor, out: torch.Tensor, scales: torch.Tensor
+    ) -> Callable[[quack_gemm.Layer, torch.Tensor | None], None]:
+        """Settle it for layers like this one; see `quack_act.prepare`."""
+        return quack_act.prepare(self._kernel, rows, out, self.layer(scales), self.act)
+
+    def layer(self, scales: torch.Tensor) -> quack_gemm.Layer:
+        """Return the layer's parameters, where they are now."""
+        return fp8_layer(self._source, scales, self._source.bias)
+
+
+def fp8_layer(
+    source: Fp8Linear, scales: torch.Tensor, bias: torch.Tensor | None
+) -> quack_gemm.Layer:
+    scaled = source.weights.scaled
+    found = scaled.made.get("quack")
+    if found is None:
+        found = scaled.made["quack"] = scaled.weight.t(), scaled.scale.flatten()
+    weight, col_scales = found
+    return quack_gemm.Layer(weight, bias, scales.flatten(), col_scales)
+
+
+def like_row_scales(source: Fp8Linear) -> torch.Tensor:
+    """Return scales that are like those of a layer's rows, which may not exist yet."""
+    given = source.weights.input_scale
+    return source.weights.scaled.scale if given is None else given
