@@ -96,6 +96,20 @@ class EpilogueGemm(ComposableEpiMixin, GemmSm90):
         """Store what `epi_visit_acc` left."""
         return ()
 
+    def pingpong_barrier_sync(self, warp_group_idx: Int32, stage: str) -> None:
+        """Wait for a group's turn; for that to store `epi_visit_acc` waits.
+
+        Both groups store by the same shared memory, so one at a time does. QuACK would
+        wait before the arithmetic of `epi_visit_acc`, too.
+        """
+        if stage == "epi":
+            self._group = warp_group_idx
+        else:
+            super().pingpong_barrier_sync(warp_group_idx, stage)
+
+    def _wait_to_store(self) -> None:
+        super().pingpong_barrier_sync(self._group, "epi")
+
     @cute.jit
     def epi_visit_acc(self, params, acc, tiled_mma, tile_coord_mnkl, tidx):
         """Scale a tile's sums, add the bias, and `finish`."""
@@ -129,6 +143,8 @@ class EpilogueGemm(ComposableEpiMixin, GemmSm90):
                             value = value + added
                         acc[(e, r, g), m, 0] = value
         self.finish(params, acc, coords, held, first_row, first_col)
+        if const_expr(self.pingpong):
+            self._wait_to_store()
 
     def read(self, params, coords, first_row):
         """Read what `finish` needs; for subclasses."""
