@@ -552,3 +552,57 @@ def test_each_block_has_factors_of_its_own(calls: Calls) -> None:
 def test_a_tower_in_16_bits_has_none(calls: Calls) -> None:
     assert not any(larges(build("qwen2_vl", dtype=BF16)))
     assert not calls.compiled
+
+
+@pytest.mark.parametrize("family", GELUS)
+def test_second_layers_that_are_alike_read_rows_of_their_own(
+    family: str, calls: Calls
+) -> None:
+    """Of two blocks, one has its activation in the GEMM, and one in a pass."""
+    sizes = {"mlp_ratio": 2, "intermediate_size": 64}
+    known = {key: value for key, value in sizes.items() if key in SPECS[family]}
+    tower = served_bf16(family, "tensor", **known)
+    first = programs(tower)[0].spec.first
+    requantize(tower, "block", f"blocks.1.{first}")
+    assert [large is None for large in larges(tower)[:2]] == [False, True]
+    found = outputs(tower)
+    assert relative_error(found, outputs(in_16_bits(family, tower, **known))) < 0.05
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "bias"])
+@pytest.mark.parametrize("family", GELUS)
+def test_a_parameter_that_is_another_tensor_bounds_at_once(
+    family: str, name: str, calls: Calls
+) -> None:
+    """As trainers make it, which call nothing afterwards."""
+    tower = served_bf16(family, "tensor")
+    outputs(tower)
+    for layer in firsts(tower):
+        old = getattr(layer, name).detach()
+        # Within the range of e4m3.
+        new = (old.float() / 2).to(old.dtype)
+        setattr(layer, name, nn.Parameter(new, requires_grad=False))
+    outputs(tower)
+    for layer, now in zip(firsts(tower), factors(tower), strict=True):
+        assert torch.equal(now, expected_factors(layer))
+
+
+def test_layers_with_and_without_a_bias_have_kernels_of_their_own(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tower = served_bf16("qwen2_vl", "tensor")
+    firsts(tower)[1].bias = None
+    rebuild(tower)
+    used: list[object] = []
+    right = quack_act.prepare
+
+    def prepare(kernel: Any, *rest: Any) -> Any:
+        used.append(kernel)
+        return right(rest[-1], *rest)
+
+    monkeypatch.setattr(quack_act, "prepare", prepare)
+    for large in larges(tower):
+        assert large is not None
+        large._kernel = object()  # type: ignore[assignment]
+    outputs(tower)
+    assert len(set(used)) == len(larges(tower))

@@ -209,6 +209,16 @@ def test_scales_of_what_follows(width, num_terms, has_bias, form, is_scaled):
         assert one is other is None or torch.equal(one.float(), other.float())
 
 
+def test_the_reference_takes_terms_of_any_strides():
+    terms, weight, _ = make_inputs(4, 3, 64)
+    bounds = make_bound(12), make_bound(12)
+    across = [term.transpose(0, 1) for term in terms]
+    sum_norm_ref(across, weight, None, EPS, True, bound=bounds[0])
+    across = [term.contiguous() for term in across]
+    sum_norm_ref(across, weight, None, EPS, True, bound=bounds[1])
+    torch.testing.assert_close(*(bound.scales for bound in bounds))
+
+
 @pytest.mark.parametrize("function", [sum_norm, sum_norm_ref])
 def test_scales_of_what_follows_are_no_less_than_the_least(function):
     bound = make_bound(5, 1e-9, 0.0)

@@ -340,3 +340,21 @@ def test_each_output_has_its_scale_in_the_bound():
     layer = Layer(weight.to(FP8), torch.tensor([-3.0, 2.0]), None, scales)
     found = factors_of(layer) * E4M3_MAX
     torch.testing.assert_close(found, torch.tensor([40 * (1 + 2**-4), 3.0]))
+
+
+def test_a_layer_of_zeros_is_no_wrong_result(monkeypatch):
+    """Its weights may be loaded later, and what was tried is not tried again."""
+
+    def stand_in(kernel, x, out, like, act):
+        def launch(layer, out_scales):
+            values = act_ref(project(x, layer), act.width, None, act.activation)
+            values = values * out_scales.reciprocal()[:, None]
+            out[:, : act.width] = values.clamp(-E4M3_MAX, E4M3_MAX).to(FP8)
+
+        return launch
+
+    monkeypatch.setattr(quack_act, "prepare", stand_in)
+    monkeypatch.setattr(quack_act, "compiled", lambda *args: None)
+    layer = layer_of(SMALL[0], has_bias=False)
+    layer = layer._replace(weight=torch.zeros_like(layer.weight))
+    assert build(layer, act_of(SMALL[0])) is None
