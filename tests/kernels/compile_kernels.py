@@ -38,6 +38,7 @@ from triton.compiler import ASTSource
 
 from vllm_flashinfer_vit.kernels import (
     absmax,
+    act_bound,
     act_quantize,
     add_norm,
     cudnn_fp8,
@@ -55,7 +56,12 @@ from vllm_flashinfer_vit.kernels import (
 )
 from vllm_flashinfer_vit.kernels._launch import Launch, Slot
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS
-from vllm_flashinfer_vit.kernels.formats import DeviceScales, RowScales, num_groups
+from vllm_flashinfer_vit.kernels.formats import (
+    Bound,
+    DeviceScales,
+    RowScales,
+    num_groups,
+)
 
 # The first with e4m3.
 FP8 = 89
@@ -338,6 +344,12 @@ def sums(width: int, form: str) -> Iterator[Case]:
             f"sum {width} {normed} scales={form} layer_scales={scaled}",
             functools.partial(add_norm.sum_norm, *given, layer_scales),
         )
+        if not scaled:
+            bound = Bound(torch.empty(2), torch.empty(ROWS, 1))
+            yield (
+                f"sum {width} {normed} scales={form} bound",
+                functools.partial(add_norm.sum_norm, *given, bound=bound),
+            )
 
 
 def scales_of(form: str, columns: int) -> torch.Tensor | None:
@@ -381,6 +393,11 @@ def of_fp8_streams() -> Iterator[Case]:
         given = values, width, None, None, values.to(E4M3), scales_of(form, width)
         run = functools.partial(act_quantize.act_quantize, *given)
         yield f"context {width} scales={form}", run
+    table, factors = torch.empty(2, 4, dtype=torch.int64), torch.empty(2, 2)
+    for bias, has_scales in itertools.product((None, torch.bfloat16), (False, True)):
+        given = table, factors, 4304, 1152, bias, has_scales
+        run = functools.partial(act_bound.prepare, *given)
+        yield f"bound bias={bias} scales={has_scales}", run
 
 
 def cases(capability: int) -> Iterator[Case]:

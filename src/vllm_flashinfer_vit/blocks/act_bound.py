@@ -11,13 +11,13 @@ A product of two outputs, as SwiGLU is, would be bounded ten times ten too high,
 has no such scale.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
 from vllm_flashinfer_vit.blocks.quack_gemm import Layer
-from vllm_flashinfer_vit.kernels.formats import E4M3_MAX
-
-# The norm is that of a row before it is rounded to e4m3, by 1/16 of a value at most.
-_ROUNDED = 1 + 2**-4
+from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, ROUNDED
 
 
 def factors_of(layer: Layer) -> torch.Tensor:
@@ -28,8 +28,126 @@ def factors_of(layer: Layer) -> torch.Tensor:
     """
     norms = torch.linalg.vector_norm(layer.weight.float(), dim=1)
     assert layer.col_scales is not None
-    slope = (norms * layer.col_scales).amax() * _ROUNDED
+    slope = (norms * layer.col_scales).amax() * ROUNDED
     largest = torch.zeros_like(slope)
     if layer.bias is not None:
         largest = layer.bias.float().abs().amax()
     return torch.stack([slope, largest]) / E4M3_MAX
+
+
+# Outputs, inputs, the dtype of biases, and whether each output has a scale.
+_Key = tuple[int, int, torch.dtype | None, bool]
+
+
+class _Alike(NamedTuple):
+    """Layers of a tower that one launch is for.
+
+    Attributes:
+        places: Their blocks' places, in the table's order.
+        table: See `kernels.act_bound.prepare`.
+    """
+
+    places: list[int]
+    table: torch.Tensor
+
+
+class Bounds:
+    """The factors of a tower's layers, which each pass computes anew.
+
+    A weight may be loaded in place, and nobody be told. A graph reads the factors, and
+    where weights lie, in memory that stays.
+    """
+
+    def __init__(self) -> None:
+        """Begin without layers."""
+        self._layers: dict[int, Callable[[], Layer]] = {}
+        self._entries: dict[int, list[int]] = {}
+        self._factors: dict[int, torch.Tensor] = {}
+        self._memory: torch.Tensor | None = None
+        self._groups: dict[_Key, _Alike] = {}
+
+    def add(self, place: int, layer: Callable[[], Layer], places: int) -> torch.Tensor:
+        """Take a block's first layer.
+
+        Args:
+            place: The block's.
+            layer: Returns the layer, where it is by then.
+            places: Blocks of the tower.
+
+        Returns:
+            Its factors, which passes compute: `[2]` fp32.
+        """
+        device = layer().weight.device
+        if self._memory is None or self._memory.device != device:
+            self._memory = torch.zeros(places, 2, device=device)
+            self._factors = dict(enumerate(self._memory))
+            self._groups.clear()
+        self._layers[place] = layer
+        self._enter(place)
+        return self._factors[place]
+
+    def _enter(self, place: int) -> None:
+        """Write down where a layer is, for the launch of those that are alike."""
+        layer = self._layers[place]()
+        self._entries[place] = _entry(layer, place)
+        key = _alike(layer)
+        if key not in self._groups:
+            assert self._memory is not None
+            shape = len(self._memory), len(_entry(layer, place))
+            table = self._memory.new_zeros(shape, dtype=torch.int64)
+            self._groups[key] = _Alike([], table)
+        for other, (places, table) in self._groups.items():
+            if place in places and other != key:
+                places.remove(place)
+            elif place not in places and other == key:
+                places.append(place)
+            entries = [self._entries[at] for at in places]
+            table[: len(entries)].copy_(torch.tensor(entries, dtype=torch.int64))
+
+    def has_moved(self, place: int) -> bool:
+        """Whether a layer is elsewhere than it was; it is found there from now on."""
+        moved = _entry(self._layers[place](), place) != self._entries[place]
+        if moved:
+            self._enter(place)
+        return moved
+
+    def prepare(self) -> Callable[[], None]:
+        """Settle the computation of all factors, for the current stream."""
+        memory = self._memory
+        assert memory is not None
+        if not memory.is_cuda:
+            return self._compute
+        from vllm_flashinfer_vit.kernels.act_bound import prepare
+
+        calls = [
+            prepare(table[: len(places)], memory, *key)
+            for key, (places, table) in self._groups.items()
+            if places
+        ]
+
+        def call() -> None:
+            memory.zero_()
+            for each in calls:
+                each()
+
+        return call
+
+    def _compute(self) -> None:
+        for place, layer in self._layers.items():
+            self._factors[place].copy_(factors_of(layer()))
+
+
+def _alike(layer: Layer) -> _Key:
+    """Return what layers have alike that one launch is for."""
+    weight, bias, _, scales = layer
+    assert scales is not None
+    outputs = len(weight) if bias is None else len(bias)
+    dtype = None if bias is None else bias.dtype
+    return outputs, weight.shape[1], dtype, scales.numel() > 1
+
+
+def _entry(layer: Layer, place: int) -> list[int]:
+    weight, bias, _, scales = layer
+    assert scales is not None
+    added = 0 if bias is None else bias.data_ptr()
+    return [weight.data_ptr(), scales.data_ptr(), added, place]

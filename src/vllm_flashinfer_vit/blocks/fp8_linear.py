@@ -163,8 +163,8 @@ class Fp8Linear:
         Returns:
             `out`, or a tensor like it with the ranks' sum.
         """
-        # A launch holds its output, whose id stays its own so.
-        scaled, key = self.weights.scaled, (self.gemms, id(out))
+        # A launch holds rows and output, whose ids stay their own so.
+        scaled, key = self.weights.scaled, (self.gemms, id(rows), id(out))
         launch = now.settled.get(key)
         if launch is None:
             gemm = self.gemms.for_rows(len(rows))

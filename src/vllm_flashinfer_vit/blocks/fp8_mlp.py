@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_flashinfer_vit.blocks import fp8_linear
-from vllm_flashinfer_vit.blocks.layers import MIN_QUACK_ACT_ROWS, Layers
+from vllm_flashinfer_vit.blocks.layers import Layers
 from vllm_flashinfer_vit.blocks.quack_steps import QuackAct
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import MlpWidths, Pass
@@ -32,10 +32,12 @@ class Fp8Mlp:
         self.quantized = self.first, self.second
         self._width = layers.part(spec.second).input_size_per_partition
         self._activation = activation
+        self._bounds = layers.tower.bounds
         self._large = layers.activating(spec.first, self.first, self.second, activation)
 
     def _large_for(self, rows: int) -> QuackAct | None:
-        return self._large if rows >= MIN_QUACK_ACT_ROWS else None
+        large = self._large
+        return None if large is None or rows < large.min_rows else large
 
     def widths(self, rows: int) -> MlpWidths:
         """See `Mlp`."""
@@ -51,6 +53,13 @@ class Fp8Mlp:
         large = self._large_for(len(now.normed))
         if large is None or large.factors is None:
             return None
+        # Asked of each layer, since the pass may be older than a load of its weights.
+        if self._bounds.has_moved(large.place) or not now.is_bounded:
+            call = now.settled.get("bounds")
+            if call is None:
+                call = now.settled["bounds"] = self._bounds.prepare()
+            call()
+            now.is_bounded = True
         return Bound(large.factors, now.activated_scales)
 
     def __call__(self, now: Pass) -> torch.Tensor:
@@ -83,7 +92,8 @@ class Fp8Mlp:
         out_scales: torch.Tensor | None,
     ) -> None:
         rows, scales = self.first.rows(now)
-        key = "activating", large.act, id(out)
+        # A tower keeps one for all layers that are alike.
+        key = "activating", id(large.kernel), large.act, id(out)
         call = now.settled.get(key)
         if call is None:
             call = now.settled[key] = large.prepare(rows, out, scales)

@@ -10,7 +10,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
 from vllm_flashinfer_vit.blocks import (
-    act_bound,
     fp8_linear,
     fp8_methods,
     quack,
@@ -55,8 +54,10 @@ MIN_QUACK_PLAIN_ROWS = 2048
 MIN_QUACK_TURN_ROWS = 1024
 MIN_QUACK_TURN_ROWS_WIDE = 2048
 MIN_QUACK_TURN_ROWS_FP8 = 256
-# The same, over another GEMM in FP8 and a pass that activates and quantises.
+# The same, over another GEMM in FP8 and a pass that activates and quantises; and where
+# each pass computes bounds, for which it reads the weights once more.
 MIN_QUACK_ACT_ROWS = 256
+MIN_QUACK_BOUND_ROWS = 1024
 _WIDE = 128
 
 
@@ -290,12 +291,14 @@ class Layers(NamedTuple):
             return None
         layer = self.part(path)
         needs_bound = not second.is_static
-        outputs, dtype = layer.output_size_per_partition, layer.params_dtype
+        outputs = getattr(layer, "output_size_per_partition", layer.output_size)
+        dtype = layer.params_dtype
         act = quack_act.Act(activation, outputs, second.inputs, FP8)
         if act.is_gated and needs_bound:
             act = act._replace(columns=first.outputs // 2, dtype=dtype)
             needs_bound = False
-        like = fp8_layer(first, like_row_scales(first), first.bias)
+        read = functools.partial(_with_bias, first)
+        like = read()
         if not quack_act.fits(like, act, dtype):
             return None
         key = "quack_act", *like.alike, act
@@ -310,21 +313,17 @@ class Layers(NamedTuple):
                 reason,
             )
             return None
-        self.steps[path] += f"; from {MIN_QUACK_ACT_ROWS} rows on QuACK activates"
+        rows = MIN_QUACK_BOUND_ROWS if needs_bound else MIN_QUACK_ACT_ROWS
+        self.steps[path] += f"; from {rows} rows on QuACK activates"
         kernel = self.tower.gemms.get(key)
         if kernel is None:
             kernel = quack_act.compiled(like, act, quack_act.TILE)
             self.tower.gemms[key] = kernel
-        factors = self._factors(like) if needs_bound else None
-        return QuackAct(first, kernel, act, factors)
-
-    def _factors(self, like: quack_gemm.Layer) -> torch.Tensor:
-        """Return the factors of a bound; a graph reads them where they first were."""
-        found, factors = act_bound.factors_of(like), self.tower.factors
-        kept = factors.setdefault(self.place, found)
-        if kept.device != found.device:
-            kept = factors[self.place] = found
-        return kept.copy_(found)
+        factors = None
+        if needs_bound:
+            blocks = len(self.tower.blocks)
+            factors = self.tower.bounds.add(self.place, read, blocks)
+        return QuackAct(first, kernel, act, rows, factors, self.place)
 
     def quack(
         self,
@@ -356,6 +355,10 @@ class Layers(NamedTuple):
         gpu = torch.cuda.get_device_properties(weight.device)
         self.steps[path] += f"; from {min_rows} rows on QuACK"
         return QuackGemm(weights, activation, min_rows, gpu.multi_processor_count)
+
+
+def _with_bias(first: Fp8Linear) -> quack_gemm.Layer:
+    return fp8_layer(first, like_row_scales(first), first.bias)
 
 
 def can_run(layer: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from vllm_flashinfer_vit.blocks import quack, quack_gemm
 from vllm_flashinfer_vit.blocks.quack_gemm import FP8, Kernel, Layer, Tile
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
-from vllm_flashinfer_vit.kernels.formats import Activation
+from vllm_flashinfer_vit.kernels.formats import MIN_ROW_SCALE, Activation
 
 # Wider ones take longer, and others by 1 to 5 % (docs/experiments.md).
 TILE = Tile(128, 160, (2, 1))
@@ -173,7 +173,7 @@ def build(like: Layer, act: Act) -> str | None:
         sums = quack_gemm.project(x, like)
         right = act_ref(sums, act.width, None, act.activation)
         # Half of the range, so that what is too large shows.
-        scales = right.abs().amax(1) / 224
+        scales = (right.abs().amax(1) / 224).clamp(min=MIN_ROW_SCALE)
         written = x.new_zeros(len(x), act.columns, dtype=act.dtype)
         call = prepare(compiled(like, act, TILE), x, written, like, act)
         call(like, scales if act.quantizes else None)

@@ -43,8 +43,11 @@ class QuackAct:
 
     Attributes:
         act: What they are.
+        kernel: What runs them.
+        min_rows: From how many rows on it is faster than what else there is.
         factors: Of a bound that gives the rows their scales, see `Bound`; None where
             other scales are given, or the rows are of 16 bits.
+        place: The block's, in its tower.
     """
 
     def __init__(
@@ -52,17 +55,20 @@ class QuackAct:
         source: Fp8Linear,
         kernel: quack_gemm.Kernel,
         act: quack_act.Act,
+        min_rows: int,
         factors: torch.Tensor | None,
+        place: int,
     ) -> None:
         """Take a layer, the kernel that `quack_act.build` tried, and a bound's."""
-        self._source, self._kernel = source, kernel
-        self.act, self.factors = act, factors
+        self._source, self.kernel = source, kernel
+        self.act, self.min_rows = act, min_rows
+        self.factors, self.place = factors, place
 
     def prepare(
         self, rows: torch.Tensor, out: torch.Tensor, scales: torch.Tensor
     ) -> Callable[[quack_gemm.Layer, torch.Tensor | None], None]:
         """Settle it for layers like this one; see `quack_act.prepare`."""
-        return quack_act.prepare(self._kernel, rows, out, self.layer(scales), self.act)
+        return quack_act.prepare(self.kernel, rows, out, self.layer(scales), self.act)
 
     def layer(self, scales: torch.Tensor) -> quack_gemm.Layer:
         """Return the layer's parameters, where they are now."""

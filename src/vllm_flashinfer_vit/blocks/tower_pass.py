@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_flashinfer_vit.blocks.act_bound import Bounds
 from vllm_flashinfer_vit.blocks.rotary import Tables, repeated, tables
 from vllm_flashinfer_vit.blocks.spec import Rotary
 from vllm_flashinfer_vit.kernels.cublaslt import Problems
@@ -37,7 +38,7 @@ class TowerProgram:
         tuned_dir: Folder of the user's measurements, or None to ignore them.
         gemms: The `Gemms` of layers in FP8, and the `quack_turn.Kernels` of projections
             that turn q and k, by what they have alike.
-        factors: Of the bounds of blocks' activations, see `Bound`, by blocks' places.
+        bounds: The factors of blocks' activations; see `Bound`.
         now: The pass that a block has handed on and none has taken yet.
         told: The longest lengths of the tower's call by blocks' places, `[] int32` on
             the CPU, where blocks themselves are given none.
@@ -47,7 +48,7 @@ class TowerProgram:
         """Begin without blocks."""
         self.tuned_dir = tuned_dir
         self.gemms: dict[object, Any] = {}
-        self.factors: dict[int, torch.Tensor] = {}
+        self.bounds = Bounds()
         self.blocks: dict[int, Any] = {}
         self.problems = Problems()
         self.groups: dict[tuple[object, ...], int] = {}
@@ -172,6 +173,7 @@ class Pass:
         attention: Settled attention.
         key: What it can be kept by, or None.
         is_clean: Whether the stream's rows of no sequence are finite.
+        is_bounded: Whether the tower's bounds are those of its weights now.
     """
 
     def __init__(self, widths: Sequence[Widths], x: torch.Tensor, key: object) -> None:
@@ -213,6 +215,7 @@ class Pass:
         self.attention: dict[object, Settled] = {}
         self.key = key
         self.is_clean = False
+        self.is_bounded = False
         self._turned: tuple[tuple[Any, ...], Tables] | None = None
         self._own: tuple[tuple[Any, ...], Tables] | None = None
         self._masked: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -261,6 +264,7 @@ class Pass:
     def rest(self) -> None:
         """Forget what follows from what its batch held; another one may use it."""
         self._turned = self._masked = None
+        self.is_bounded = False
 
     def hidden(self, width: int) -> torch.Tensor:
         """Return `[T, width]` for what the MLP's second layer gets."""

@@ -63,7 +63,7 @@ def sum_norm_ref(
             total, weight.shape, weight.float(), bias.float(), eps
         )
     if bound is not None:
-        write_bound(normed.view(-1, x.shape[-1]), bound)
+        write_bound(normed.reshape(-1, x.shape[-1]), bound)
     dtype = terms[0].dtype
     kept = total.to(dtype) if keep_sum else None
     if scales is None:

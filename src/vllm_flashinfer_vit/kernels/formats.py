@@ -33,6 +33,9 @@ E4M3_MAX = 448.0
 MIN_ROW_SCALE = 1.0 / (E4M3_MAX * 512.0)
 # The same of a group: `eps` of `per_token_group_quant_fp8` in its `fp8_utils.py`.
 MIN_GROUP_SCALE = 1e-10 / E4M3_MAX
+# By how much rounding to e4m3 may make the norm of a row larger: 1/16 of each value,
+# and for those below 2^-6 of a unit half of their steps, 2^-10.
+ROUNDED = 1 + 2.0**-4 + 2.0**-10
 # The least normal number in fp32, and so the least scale.
 FP32_TINY = 2.0**-126
 
