@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_flashinfer_vit.kernels._launch import Launch
+from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, ROUNDED
 
 # Rows of a weight that a program reads, and columns at once: 16 bytes a thread.
@@ -91,8 +91,21 @@ def prepare(
     Returns:
         A call, for the current stream, that writes the layers' rows of `factors`.
     """
+    launch = _launch(table, factors, outputs, inputs, bias, has_scales)
+    return launch.settle(table, factors)
+
+
+@cached_by_layout
+def _launch(
+    table: torch.Tensor,
+    factors: torch.Tensor,
+    outputs: int,
+    inputs: int,
+    bias: torch.dtype | None,
+    has_scales: bool,
+) -> Launch:
     names = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, None: None}
-    launch = Launch(
+    return Launch(
         _factors_kernel,
         len(table) * triton.cdiv(outputs, _ROWS),
         outputs,
@@ -103,4 +116,3 @@ def prepare(
         COLUMNS=_COLUMNS,
         num_warps=_NUM_WARPS,
     )
-    return launch.settle(table, factors)
