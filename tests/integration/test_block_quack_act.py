@@ -150,8 +150,12 @@ def larges(tower: Tower) -> list[QuackAct | None]:
 
 
 def factors(tower: Tower) -> list[torch.Tensor]:
-    found = [large.factors for large in larges(tower) if large is not None]
-    return [one for one in found if one is not None]
+    found = [large for large in larges(tower) if large is not None]
+    return [
+        one.bounds.factors(one.place)
+        for one in found
+        if one.bounds is not None and one.bounds.is_ready
+    ]
 
 
 def firsts(tower: Tower) -> list[Any]:
@@ -604,3 +608,25 @@ def test_layers_with_and_without_a_bias_have_kernels_of_their_own(
         large.kernel = object()  # type: ignore[assignment]
     outputs(tower)
     assert len(set(used)) == len(larges(tower))
+
+
+@pytest.mark.parametrize("family", GELUS)
+def test_a_bound_that_cannot_be_computed(
+    family: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(act_bound, "trial", lambda layer: "no compiler")
+    lines = log_of(layers, monkeypatch)
+    assert not any(larges(served_bf16(family, "tensor")))
+    assert any("applies that: no compiler" in line for line in lines)
+    # Scales that are given need none.
+    assert all(larges(served_bf16(family, "static")))
+
+
+@pytest.mark.parametrize("family", GELUS)
+def test_nothing_is_made_while_weights_are_loaded(family: str, calls: Calls) -> None:
+    """What an engine makes then has no contents after it slept deeply."""
+    tower = served_bf16(family, "tensor")
+    bounds = programs(tower)[0]._tower.bounds
+    assert bounds._memory is None
+    outputs(tower)
+    assert bounds._memory is not None

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vllm_flashinfer_vit.blocks.act_bound import Bounds, factors_of
+from vllm_flashinfer_vit.blocks.act_bound import Bounds, factors_of, trial
 from vllm_flashinfer_vit.blocks.quack_gemm import FP8, Layer
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -31,11 +31,10 @@ def make(size, *, bias=BF16, num_scales=1, seed=0):
 def compute(layers):
     """The factors of layers, by their places, and the tower's."""
     bounds = Bounds()
-    found = [
-        bounds.add(place, lambda layer=layer: layer, len(layers))
-        for place, layer in enumerate(layers)
-    ]
-    return found, bounds.prepare()
+    for place, layer in enumerate(layers):
+        bounds.add(place, lambda layer=layer: layer)
+    assert bounds.is_ready
+    return [bounds.factors(at) for at in range(len(layers))], bounds.prepare()
 
 
 def assert_right(found, layer):
@@ -74,18 +73,19 @@ def test_layers_that_are_not_alike():
 def test_a_graph_reads_weights_where_and_as_they_are():
     layer, other = make(SIZES[0]), make(SIZES[0], seed=1)
     held = Layer(*(x.clone() for x in layer))
-    (found,), call = compute([held])
-    call()
+    bounds = Bounds()
+    bounds.add(0, lambda: held)
+    assert bounds.is_ready
+    bounds.prepare()()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         # What is settled is for one stream.
-        compute_in_graph = compute([held])
-        compute_in_graph[1]()
+        bounds.prepare()()
     for now in (layer, other, layer):
         for place, values in zip(held, now, strict=True):
             place.copy_(values)
         graph.replay()
-        assert_right(compute_in_graph[0][0], now)
+        assert_right(bounds.factors(0), now)
 
 
 @gpu
@@ -93,11 +93,31 @@ def test_a_graph_reads_weights_where_and_as_they_are():
 def test_a_layer_that_is_elsewhere():
     layers = [make(SIZES[0]), make(SIZES[0], seed=1)]
     bounds, places = Bounds(), list(layers)
-    found = [bounds.add(at, lambda at=at: places[at], 2) for at in range(2)]
+    for at in range(2):
+        bounds.add(at, lambda at=at: places[at])
+    assert bounds.is_ready
     call = bounds.prepare()
     assert not any(bounds.has_moved(at) for at in range(2))
     places[1] = make(SIZES[0], seed=2)
     assert [bounds.has_moved(at) for at in (0, 1, 1)] == [False, True, False]
     call()
-    for now, layer in zip(found, places, strict=True):
-        assert_right(now, layer)
+    for at, layer in enumerate(places):
+        assert_right(bounds.factors(at), layer)
+
+
+@gpu
+@pytest.mark.gpu
+def test_nothing_is_made_in_a_capture():
+    bounds, layer = Bounds(), make(SIZES[0])
+    bounds.add(0, lambda: layer)
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        assert not bounds.is_ready
+    assert bounds.is_ready
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_trial():
+    assert trial(make(SIZES[0])) is None

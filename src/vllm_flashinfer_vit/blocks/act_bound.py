@@ -35,6 +35,10 @@ def factors_of(layer: Layer) -> torch.Tensor:
     return torch.stack([slope, largest]) / E4M3_MAX
 
 
+# Sums in fp32 in another order differ by less.
+_TOLERANCE = 1e-3
+# Values in a table for each layer, and in the memory of factors.
+_ENTRY = 4
 # Outputs, inputs, the dtype of biases, and whether each output has a scale.
 _Key = tuple[int, int, torch.dtype | None, bool]
 
@@ -66,43 +70,66 @@ class Bounds:
         self._memory: torch.Tensor | None = None
         self._groups: dict[_Key, _Alike] = {}
 
-    def add(self, place: int, layer: Callable[[], Layer], places: int) -> torch.Tensor:
+    def add(self, place: int, layer: Callable[[], Layer]) -> None:
         """Take a block's first layer.
 
         Args:
             place: The block's.
             layer: Returns the layer, where it is by then.
-            places: Blocks of the tower.
-
-        Returns:
-            Its factors, which passes compute: `[2]` fp32.
         """
-        device = layer().weight.device
-        if self._memory is None or self._memory.device != device:
-            self._memory = torch.zeros(places, 2, device=device)
-            self._factors = dict(enumerate(self._memory))
-            self._groups.clear()
         self._layers[place] = layer
-        self._enter(place)
-        return self._factors[place]
+        if self._memory is not None:
+            self._make(layer().weight.device)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether factors can be computed; if not yet, they can from now on.
+
+        Not while weights are loaded: what is made then may lose its contents when an
+        engine sleeps. Nor in a capture.
+        """
+        if self._memory is None:
+            device = next(iter(self._layers.values()))().weight.device
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return False
+            self._make(device)
+        return True
+
+    def _make(self, device: torch.device) -> None:
+        """Make the memory, or enlarge it, and write down where layers are."""
+        places = 1 + max(self._layers)
+        memory = self._memory
+        if memory is None or memory.device != device or len(memory) < places:
+            self._memory = torch.zeros(places, _ENTRY, device=device)
+            # Rows of their own 16 bytes, as launches expect.
+            self._factors = {at: row[:2] for at, row in enumerate(self._memory)}
+            self._groups.clear()
+        for place in self._layers:
+            self._enter(place)
 
     def _enter(self, place: int) -> None:
         """Write down where a layer is, for the launch of those that are alike."""
         layer = self._layers[place]()
-        self._entries[place] = _entry(layer, place)
+        entry = _entry(layer, place)
+        known, self._entries[place] = self._entries.get(place), entry
         key = _alike(layer)
         if key not in self._groups:
             assert self._memory is not None
-            shape = len(self._memory), len(_entry(layer, place))
-            table = self._memory.new_zeros(shape, dtype=torch.int64)
+            table = torch.zeros_like(self._memory, dtype=torch.int64)
             self._groups[key] = _Alike([], table)
         for other, (places, table) in self._groups.items():
             if place in places and other != key:
                 places.remove(place)
             elif place not in places and other == key:
                 places.append(place)
-            entries = [self._entries[at] for at in places]
-            table[: len(entries)].copy_(torch.tensor(entries, dtype=torch.int64))
+            elif place not in places or entry == known:
+                continue
+            entries = torch.tensor([self._entries[at] for at in places])
+            table[: len(places)].copy_(entries.view(-1, _ENTRY))
+
+    def factors(self, place: int) -> torch.Tensor:
+        """Return a layer's factors, `[2]` fp32, once it `is_ready`."""
+        return self._factors[place]
 
     def has_moved(self, place: int) -> bool:
         """Whether a layer is elsewhere than it was; it is found there from now on."""
@@ -135,6 +162,26 @@ class Bounds:
     def _compute(self) -> None:
         for place, layer in self._layers.items():
             self._factors[place].copy_(factors_of(layer()))
+
+
+def trial(layer: Layer) -> str | None:
+    """Compute a layer's factors, and compare them with PyTorch's.
+
+    Returns:
+        None if all is right, else why they cannot be computed here.
+    """
+    try:
+        bounds = Bounds()
+        bounds.add(0, lambda: layer)
+        if not bounds.is_ready:
+            return "a CUDA graph is being captured"
+        bounds.prepare()()
+        found, right = bounds.factors(0), factors_of(layer)
+        if not torch.allclose(found, right, rtol=_TOLERANCE):
+            return f"its bound is {found.tolist()}, not {right.tolist()}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _alike(layer: Layer) -> _Key:

@@ -32,12 +32,13 @@ class Fp8Mlp:
         self.quantized = self.first, self.second
         self._width = layers.part(spec.second).input_size_per_partition
         self._activation = activation
-        self._bounds = layers.tower.bounds
         self._large = layers.activating(spec.first, self.first, self.second, activation)
 
     def _large_for(self, rows: int) -> QuackAct | None:
         large = self._large
-        return None if large is None or rows < large.min_rows else large
+        if large is None or rows < large.min_rows:
+            return None
+        return large if large.bounds is None or large.bounds.is_ready else None
 
     def widths(self, rows: int) -> MlpWidths:
         """See `Mlp`."""
@@ -51,16 +52,17 @@ class Fp8Mlp:
     def bound(self, now: Pass) -> Bound | None:
         """Return what gives the second layer's rows their scales, if a norm does."""
         large = self._large_for(len(now.normed))
-        if large is None or large.factors is None:
+        if large is None or large.bounds is None:
             return None
+        bounds = large.bounds
         # Asked of each layer, since the pass may be older than a load of its weights.
-        if self._bounds.has_moved(large.place) or not now.is_bounded:
+        if bounds.has_moved(large.place) or not now.is_bounded:
             call = now.settled.get("bounds")
             if call is None:
-                call = now.settled["bounds"] = self._bounds.prepare()
+                call = now.settled["bounds"] = bounds.prepare()
             call()
             now.is_bounded = True
-        return Bound(large.factors, now.activated_scales)
+        return Bound(bounds.factors(large.place), now.activated_scales)
 
     def __call__(self, now: Pass) -> torch.Tensor:
         """Return the MLP's output, `[T, C]`, of the rows that the first layer reads."""
@@ -98,7 +100,10 @@ class Fp8Mlp:
         if call is None:
             call = now.settled[key] = large.prepare(rows, out, scales)
             # What the GEMM does not write meets zeros of the second layer's weight.
-            out[:, large.act.width :].zero_()
+            padding = out[:, large.act.width :]
+            if large.act.quantizes:
+                padding = padding.view(torch.uint8)
+            padding.zero_()
         call(large.layer(scales), out_scales)
 
     def _quantise(

@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
 from vllm_flashinfer_vit.blocks import (
+    act_bound,
     fp8_linear,
     fp8_methods,
     quack,
@@ -305,6 +306,8 @@ class Layers(NamedTuple):
         trials = self.tower.trials
         if key not in trials:
             trials[key] = quack_act.build(like, act)
+            if needs_bound and trials[key] is None:
+                trials[key] = act_bound.trial(like)
         if reason := trials[key]:
             logger.warning_once(
                 "QuACK cannot run %s of the vision tower's blocks with its activation, "
@@ -319,11 +322,11 @@ class Layers(NamedTuple):
         if kernel is None:
             kernel = quack_act.compiled(like, act, quack_act.TILE)
             self.tower.gemms[key] = kernel
-        factors = None
+        bounds = None
         if needs_bound:
-            blocks = len(self.tower.blocks)
-            factors = self.tower.bounds.add(self.place, read, blocks)
-        return QuackAct(first, kernel, act, rows, factors, self.place)
+            bounds = self.tower.bounds
+            bounds.add(self.place, read)
+        return QuackAct(first, kernel, act, rows, bounds, self.place)
 
     def quack(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_flashinfer_vit.blocks import quack_act, quack_gemm, quack_turn
+from vllm_flashinfer_vit.blocks.act_bound import Bounds
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.linear import Weights
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
@@ -45,8 +46,8 @@ class QuackAct:
         act: What they are.
         kernel: What runs them.
         min_rows: From how many rows on it is faster than what else there is.
-        factors: Of a bound that gives the rows their scales, see `Bound`; None where
-            other scales are given, or the rows are of 16 bits.
+        bounds: What gives the rows their scales; None where other scales are given, or
+            the rows are of 16 bits.
         place: The block's, in its tower.
     """
 
@@ -56,13 +57,13 @@ class QuackAct:
         kernel: quack_gemm.Kernel,
         act: quack_act.Act,
         min_rows: int,
-        factors: torch.Tensor | None,
+        bounds: Bounds | None,
         place: int,
     ) -> None:
         """Take a layer, the kernel that `quack_act.build` tried, and a bound's."""
         self._source, self.kernel = source, kernel
         self.act, self.min_rows = act, min_rows
-        self.factors, self.place = factors, place
+        self.bounds, self.place = bounds, place
 
     def prepare(
         self, rows: torch.Tensor, out: torch.Tensor, scales: torch.Tensor

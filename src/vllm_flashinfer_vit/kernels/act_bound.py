@@ -60,12 +60,12 @@ def _factors_kernel(
         total += tl.sum(values * values, axis=1)
     scale = tl.load(scale_ptr + (rows if HAS_SCALES else rows * 0), mask=is_row)
     slope = tl.max(tl.where(is_row, tl.sqrt(total) * scale, 0.0), axis=0)
-    tl.atomic_max(factors_ptr + place * 2, slope * (_ROUNDED / _E4M3_MAX))
+    tl.atomic_max(factors_ptr + place * 4, slope * (_ROUNDED / _E4M3_MAX))
     if BIAS is not None:
         bias_ptr = tl.load(entry + 2).to(tl.pointer_type(BIAS))
         bias = tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)
         largest = tl.max(tl.abs(bias), axis=0)
-        tl.atomic_max(factors_ptr + place * 2 + 1, largest / _E4M3_MAX)
+        tl.atomic_max(factors_ptr + place * 4 + 1, largest / _E4M3_MAX)
 
 
 def prepare(
@@ -82,7 +82,8 @@ def prepare(
         table: `[layers, 4]` int64, contiguous: where a layer's weight `[outputs,
             inputs]` in e4m3, the scales of its outputs in fp32 and its bias are, all of
             them contiguous, and which row of `factors` is its own. Read by each call.
-        factors: `[..., 2]` fp32, contiguous. Rows must be 0 before a call.
+        factors: `[..., 4]` fp32, contiguous, of which two are used. Rows must be 0
+            before a call.
         outputs: Without padding.
         inputs: With padding.
         bias: The biases' dtype, of 16 bits, or None without biases.
