@@ -7,6 +7,7 @@ import torch
 from _quack_act import BF16, TOWERS, act_of
 from _quack_turn import HAS_RUNTIME, make_layer
 
+from cases import relative_error
 from vllm_flashinfer_vit.blocks import quack_act, quack_gemm
 from vllm_flashinfer_vit.blocks.act_bound import factors_of
 from vllm_flashinfer_vit.blocks.quack_act import TILE, Act, build, compiled, fits
@@ -358,3 +359,28 @@ def test_a_layer_of_zeros_is_no_wrong_result(monkeypatch):
     layer = layer_of(SMALL[0], has_bias=False)
     layer = layer._replace(weight=torch.zeros_like(layer.weight))
     assert build(layer, act_of(SMALL[0])) is None
+
+
+@pytest.mark.parametrize("outlier", [1, 20], ids=["weights", "weights_20x"])
+@pytest.mark.parametrize("channels", [1, 30, 300], ids=lambda x: f"channels_{x}x")
+@pytest.mark.parametrize("activation", GELUS)
+def test_the_bound_costs_little_precision(activation, channels, outlier):
+    """As exact as each row's own scale, also with few large channels and weights."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 288, generator=random)
+    x[:, :4] *= channels
+    weight = torch.randn(1076, 288, generator=random)
+    weight.flatten()[::9973] *= outlier
+    scale = weight.abs().max()[None] / E4M3_MAX
+    bias = 0.1 * torch.randn(1076, generator=random)
+    layer = Layer((weight / scale).to(FP8), bias, torch.ones(1), scale / 288**0.5)
+    values = act_ref(project(x, layer), 1076, None, activation)
+    slope, offset = factors_of(layer)
+    bound = x.norm(dim=1, keepdim=True) * slope + offset
+    own = values.abs().amax(1, keepdim=True) / E4M3_MAX
+    assert (bound >= own).all()
+    errors = [
+        relative_error((values / by).to(FP8).float() * by, values)
+        for by in (bound, own)
+    ]
+    assert errors[0] <= 1.15 * errors[1] < 0.03
