@@ -151,7 +151,7 @@ class TestGemms:
         second = "down_proj" if family == "qwen2_5_vl" else "linear_fc2"
         quantized(f"blocks.1.mlp.{second}", monkeypatch)
         served = build(family, depth=3)
-        hidden = [program._mlp.hidden for program in programs(served)]
+        hidden = [program._mlp.widths(1, False).hidden for program in programs(served)]
         assert hidden == [ALIGNED, SIZE, ALIGNED]
         stock = build(family, "TORCH_SDPA", depth=3)
         # The second pass takes what the first one has settled.
@@ -196,7 +196,7 @@ class TestGemms:
         monkeypatch.setattr(mlp_module, "_act_into", lambda *_: act_into)
         served = build(family)
         found = outputs(served)
-        width = programs(served)[0].widths[1]
+        width = programs(served)[0].widths(1, False)[1]
         is_gated = family == "qwen2_5_vl"
         assert calls == 2 * [(ROWS, width, width * (1 + is_gated))]
         assert relative_error(found, outputs(build(family, "TORCH_SDPA"))) < TOLERANCE
@@ -224,8 +224,8 @@ class TestGemms:
             one.build()
         assert programs(served)[0]._mlp.act_into is None
         assert not programs(served)[0]._mlp.acts
-        stacked, hidden = programs(served)[0]._mlp.stacked, programs(served)[0].widths
-        assert stacked == (2 * hidden.hidden if is_gated else 0)
+        widths = programs(served)[0].widths(1, False)
+        assert widths.first == (2 * widths.hidden if is_gated else 0)
         assert relative_error(outputs(served), outputs(stock)) < TOLERANCE
 
 
@@ -267,7 +267,7 @@ class TestOwnLinears:
         served = self.check(family, expected, ran)
         if "first" in own and family != "qwen2_vl":
             # Quantised rows keep their size.
-            assert programs(served)[0].widths[1] == SIZE
+            assert programs(served)[0].widths(1, False)[1] == SIZE
             assert any(SIZE in p.shape for p in mlp(served).parameters())
 
     @pytest.mark.parametrize("is_wanted", [False, True])

@@ -3,22 +3,20 @@
 
 import pytest
 import torch
-from _rows import LEAST, assert_quantized, distance, group_scales, row_scales
+from _add_norm import DEVICE, EPS, draw_layer_scales, make_bound, make_inputs
+from _rows import LEAST, assert_quantized, distance, row_scales
 from torch.nn.functional import layer_norm
 
 from cases import relative_error
 from vllm_flashinfer_vit.kernels.add_norm import MAX_WIDTH, prepare, sum_norm
-from vllm_flashinfer_vit.kernels.add_norm_ref import sum_norm_ref, write_bound
-from vllm_flashinfer_vit.kernels.formats import MIN_ROW_SCALE, Bound
+from vllm_flashinfer_vit.kernels.add_norm_ref import sum_norm_ref
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter truncates when it converts to bf16.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 # Qwen3-VL's small and large towers, Qwen2-VL's, and what fills no block.
 WIDTHS = [1024, 1152, 1280, 64, 100, 1]
-EPS = 1e-6
 
 
 @pytest.fixture(params=[2, 3], ids="{} terms".format)
@@ -34,22 +32,6 @@ def has_bias(request):
 @pytest.fixture(params=[True, False], ids=["kept", "norm only"])
 def keep_sum(request):
     return request.param
-
-
-def make_inputs(
-    *shape: int, num_terms=3, has_bias=True, dtype=torch.float16, seed: int = 0
-):
-    """A stream with a massive activation and an offset, as towers have them, branches,
-    and a norm's weight and bias."""
-    generator = torch.Generator().manual_seed(seed)
-    terms = [torch.randn(shape, generator=generator) for _ in range(num_terms)]
-    terms[0] += 3
-    terms[0][..., 0] *= 100
-    weight = 1 + 0.1 * torch.randn(shape[-1], generator=generator)
-    bias = 0.1 * torch.randn(shape[-1], generator=generator)
-    terms = [term.to(DEVICE, dtype) for term in terms]
-    weight, bias = weight.to(DEVICE, dtype), bias.to(DEVICE, dtype)
-    return terms, weight, bias if has_bias else None
 
 
 def assert_exact(terms, weight, bias, keep_sum: bool, scales=None) -> None:
@@ -103,12 +85,6 @@ def test_in_e4m3(width, num_terms, has_bias, keep_sum, given):
     assert (off <= expected.float().abs() / 8 + LEAST).all()
 
 
-def draw_layer_scales(num_terms, width, dtype=torch.float16, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(num_terms - 1, width, generator=generator)
-    return tuple(drawn.to(DEVICE, dtype))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1024, 100])
 def test_branches_with_layer_scales(width, dtype, num_terms, has_bias, keep_sum):
@@ -159,122 +135,6 @@ def test_layer_scales_that_do_not_fit(function):
     for scaled in ([weight], [weight, weight[:8]], [weight] * 3):
         with pytest.raises(ValueError, match="layer scales must be"):
             function(terms, weight, bias, EPS, True, None, scaled)
-
-
-def make_bound(rows, *factors):
-    """Return a bound with room for the scales of so many rows."""
-    scales = torch.full((rows, 1), float("nan"), device=DEVICE)
-    return Bound(torch.tensor(factors or (0.01, 0.3), device=DEVICE), scales)
-
-
-# Of the norm's own rows: in 16 bits, or in e4m3 by scales of each kind.
-FORMS = {
-    "none": lambda rows, width: None,
-    "one": lambda rows, width: row_scales(rows, 0.02),
-    "own": lambda rows, width: row_scales(rows, None),
-    "groups": group_scales,
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("is_scaled", [False, True], ids=["plain", "layer scales"])
-@pytest.mark.parametrize("width", [1152, 100])
-def test_scales_of_what_follows(width, num_terms, has_bias, form, is_scaled):
-    """They are of the norm before it is rounded, which they leave as it is."""
-    terms, weight, bias = make_inputs(7, 1, width, num_terms=num_terms)
-    bias = bias if has_bias else None
-    scaled = draw_layer_scales(num_terms, width) if is_scaled else ()
-
-    def run(function, bound):
-        scales = FORMS[form](7, width)
-        found = function(terms, weight, bias, EPS, True, scales, scaled, bound)
-        return *found, scales
-
-    bound, expected = make_bound(7), make_bound(7)
-    found = run(sum_norm, bound)
-    run(sum_norm_ref, expected)
-    torch.testing.assert_close(bound.scales, expected.scales, rtol=1e-5, atol=0)
-    x, *branches = (term.double() for term in terms)
-    by = [scale.double() for scale in scaled] or [1.0] * len(branches)
-    total = x + sum(b * s for b, s in zip(branches, by, strict=True))
-    if has_bias:
-        normed = layer_norm(total, weight.shape, weight.double(), bias.double(), EPS)
-    else:
-        mean_square = total.pow(2).mean(-1, keepdim=True)
-        normed = total * torch.rsqrt(mean_square + EPS) * weight.double()
-    write_bound(normed.view(7, width), expected)
-    torch.testing.assert_close(bound.scales, expected.scales, rtol=1e-5, atol=0)
-    assert (bound.scales > 0.3).all()
-    for one, other in zip(found, run(sum_norm, None), strict=True):
-        assert one is other is None or torch.equal(one.float(), other.float())
-
-
-def test_the_reference_takes_terms_of_any_strides():
-    terms, weight, _ = make_inputs(4, 3, 64)
-    bounds = make_bound(12), make_bound(12)
-    across = [term.transpose(0, 1) for term in terms]
-    sum_norm_ref(across, weight, None, EPS, True, bound=bounds[0])
-    across = [term.contiguous() for term in across]
-    sum_norm_ref(across, weight, None, EPS, True, bound=bounds[1])
-    torch.testing.assert_close(*(bound.scales for bound in bounds))
-
-
-@pytest.mark.parametrize("function", [sum_norm, sum_norm_ref])
-def test_scales_of_what_follows_are_no_less_than_the_least(function):
-    bound = make_bound(5, 1e-9, 0.0)
-    function(*make_inputs(5, 64), EPS, True, bound=bound)
-    assert (bound.scales == torch.tensor(MIN_ROW_SCALE)).all()
-
-
-@pytest.mark.parametrize("form", ["none", "one", "own"])
-def test_settled_calls_take_other_factors(num_terms, has_bias, form):
-    """The scales stay where they are, as buffers of a pass do."""
-    kinds = {"num_terms": num_terms, "has_bias": has_bias}
-    (x, *branches), weight, bias = make_inputs(7, 64, **kinds)
-    scales = FORMS[form](7, 64)
-    rows = x.dtype if scales is None else torch.float8_e4m3fn
-    normed, total = torch.empty_like(x, dtype=rows), torch.empty_like(x)
-    scaled = draw_layer_scales(num_terms, 64)
-    bound = make_bound(7)
-    arguments = x, tuple(branches), weight, bias, EPS, normed, scales, scaled, bound
-    call = prepare(*arguments)
-    for seed, factors in ((1, (0.01, 0.3)), (2, (2.0, 0.0)), (3, (0.0, 5.0))):
-        terms, *_ = make_inputs(7, 64, **kinds, seed=seed)
-        expected = make_bound(7, *factors)
-        last = () if scales is None else (scales,)
-        call(
-            *(terms[0], terms[1], terms[-1]),
-            *(weight, weight if bias is None else bias, total),
-            *(*last, *scaled, expected.factors),
-        )
-        parameters = weight, bias, EPS, num_terms == 3, FORMS[form](7, 64), scaled
-        right = sum_norm(terms, *parameters, expected)[1]
-        assert torch.equal(bound.scales, expected.scales)
-        assert torch.equal(normed.float(), right.float())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda factors, scales: (factors.repeat(2), scales),
-        lambda factors, scales: (factors[:, None], scales),
-        lambda factors, scales: (factors.repeat(2)[::2], scales),
-        lambda factors, scales: (factors.double(), scales),
-        lambda factors, scales: (factors, scales[1:]),
-        lambda factors, scales: (factors, scales[:, 0]),
-        lambda factors, scales: (factors, scales.repeat(1, 2)[:, :1]),
-        lambda factors, scales: (factors, scales.half()),
-    ],
-)
-def test_bounds_that_do_not_fit(change):
-    terms, weight, bias = make_inputs(7, 64)
-    bound = Bound(*change(*make_bound(7)))
-    for function in (sum_norm, sum_norm_ref):
-        with pytest.raises(ValueError, match=r"a bound must be \[2\] and \[7, 1\]"):
-            function(terms, weight, bias, EPS, True, bound=bound)
-    x, *branches = terms
-    with pytest.raises(ValueError, match="a bound must be"):
-        prepare(x, tuple(branches), weight, bias, EPS, x, bound=bound)
 
 
 def test_settled_calls_take_other_scales(num_terms, has_bias):

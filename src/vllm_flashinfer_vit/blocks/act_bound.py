@@ -12,7 +12,7 @@ has no such scale.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -43,6 +43,17 @@ _ENTRY = 4
 _Key = tuple[int, int, torch.dtype | None, bool]
 
 
+class Source(Protocol):
+    """A first layer, wherever its parameters are by then."""
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where weight, scales and bias are now, 0 for no bias."""
+
+    def read(self) -> Layer:
+        """Return the parameters as they are now."""
+
+
 class _Alike(NamedTuple):
     """Layers of a tower that one launch is for.
 
@@ -58,85 +69,92 @@ class _Alike(NamedTuple):
 class Bounds:
     """The factors of a tower's layers, which each pass computes anew.
 
-    A weight may be loaded in place, and nobody be told. A graph reads the factors, and
-    where weights lie, in memory that stays.
+    A weight may be loaded in place, and nobody be told. Factors, and where weights lie,
+    are in memory that stays, and that graphs read; passes on two streams would share
+    it.
     """
 
     def __init__(self) -> None:
         """Begin without layers."""
-        self._layers: dict[int, Callable[[], Layer]] = {}
-        self._entries: dict[int, list[int]] = {}
+        self._min_rows = 0
+        self._layers: dict[int, Source] = {}
+        self._addresses: dict[int, tuple[int, ...]] = {}
         self._factors: dict[int, torch.Tensor] = {}
         self._memory: torch.Tensor | None = None
         self._groups: dict[_Key, _Alike] = {}
 
-    def add(self, place: int, layer: Callable[[], Layer]) -> None:
+    def add(self, place: int, layer: Source, min_rows: int) -> None:
         """Take a block's first layer.
+
+        Nothing is made yet: while weights are loaded an engine uses memory that may
+        lose its contents when it sleeps.
 
         Args:
             place: The block's.
-            layer: Returns the layer, where it is by then.
+            layer: It.
+            min_rows: From how many rows on passes ask for bounds.
         """
-        self._layers[place] = layer
-        if self._memory is not None:
-            self._make(layer().weight.device)
+        self._layers[place], self._min_rows = layer, min_rows
+        self._addresses.pop(place, None)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether factors can be computed; if not yet, they can from now on.
+    def drop(self, place: int) -> None:
+        """Forget a block's layer, if there is one."""
+        if self._layers.pop(place, None) is not None:
+            self._addresses.clear()
+            self._groups.clear()
 
-        Not while weights are loaded: what is made then may lose its contents when an
-        engine sleeps. Nor in a capture.
+    def follow(self, rows: int) -> bool:
+        """Find the layers where they are now, as a pass of so many rows begins.
+
+        Returns:
+            Whether the pass can have bounds. Not in a capture that begins before any
+            other pass, or after weights have moved: a table cannot be written then.
         """
-        if self._memory is None:
-            device = next(iter(self._layers.values()))().weight.device
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return False
-            self._make(device)
+        if not self._layers or rows < self._min_rows:
+            return False
+        moved = [
+            place
+            for place, layer in self._layers.items()
+            if layer.addresses != self._addresses.get(place)
+        ]
+        if not moved:
+            return True
+        device = self._layers[moved[0]].read().weight.device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        # A tensor of inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self._enter(moved, device)
         return True
 
-    def _make(self, device: torch.device) -> None:
-        """Make the memory, or enlarge it, and write down where layers are."""
-        places = 1 + max(self._layers)
-        memory = self._memory
+    def _enter(self, moved: list[int], device: torch.device) -> None:
+        places, memory = 1 + max(self._layers), self._memory
         if memory is None or memory.device != device or len(memory) < places:
-            self._memory = torch.zeros(places, _ENTRY, device=device)
+            self._memory = memory = torch.zeros(places, _ENTRY, device=device)
             # Rows of their own 16 bytes, as launches expect.
-            self._factors = {at: row[:2] for at, row in enumerate(self._memory)}
+            self._factors = {at: row[:2] for at, row in enumerate(memory)}
             self._groups.clear()
-        for place in self._layers:
-            self._enter(place)
-
-    def _enter(self, place: int) -> None:
-        """Write down where a layer is, for the launch of those that are alike."""
-        layer = self._layers[place]()
-        entry = _entry(layer, place)
-        known, self._entries[place] = self._entries.get(place), entry
-        key = _alike(layer)
-        if key not in self._groups:
-            assert self._memory is not None
-            table = torch.zeros_like(self._memory, dtype=torch.int64)
-            self._groups[key] = _Alike([], table)
-        for other, (places, table) in self._groups.items():
-            if place in places and other != key:
-                places.remove(place)
-            elif place not in places and other == key:
-                places.append(place)
-            elif place not in places or entry == known:
-                continue
-            entries = torch.tensor([self._entries[at] for at in places])
-            table[: len(places)].copy_(entries.view(-1, _ENTRY))
+            moved = list(self._layers)
+        for place in moved:
+            layer = self._layers[place]
+            key = _alike(layer.read())
+            self._addresses[place] = layer.addresses
+            if key not in self._groups:
+                table = torch.zeros_like(memory, dtype=torch.int64)
+                self._groups[key] = _Alike([], table)
+            for other, group in self._groups.items():
+                if other != key and place in group.places:
+                    group.places.remove(place)
+            if place not in self._groups[key].places:
+                self._groups[key].places.append(place)
+        for among, table in self._groups.values():
+            entries = [[*self._addresses[at], at] for at in among]
+            written = torch.tensor(entries, dtype=torch.int64).view(-1, _ENTRY)
+            table[: len(among)].copy_(written)
 
     def factors(self, place: int) -> torch.Tensor:
-        """Return a layer's factors, `[2]` fp32, once it `is_ready`."""
+        """Return a layer's factors, `[2]` fp32, in a pass that can have bounds."""
         return self._factors[place]
-
-    def has_moved(self, place: int) -> bool:
-        """Whether a layer is elsewhere than it was; it is found there from now on."""
-        moved = _entry(self._layers[place](), place) != self._entries[place]
-        if moved:
-            self._enter(place)
-        return moved
 
     def prepare(self) -> Callable[[], None]:
         """Settle the computation of all factors, for the current stream."""
@@ -161,7 +179,23 @@ class Bounds:
 
     def _compute(self) -> None:
         for place, layer in self._layers.items():
-            self._factors[place].copy_(factors_of(layer()))
+            self._factors[place].copy_(factors_of(layer.read()))
+
+
+class _Fixed(NamedTuple):
+    """A layer that stays."""
+
+    layer: Layer
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        weight, bias, _, scales = self.layer
+        assert scales is not None
+        added = 0 if bias is None else bias.data_ptr()
+        return weight.data_ptr(), scales.data_ptr(), added
+
+    def read(self) -> Layer:
+        return self.layer
 
 
 def trial(layer: Layer) -> str | None:
@@ -172,8 +206,8 @@ def trial(layer: Layer) -> str | None:
     """
     try:
         bounds = Bounds()
-        bounds.add(0, lambda: layer)
-        if not bounds.is_ready:
+        bounds.add(0, _Fixed(layer), 0)
+        if not bounds.follow(0):
             return "a CUDA graph is being captured"
         bounds.prepare()()
         found, right = bounds.factors(0), factors_of(layer)
@@ -191,10 +225,3 @@ def _alike(layer: Layer) -> _Key:
     outputs = len(weight) if bias is None else len(bias)
     dtype = None if bias is None else bias.dtype
     return outputs, weight.shape[1], dtype, scales.numel() > 1
-
-
-def _entry(layer: Layer, place: int) -> list[int]:
-    weight, bias, _, scales = layer
-    assert scales is not None
-    added = 0 if bias is None else bias.data_ptr()
-    return [weight.data_ptr(), scales.data_ptr(), added, place]

@@ -65,6 +65,15 @@ class Fp8Weights:
         found = self._parameters
         return [(found, name) for name in names if found.get(name) is not None]
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where weight, its scales and the bias are now, 0 for no bias."""
+        names = "weight", self._scale_name, "bias"
+        found = [self._parameters.get(name) for name in names]
+        # See `linear.BlockWeights`.
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(0 if one is None else one.data_ptr() for one in found)
+
     def renew(self) -> None:
         """Take the parameters as they are now."""
         found = {

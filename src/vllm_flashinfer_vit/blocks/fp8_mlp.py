@@ -34,15 +34,18 @@ class Fp8Mlp:
         self._activation = activation
         self._large = layers.activating(spec.first, self.first, self.second, activation)
 
-    def _large_for(self, rows: int) -> QuackAct | None:
+    def _large_for(self, rows: int, can_bound: bool) -> QuackAct | None:
         large = self._large
         if large is None or rows < large.min_rows:
             return None
-        return large if large.bounds is None or large.bounds.is_ready else None
+        return large if can_bound or large.bounds is None else None
 
-    def widths(self, rows: int) -> MlpWidths:
+    def _large_in(self, now: Pass) -> QuackAct | None:
+        return self._large_for(len(now.normed), now.can_bound)
+
+    def widths(self, rows: int, can_bound: bool) -> MlpWidths:
         """See `Mlp`."""
-        large = self._large_for(rows)
+        large = self._large_for(rows, can_bound)
         if large is None:
             return MlpWidths(0, self.first.outputs, 0)
         if large.act.quantizes:
@@ -51,22 +54,20 @@ class Fp8Mlp:
 
     def bound(self, now: Pass) -> Bound | None:
         """Return what gives the second layer's rows their scales, if a norm does."""
-        large = self._large_for(len(now.normed))
+        large = self._large_in(now)
         if large is None or large.bounds is None:
             return None
-        bounds = large.bounds
-        # Asked of each layer, since the pass may be older than a load of its weights.
-        if bounds.has_moved(large.place) or not now.is_bounded:
+        if not now.is_bounded:
             call = now.settled.get("bounds")
             if call is None:
-                call = now.settled["bounds"] = bounds.prepare()
+                call = now.settled["bounds"] = large.bounds.prepare()
             call()
             now.is_bounded = True
-        return Bound(bounds.factors(large.place), now.activated_scales)
+        return Bound(large.bounds.factors(large.place), now.activated_scales)
 
     def __call__(self, now: Pass) -> torch.Tensor:
         """Return the MLP's output, `[T, C]`, of the rows that the first layer reads."""
-        first, large = self.first, self._large_for(len(now.normed))
+        first, large = self.first, self._large_in(now)
         if large is not None and large.act.quantizes:
             return self._quantized(now, large)
         if large is not None:
@@ -93,17 +94,17 @@ class Fp8Mlp:
         out: torch.Tensor,
         out_scales: torch.Tensor | None,
     ) -> None:
-        rows, scales = self.first.rows(now)
-        # A tower keeps one for all layers that are alike.
+        first = self.first
+        rows, scales = first.rows(now)
+        # Layers that are alike have one kernel, which their tower keeps.
         key = "activating", id(large.kernel), large.act, id(out)
         call = now.settled.get(key)
         if call is None:
             call = now.settled[key] = large.prepare(rows, out, scales)
-            # What the GEMM does not write meets zeros of the second layer's weight.
-            padding = out[:, large.act.width :]
             if large.act.quantizes:
-                padding = padding.view(torch.uint8)
-            padding.zero_()
+                # It meets zeros of the second layer's weight, and must be finite.
+                written = large.act.written(out, first.outputs).shape[1]
+                out.view(torch.uint8)[:, written:].zero_()
         call(large.layer(scales), out_scales)
 
     def _quantise(

@@ -32,6 +32,7 @@ from vllm_flashinfer_vit.blocks.linear import (
 )
 from vllm_flashinfer_vit.blocks.quack_gemm import FP8
 from vllm_flashinfer_vit.blocks.quack_steps import (
+    BoundedLayer,
     QuackAct,
     QuackTurn,
     fp8_layer,
@@ -298,17 +299,18 @@ class Layers(NamedTuple):
         if act.is_gated and needs_bound:
             act = act._replace(columns=first.outputs // 2, dtype=dtype)
             needs_bound = False
-        read = functools.partial(_with_bias, first)
-        like = read()
+        bounded = BoundedLayer(first, self.weights)
+        like = bounded.read()
         if not quack_act.fits(like, act, dtype):
             return None
         key = "quack_act", *like.alike, act
         trials = self.tower.trials
         if key not in trials:
             trials[key] = quack_act.build(like, act)
-            if needs_bound and trials[key] is None:
-                trials[key] = act_bound.trial(like)
-        if reason := trials[key]:
+        of_bound = "act_bound", *like.alike
+        if needs_bound and of_bound not in trials:
+            trials[of_bound] = act_bound.trial(like)
+        if reason := trials[key] or (needs_bound and trials[of_bound]):
             logger.warning_once(
                 "QuACK cannot run %s of the vision tower's blocks with its activation, "
                 "so a pass of its own applies that: %s",
@@ -325,7 +327,7 @@ class Layers(NamedTuple):
         bounds = None
         if needs_bound:
             bounds = self.tower.bounds
-            bounds.add(self.place, read)
+            bounds.add(self.place, bounded, rows)
         return QuackAct(first, kernel, act, rows, bounds, self.place)
 
     def quack(
@@ -358,10 +360,6 @@ class Layers(NamedTuple):
         gpu = torch.cuda.get_device_properties(weight.device)
         self.steps[path] += f"; from {min_rows} rows on QuACK"
         return QuackGemm(weights, activation, min_rows, gpu.multi_processor_count)
-
-
-def _with_bias(first: Fp8Linear) -> quack_gemm.Layer:
-    return fp8_layer(first, like_row_scales(first), first.bias)
 
 
 def can_run(layer: Any) -> bool:

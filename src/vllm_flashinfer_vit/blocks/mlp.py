@@ -81,8 +81,8 @@ class Mlp:
     def _plain_hidden(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
         return self._act(linear(weights, x))
 
-    def widths(self, rows: int) -> MlpWidths:
-        """Return the columns of the buffers that so many rows need."""
+    def widths(self, rows: int, can_bound: bool) -> MlpWidths:
+        """Return the columns of the buffers that a pass of so many rows needs."""
         return MlpWidths(self._hidden, self._stacked, 0)
 
     def bound(self, now: Pass) -> None:

@@ -153,6 +153,7 @@ class BlockProgram:
             shared = attention.prepares_for, self._is_interleaved, projects
             self._group = groups.setdefault(shared, len(groups))
         self._proj = layers.projection(spec.proj)
+        self._tower.bounds.drop(self._index)
         self._mlp = build_mlp(spec, layers)
         is_fused = "add_norm" not in self._off
         self._prepare_sum = norms.prepare if is_fused else norms.separate
@@ -162,8 +163,8 @@ class BlockProgram:
         logger.debug_once("The vision tower's blocks run %s", steps)
         self.is_ready = True
 
-    def widths(self, rows: int) -> Widths:
-        """Return the columns of the buffers that so many rows need."""
+    def widths(self, rows: int, can_bound: bool) -> Widths:
+        """Return the columns of the buffers that a pass needs; see `Pass`."""
         # A block of a tower may not be built yet, and then takes no part in a pass.
         if not self.is_ready:
             return Widths(0, 0, 0, 0, 0, 0)
@@ -172,7 +173,7 @@ class BlockProgram:
         quantized = [layer for layer in layers if isinstance(layer, Fp8Linear)]
         return Widths(
             (heads + 2 * kv_heads) * head_dim,
-            *self._mlp.widths(rows),
+            *self._mlp.widths(rows, can_bound),
             quantized=max((layer.inputs for layer in quantized), default=0),
             groups=max((layer.groups for layer in quantized), default=0),
         )
@@ -233,8 +234,10 @@ class BlockProgram:
         context, settled = self._attend(now, x, given)
         attended = self._projected(now, settled, context)
         scaled = self._layer_scales()
-        second = self._norm2, None, self._mlp.first, scaled[:1], self._mlp.bound(now)
-        self._sum(now, x, (attended,), *second)
+        mlp, bound = self._mlp, self._mlp.bound(now)
+        self._sum(
+            now, x, (attended,), self._norm2, None, mlp.first, scaled[:1], bound=bound
+        )
         out = self._mlp(now)
         following = tower.blocks.get(self._index + 1)
         if following is None:

@@ -210,11 +210,11 @@ def build(
     return None
 
 
-def some_rows(weight: torch.Tensor) -> torch.Tensor:
+def some_rows(weight: torch.Tensor, rows: int = _BUILD_ROWS) -> torch.Tensor:
     """Return `[rows, inputs]` to try a layer's kernel with, whatever its rows."""
     inputs = weight.shape[1]
-    x = torch.linspace(-1, 1, _BUILD_ROWS * inputs, device=weight.device)
-    return x.to(weight.dtype).view(_BUILD_ROWS, inputs)
+    x = torch.linspace(-1, 1, rows * inputs, device=weight.device)
+    return x.to(weight.dtype).view(rows, inputs)
 
 
 def is_close(out: torch.Tensor, right: torch.Tensor) -> bool:

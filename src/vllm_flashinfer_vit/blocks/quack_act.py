@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_flashinfer_vit.blocks import quack, quack_gemm
+from vllm_flashinfer_vit.blocks import quack_gemm
 from vllm_flashinfer_vit.blocks.quack_gemm import FP8, Kernel, Layer, Tile
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
 from vllm_flashinfer_vit.kernels.formats import MIN_ROW_SCALE, Activation
@@ -84,6 +84,7 @@ def fits(like: Layer, act: Act, dtype: torch.dtype) -> bool:
         # All that a tile takes exists: up begins with the row after the gate's last.
         is_whole = act.width % 2 == 0 and act.width + groups <= len(weight)
         is_whole = is_whole and groups <= act.columns
+        is_whole = is_whole and groups * act.dtype.itemsize % _STORED == 0
     else:
         is_whole = act.quantizes and len(weight) <= act.columns
     return (
@@ -168,7 +169,7 @@ def build(like: Layer, act: Act) -> str | None:
         None if all is right, else why the kernel cannot run the layer.
     """
     try:
-        x = quack.some_rows(like.weight)
+        x = quack_gemm.trial_rows(like.weight, TILE)
         like = quack_gemm.with_row_scales(like, len(x))
         sums = quack_gemm.project(x, like)
         right = act_ref(sums, act.width, None, act.activation)

@@ -19,6 +19,7 @@ from vllm_flashinfer_vit.kernels._alignment import UNIT
 FP8 = torch.float8_e4m3fn
 
 _KERNELS = "vllm_flashinfer_vit.kernels."
+_TILES_TRIED = 3
 
 
 class Tile(NamedTuple):
@@ -183,6 +184,19 @@ def project(x: torch.Tensor, layer: Layer) -> torch.Tensor:
         # Outputs may be padded, their bias not.
         sums[:, : len(layer.bias)] += layer.bias.float()
     return sums
+
+
+def trial_rows(weight: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """Return `[rows, K]` to try a layer's kernel with.
+
+    A multiprocessor gets three tiles and more, so that its groups of warps take turns.
+    """
+    if not weight.is_cuda:
+        return quack.some_rows(weight)
+    gpu = torch.cuda.get_device_properties(weight.device)
+    across = -(-len(weight) // tile.columns)
+    down = -(-_TILES_TRIED * gpu.multi_processor_count // across)
+    return quack.some_rows(weight, tile.rows * down + 1)
 
 
 def with_row_scales(layer: Layer, rows: int) -> Layer:

@@ -8,7 +8,7 @@ import torch
 from vllm_flashinfer_vit.blocks import quack_act, quack_gemm, quack_turn
 from vllm_flashinfer_vit.blocks.act_bound import Bounds
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
-from vllm_flashinfer_vit.blocks.linear import Weights
+from vllm_flashinfer_vit.blocks.linear import BlockWeights, Weights
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
 
 
@@ -74,6 +74,25 @@ class QuackAct:
     def layer(self, scales: torch.Tensor) -> quack_gemm.Layer:
         """Return the layer's parameters, where they are now."""
         return fp8_layer(self._source, scales, self._source.bias)
+
+
+class BoundedLayer:
+    """An MLP's first layer in FP8, as `Bounds` reads it."""
+
+    def __init__(self, source: Fp8Linear, weights: BlockWeights) -> None:
+        """Take a layer, and the weights of its block."""
+        self._source, self._weights = source, weights
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """See `act_bound.Source`."""
+        return self._source.weights.addresses
+
+    def read(self) -> quack_gemm.Layer:
+        """See `act_bound.Source`."""
+        self._weights.refresh()
+        source = self._source
+        return fp8_layer(source, like_row_scales(source), source.bias)
 
 
 def fp8_layer(

@@ -157,13 +157,14 @@ def build(
         None if all is right, else why the kernel cannot run the projection.
     """
     try:
-        x = quack.some_rows(like.weight)
+        tiles = heads.tiles(like.weight.dtype)
+        x = quack_gemm.trial_rows(like.weight, max(tiles))
         like = quack_gemm.with_row_scales(like, len(x))
         half = heads.head_dim // 2
         angles = torch.linspace(0, 6, len(x) * half, device=x.device).view(-1, half)
         cos, sin = angles.cos().to(table), angles.sin().to(table)
         right = turned(project(x, like), cos, sin, heads).to(dtype)
-        for tile in heads.tiles(like.weight.dtype):
+        for tile in tiles:
             out = torch.empty_like(right)
             kernel = compiled(like, heads, table, dtype, tile)
             prepare(kernel, x, cos, sin, out)(like)

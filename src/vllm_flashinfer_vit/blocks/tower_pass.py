@@ -36,8 +36,9 @@ class TowerProgram:
         trials: Why a kernel cannot run layers of some sizes, None if it can, by the
             kernel's name and the sizes.
         tuned_dir: Folder of the user's measurements, or None to ignore them.
-        gemms: The `Gemms` of layers in FP8, and the `quack_turn.Kernels` of projections
-            that turn q and k, by what they have alike.
+        gemms: The `Gemms` of layers in FP8, the `quack_turn.Kernels` of projections
+            that turn q and k, and the kernels of `quack_act`, by what layers have
+            alike.
         bounds: The factors of blocks' activations; see `Bound`.
         now: The pass that a block has handed on and none has taken yet.
         told: The longest lengths of the tower's call by blocks' places, `[] int32` on
@@ -78,10 +79,12 @@ class TowerProgram:
         """Return a pass for a stream `[..., C]`: one that has ended, or a new one."""
         key = _pass_key(x)
         now = None if key is None else self._kept.pop(key, None)
-        if now is None:
-            rows = x.numel() // x.shape[-1]
-            widths = [block.widths(rows) for block in self.blocks.values()]
-            now = Pass(widths, x, key)
+        rows = x.numel() // x.shape[-1]
+        can_bound = self.bounds.follow(rows)
+        if now is None or now.can_bound != can_bound:
+            blocks = self.blocks.values()
+            widths = [block.widths(rows, can_bound) for block in blocks]
+            now = Pass(widths, x, key, can_bound)
         return now
 
     def end(self, now: "Pass") -> None:
@@ -173,16 +176,20 @@ class Pass:
         attention: Settled attention.
         key: What it can be kept by, or None.
         is_clean: Whether the stream's rows of no sequence are finite.
-        is_bounded: Whether the tower's bounds are those of its weights now.
+        can_bound: Whether the tower's bounds can be computed.
+        is_bounded: Whether they have been, of its weights now.
     """
 
-    def __init__(self, widths: Sequence[Widths], x: torch.Tensor, key: object) -> None:
+    def __init__(
+        self, widths: Sequence[Widths], x: torch.Tensor, key: object, can_bound: bool
+    ) -> None:
         """Make the buffers.
 
         Args:
             widths: What each block needs. Quantised layers may be in some blocks only.
             x: A stream `[..., C]` of T rows.
             key: What the pass can be kept by, or None.
+            can_bound: Whether the tower's bounds can be computed.
         """
         width = x.shape[-1]
         rows = x.numel() // width
@@ -200,9 +207,8 @@ class Pass:
         self._starts = {"hidden": starts[2], "first": starts[3]}
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         e4m3, fp32 = torch.float8_e4m3fn, torch.float32
-        # Both are there at once: one GEMM reads the first and writes the second.
         self._quantized = x.new_empty(rows * found.quantized, dtype=e4m3)
-        self._activated = x.new_empty(rows * found.activated, dtype=e4m3)
+        self._activated: dict[int, torch.Tensor] = {}
         self.scales = x.new_empty(rows * bool(found.quantized), 1, dtype=fp32)
         self.activated_scales = x.new_empty(rows * bool(found.activated), 1, dtype=fp32)
         self._group_scales = x.new_empty(rows * found.groups, dtype=fp32)
@@ -215,7 +221,7 @@ class Pass:
         self.attention: dict[object, Settled] = {}
         self.key = key
         self.is_clean = False
-        self.is_bounded = False
+        self.can_bound, self.is_bounded = can_bound, False
         self._turned: tuple[tuple[Any, ...], Tables] | None = None
         self._own: tuple[tuple[Any, ...], Tables] | None = None
         self._masked: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -279,8 +285,15 @@ class Pass:
         return self._view("quantized", width)
 
     def activated(self, width: int) -> torch.Tensor:
-        """Return `[T, width]` e4m3 for what an MLP's first GEMM writes."""
-        return self._view("activated", width)
+        """Return `[T, width]` e4m3 for what an MLP's first GEMM writes.
+
+        Each width has memory of its own, since its padding stays as it is.
+        """
+        found = self._activated.get(width)
+        if found is None:
+            shape, dtype = (self._rows, width), self._quantized.dtype
+            found = self._activated[width] = self.normed.new_empty(shape, dtype=dtype)
+        return found
 
     def group_scales(self, groups: int) -> torch.Tensor:
         """Return `[T, groups]` fp32 in contiguous columns, of rows in e4m3."""
@@ -296,8 +309,8 @@ class Pass:
         found = self._views.get((name, width))
         if found is None:
             memory, start = self._memory, self._starts.get(name, 0)
-            if name in ("quantized", "activated"):
-                memory = self._quantized if name == "quantized" else self._activated
+            if name == "quantized":
+                memory = self._quantized
             found = self._views[name, width] = _rows(memory, start, self._rows, width)
         return found
 
@@ -306,7 +319,8 @@ class Pass:
         """About the memory that it holds, in bytes."""
         # Attention turns q and k, and returns, in as much memory as the projection's.
         attention = len(self.attention) * self.qkv.nbytes
-        buffers = self._memory, self._quantized, self._activated, self._group_scales
+        activated = self._activated.values()
+        buffers = self._memory, self._quantized, self._group_scales, *activated
         return sum(buffer.nbytes for buffer in buffers) + attention
 
 

@@ -72,6 +72,8 @@ class EpilogueGemm(ComposableEpiMixin, GemmSm90):
     """
 
     revision = ""
+    # Of the warps that are being written for, while they wait for their turn.
+    _group: Int32 | None = None
 
     _extra_param_fields = (
         ("split_k_semaphore", object, None),
@@ -103,12 +105,15 @@ class EpilogueGemm(ComposableEpiMixin, GemmSm90):
         wait before the arithmetic of `epi_visit_acc`, too.
         """
         if stage == "epi":
+            assert self._group is None
             self._group = warp_group_idx
         else:
             super().pingpong_barrier_sync(warp_group_idx, stage)
 
     def _wait_to_store(self) -> None:
+        assert self._group is not None
         super().pingpong_barrier_sync(self._group, "epi")
+        self._group = None
 
     @cute.jit
     def epi_visit_acc(self, params, acc, tiled_mma, tile_coord_mnkl, tidx):
