@@ -14,6 +14,7 @@ from _act_towers import (
     firsts,
     larges,
     pretend_activating,
+    rebuild,
     requantize,
     served_bf16,
 )
@@ -162,9 +163,26 @@ def test_a_block_that_needs_no_bound_any_more(calls: Calls) -> None:
     outputs(tower)
     bounds = programs(tower)[0]._tower.bounds
     assert set(bounds._layers) == set(range(len(programs(tower))))
+    (group,) = bounds._groups.values()
+    first, second = group.table.tolist()
+    assert (first[-1], second[-1]) == (0, 1)
     requantize(tower, "block", "blocks.1.mlp.fc1")
     assert 1 not in bounds._layers and 0 in bounds._layers
     assert_as_exact(outputs(tower), tower)
+    # A graph reads two entries of it, as before.
+    assert group.table.tolist() == [first, first]
+
+
+def test_tables_stay_where_graphs_read_them(calls: Calls) -> None:
+    tower = served_bf16("qwen2_vl", "tensor")
+    outputs(tower)
+    bounds = programs(tower)[0]._tower.bounds
+    (before,) = bounds._groups.values()
+    memory = bounds._memory
+    rebuild(tower)
+    outputs(tower)
+    (after,) = bounds._groups.values()
+    assert after.table is before.table and bounds._memory is memory
 
 
 @pytest.mark.parametrize("is_static_first", [False, True])

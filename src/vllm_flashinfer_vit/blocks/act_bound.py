@@ -98,10 +98,12 @@ class Bounds:
         self._addresses.pop(place, None)
 
     def drop(self, place: int) -> None:
-        """Forget a block's layer, if there is one."""
-        if self._layers.pop(place, None) is not None:
-            self._addresses.clear()
-            self._groups.clear()
+        """Forget a block's layer, if there is one.
+
+        Graphs go on to read the tables, until a pass writes them anew.
+        """
+        self._layers.pop(place, None)
+        self._addresses.pop(place, None)
 
     def follow(self, rows: int) -> bool:
         """Find the layers where they are now, as a pass of so many rows begins.
@@ -136,21 +138,19 @@ class Bounds:
             self._groups.clear()
             moved = list(self._layers)
         for place in moved:
-            layer = self._layers[place]
-            key = _alike(layer.read())
-            self._addresses[place] = layer.addresses
+            self._addresses[place] = self._layers[place].addresses
+        keys = {place: _alike(layer.read()) for place, layer in self._layers.items()}
+        for key in keys.values():
             if key not in self._groups:
                 table = torch.zeros_like(memory, dtype=torch.int64)
                 self._groups[key] = _Alike([], table)
-            for other, group in self._groups.items():
-                if other != key and place in group.places:
-                    group.places.remove(place)
-            if place not in self._groups[key].places:
-                self._groups[key].places.append(place)
-        for among, table in self._groups.values():
+        for key, (among, table) in self._groups.items():
+            among[:] = [place for place in keys if keys[place] == key]
             entries = [[*self._addresses[at], at] for at in among]
-            written = torch.tensor(entries, dtype=torch.int64).view(-1, _ENTRY)
-            table[: len(among)].copy_(written)
+            # A graph may read as many entries as the table has had once.
+            entries += entries[:1] * (len(table) - len(entries))
+            if entries:
+                table.copy_(torch.tensor(entries, dtype=torch.int64))
 
     def factors(self, place: int) -> torch.Tensor:
         """Return a layer's factors, `[2]` fp32, in a pass that can have bounds."""

@@ -90,6 +90,7 @@ def fits(like: Layer, act: Act, dtype: torch.dtype) -> bool:
     return (
         is_whole
         and weight.dtype == FP8
+        and weight.is_contiguous()
         and quack_gemm.loads(weight, dtype)
         and act.columns * act.dtype.itemsize % _STORED == 0
         and like.row_scales is not None

@@ -98,6 +98,13 @@ class BoundedLayer:
 def fp8_layer(
     source: Fp8Linear, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> quack_gemm.Layer:
+    """Return a layer in FP8 as its kernels take it, where it is now.
+
+    Args:
+        source: The layer.
+        scales: Of its rows.
+        bias: What the kernel adds, or None.
+    """
     scaled = source.weights.scaled
     found = scaled.made.get("quack")
     if found is None:
