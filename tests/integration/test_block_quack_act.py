@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLPs in FP8 whose first GEMM applies the activation: who gets one, for which batches,
-and the results.
+"""MLPs in FP8 whose first GEMM applies the activation: whose, and the results.
 
 A plain stand-in computes on the CPU what QuACK's kernel computes on a Hopper GPU.
 """
@@ -60,7 +59,6 @@ from vllm_flashinfer_vit.kernels.formats import Bound
 
 pytestmark = cpu_only
 
-# One with a GELU and one with SwiGLU.
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 MORE = tuple(name for name in SPECS if name not in FAMILIES)
 
