@@ -3,9 +3,9 @@
 
 A layer's output is no larger than the norm of its row times the largest norm of its
 weight's rows (Cauchy and Schwarz), and no GELU is larger than what it is given. Such a
-scale is about ten times what the row's largest value would ask for, more where a few
-channels are large. e4m3 has three bits at 2^-6 as at 448: what a larger scale costs are
-values that are thousands of times smaller than the row's largest one.
+scale is ten to twenty times what the row's largest value would ask for. e4m3 has three
+bits at 2^-6 as at 448: what a larger scale costs are values that are thousands of times
+smaller than the row's largest one.
 
 A product of two outputs, as SwiGLU is, would be bounded ten times ten too high, so it
 has no such scale.
@@ -18,6 +18,13 @@ import torch
 
 from vllm_flashinfer_vit.blocks.quack_gemm import Layer
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, ROUNDED
+
+# Sums in fp32 in another order differ by less.
+_TOLERANCE = 1e-3
+# Values in a table for each layer, and in the memory of factors.
+_ENTRY = 4
+# Outputs, inputs, the dtype of biases, and whether each output has a scale.
+_Key = tuple[int, int, torch.dtype | None, bool]
 
 
 def factors_of(layer: Layer) -> torch.Tensor:
@@ -33,14 +40,6 @@ def factors_of(layer: Layer) -> torch.Tensor:
     if layer.bias is not None:
         largest = layer.bias.float().abs().amax()
     return torch.stack([slope, largest]) / E4M3_MAX
-
-
-# Sums in fp32 in another order differ by less.
-_TOLERANCE = 1e-3
-# Values in a table for each layer, and in the memory of factors.
-_ENTRY = 4
-# Outputs, inputs, the dtype of biases, and whether each output has a scale.
-_Key = tuple[int, int, torch.dtype | None, bool]
 
 
 class Source(Protocol):
@@ -114,31 +113,27 @@ class Bounds:
         """
         if not self._layers or rows < self._min_rows:
             return False
-        moved = [
-            place
-            for place, layer in self._layers.items()
-            if layer.addresses != self._addresses.get(place)
-        ]
-        if not moved:
+        addresses = {place: layer.addresses for place, layer in self._layers.items()}
+        if addresses == self._addresses:
             return True
-        device = self._layers[moved[0]].read().weight.device
+        device = next(iter(self._layers.values())).read().weight.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
         # A tensor of inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            self._enter(moved, device)
+            self._enter(addresses, device)
         return True
 
-    def _enter(self, moved: list[int], device: torch.device) -> None:
+    def _enter(
+        self, addresses: dict[int, tuple[int, ...]], device: torch.device
+    ) -> None:
         places, memory = 1 + max(self._layers), self._memory
         if memory is None or memory.device != device or len(memory) < places:
             self._memory = memory = torch.zeros(places, _ENTRY, device=device)
             # Rows of their own 16 bytes, as launches expect.
             self._factors = {at: row[:2] for at, row in enumerate(memory)}
             self._groups.clear()
-            moved = list(self._layers)
-        for place in moved:
-            self._addresses[place] = self._layers[place].addresses
+        self._addresses = addresses
         keys = {place: _alike(layer.read()) for place, layer in self._layers.items()}
         for key in keys.values():
             if key not in self._groups:

@@ -17,7 +17,7 @@ from vllm_flashinfer_vit.blocks.quack_gemm import FP8, Kernel, Layer, Tile
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
 from vllm_flashinfer_vit.kernels.formats import MIN_ROW_SCALE, Activation
 
-# Wider ones take longer, and others by 1 to 5 % (docs/experiments.md).
+# The fastest of those tried in most cases (docs/experiments.md).
 TILE = Tile(128, 160, (2, 1))
 
 # Columns of gate and of up that a tile takes in turns.
@@ -58,6 +58,11 @@ class Act(NamedTuple):
         """Whether e4m3 is written."""
         return self.dtype == FP8
 
+    @property
+    def whole_groups(self) -> int:
+        """The values of a gate, and what its last group of columns has besides."""
+        return -(-self.width // _GROUP) * _GROUP
+
     def written(self, out: torch.Tensor, padded: int) -> torch.Tensor:
         """Return the columns that are written of a buffer.
 
@@ -66,7 +71,7 @@ class Act(NamedTuple):
             padded: The layer's outputs, with padding.
         """
         if self.is_gated:
-            padded = -(-self.width // _GROUP) * _GROUP
+            padded = self.whole_groups
         return out[:, :padded]
 
 
@@ -80,7 +85,7 @@ def fits(like: Layer, act: Act, dtype: torch.dtype) -> bool:
     """
     weight, bias = like.weight, like.bias
     if act.is_gated:
-        groups = -(-act.width // _GROUP) * _GROUP
+        groups = act.whole_groups
         # All that a tile takes exists: up begins with the row after the gate's last.
         is_whole = act.width % 2 == 0 and act.width + groups <= len(weight)
         is_whole = is_whole and groups <= act.columns

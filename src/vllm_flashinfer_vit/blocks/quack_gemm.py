@@ -29,14 +29,11 @@ class Tile(NamedTuple):
         rows: Its rows.
         columns: Its columns.
         cluster: Tiles beside each other in rows, and in columns.
-        pingpong: Whether two groups of warps have a tile each, in turns, and not one
-            tile together.
     """
 
     rows: int
     columns: int
     cluster: tuple[int, int]
-    pingpong: bool = True
 
 
 class Layer(NamedTuple):
@@ -166,7 +163,8 @@ def compiled(
         tile_N=tile.columns,
         cluster_M=tile.cluster[0],
         cluster_N=tile.cluster[1],
-        pingpong=tile.pingpong,
+        # Two groups of warps have a tile each, in turns.
+        pingpong=True,
         post_init_attrs=(*attributes.items(), ("revision", revision(module))),
     )
     schedule = plan.scheduler_static, make_varlen_args(None, None, None), None, None

@@ -24,11 +24,10 @@ from quack.gemm_sm90 import GemmSm90
 from quack.rounding import RoundingMode
 
 # Columns of a thread are pairs, one in each of so many, which are four lanes'.
+PAIR = 2
 GROUP = 8
 _LANES = 4
 _WARP = 32
-# What `load_pair` loads at once, in elements.
-PAIR = 2
 
 
 class Read(EpiOp):
@@ -51,16 +50,6 @@ class Vector(Read):
         return make_fake_tensor(key[0], (cute.sym_int(),), leading_dim=0)
 
 
-@cute.jit
-def load_pair(tensor: cute.Tensor, at: Int32):
-    """Load two neighbours in fp32; the first is at an even place."""
-    at = cute.assume(at, divby=PAIR)
-    read = cute.make_rmem_tensor(PAIR, tensor.element_type)
-    pair = cute.make_tensor(tensor.iterator + at, cute.make_layout(PAIR))
-    cute.autovec_copy(pair, read)
-    return read[0].to(Float32), read[1].to(Float32)
-
-
 class EpilogueGemm(ComposableEpiMixin, GemmSm90):
     """A kernel whose epilogue begins with scales and a bias; for subclasses.
 
@@ -72,7 +61,7 @@ class EpilogueGemm(ComposableEpiMixin, GemmSm90):
     """
 
     revision = ""
-    # Of the warps that are being written for, while they wait for their turn.
+    # The group of warps whose arithmetic is being written, until it waits to store.
     _group: Int32 | None = None
 
     _extra_param_fields = (
@@ -148,8 +137,7 @@ class EpilogueGemm(ComposableEpiMixin, GemmSm90):
                             value = value + added
                         acc[(e, r, g), m, 0] = value
         self.finish(params, acc, coords, held, first_row, first_col)
-        if const_expr(self.pingpong):
-            self._wait_to_store()
+        self._wait_to_store()
 
     def read(self, params, coords, first_row):
         """Read what `finish` needs; for subclasses."""

@@ -23,7 +23,6 @@ from vllm_flashinfer_vit.kernels.epilogue_gemm import (
     EpilogueGemm,
     Read,
     Vector,
-    load_pair,
 )
 
 
@@ -38,6 +37,16 @@ class _Table(Read):
         return make_fake_tensor(
             dtype, (cute.sym_int(), half), leading_dim=1, divisibility=PAIR
         )
+
+
+@cute.jit
+def _pair(tensor: cute.Tensor, at: Int32):
+    """Load two neighbours in fp32; the first is at an even place."""
+    at = cute.assume(at, divby=PAIR)
+    read = cute.make_rmem_tensor(PAIR, tensor.element_type)
+    pair = cute.make_tensor(tensor.iterator + at, cute.make_layout(PAIR))
+    cute.autovec_copy(pair, read)
+    return read[0].to(Float32), read[1].to(Float32)
 
 
 class TurningGemm(EpilogueGemm):
@@ -122,8 +131,8 @@ class TurningGemm(EpilogueGemm):
         groups = const_expr(self.head_dim // GROUP)
         half = const_expr(groups // 2)
         for g in cutlass.range_constexpr(half):
-            c = load_pair(params.cos, row * params.cos.stride[0] + (lane + GROUP * g))
-            s = load_pair(params.sin, row * params.sin.stride[0] + (lane + GROUP * g))
+            c = _pair(params.cos, row * params.cos.stride[0] + (lane + GROUP * g))
+            s = _pair(params.sin, row * params.sin.stride[0] + (lane + GROUP * g))
             for h in cutlass.range_constexpr(
                 self.cta_tile_shape_mnk[1] // self.head_dim
             ):
@@ -166,8 +175,8 @@ class TurningGemm(EpilogueGemm):
             else:
                 at = lane + GROUP * (g - b) - 4
                 low, high, sign = g - b - 1, g - b, Float32(1)
-            c = load_pair(params.cos, row * params.cos.stride[0] + at)
-            s = load_pair(params.sin, row * params.sin.stride[0] + at)
+            c = _pair(params.cos, row * params.cos.stride[0] + at)
+            s = _pair(params.sin, row * params.sin.stride[0] + at)
             for h in cutlass.range_constexpr(heads):
                 for e in cutlass.range_constexpr(PAIR):
                     i = (e, r, h * groups + g)
