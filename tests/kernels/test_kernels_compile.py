@@ -106,6 +106,7 @@ def kernels_of_the_sources(capability: int) -> set[str]:
 FP8_KERNELS = {
     "_absmax_kernel",
     "_act_quantize_kernel",
+    "_factors_kernel",
     "_finish_kernel",
     "_flash_fp8_kernel",
     "_quantize_blocks_kernel",
