@@ -15,8 +15,8 @@ from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmMeasurement
 from vllm_flashinfer_vit.choices.gemms import measured_gemms
 from vllm_flashinfer_vit.choices.lookup import choices_for, fp8_choices_for, plan_of
 from vllm_flashinfer_vit.choices.table import Measurement, Table, TableError
+from vllm_flashinfer_vit.gemms.catalog import GEMMS, SCALES
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
-from vllm_flashinfer_vit.kernels.gemms import GEMMS, SCALES
 from vllm_flashinfer_vit.machine.stack import Gpu, Stack
 from vllm_flashinfer_vit.ops.plan import Class
 

@@ -20,11 +20,12 @@ from _fp8_layers import (
 from torch import nn
 
 from cases import relative_error
-from vllm_flashinfer_vit.blocks import layers, quack_act, quack_gemm
+from vllm_flashinfer_vit.blocks import layers
 from vllm_flashinfer_vit.blocks.act_bound import factors_of
-from vllm_flashinfer_vit.blocks.quack_act import Act
-from vllm_flashinfer_vit.blocks.quack_gemm import Layer, Tile, project
 from vllm_flashinfer_vit.blocks.quack_steps import QuackAct
+from vllm_flashinfer_vit.gemms import activating_gemm, epilogue_gemm
+from vllm_flashinfer_vit.gemms.activating_gemm import Act
+from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer, Tile, project
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX
 from vllm_flashinfer_vit.towers.tower import Tower
@@ -93,11 +94,11 @@ def pretend_activating(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         return launch
 
-    monkeypatch.setattr(quack_gemm, "is_available", lambda: True)
-    monkeypatch.setattr(quack_act, "compiled", compiled)
-    monkeypatch.setattr(quack_act, "prepare", prepare)
+    monkeypatch.setattr(epilogue_gemm, "is_available", lambda: True)
+    monkeypatch.setattr(activating_gemm, "compiled", compiled)
+    monkeypatch.setattr(activating_gemm, "prepare", prepare)
     # Projections that turn q and k have tests of their own.
-    monkeypatch.setattr(layers.quack_turn, "fits", lambda *args: False)
+    monkeypatch.setattr(layers.turning_gemm, "fits", lambda *args: False)
     for name in ("MIN_QUACK_ACT_ROWS", "MIN_QUACK_BOUND_ROWS"):
         monkeypatch.setattr(layers, name, MIN_ROWS)
     return seen

@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, silu
 from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.blocks.attach import program_of
 from vllm_flashinfer_vit.blocks.program import BlockProgram
-from vllm_flashinfer_vit.blocks.quack import QUICK_GELU, SWIGLU, TANH_GELU
+from vllm_flashinfer_vit.gemms.quack import QUICK_GELU, SWIGLU, TANH_GELU
 from vllm_flashinfer_vit.patches.patch import revert_group
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES, Settings
 from vllm_flashinfer_vit.towers import tower

@@ -30,9 +30,10 @@ from _towers import cpu_only
 from torch.nn.functional import linear
 
 from cases import relative_error
-from vllm_flashinfer_vit.blocks import layers, quack, quack_gemm
+from vllm_flashinfer_vit.blocks import layers
 from vllm_flashinfer_vit.blocks import mlp as mlp_module
-from vllm_flashinfer_vit.blocks.quack import SWIGLU, Views
+from vllm_flashinfer_vit.gemms import epilogue_gemm, quack
+from vllm_flashinfer_vit.gemms.quack import SWIGLU, Views
 from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = cpu_only
@@ -72,7 +73,7 @@ def calls(direct: None, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
     monkeypatch.setattr(quack, "has_quack", lambda: True)
     # Of that, other tests.
-    monkeypatch.setattr(quack_gemm, "is_available", lambda: False)
+    monkeypatch.setattr(epilogue_gemm, "is_available", lambda: False)
     monkeypatch.setattr(quack, "prepare", prepare)
     monkeypatch.setattr(quack, "views", views)
     set_multiprocessors(monkeypatch, 132)

@@ -50,10 +50,10 @@ from _towers import cpu_only
 from torch import nn
 
 from cases import relative_error, values
-from vllm_flashinfer_vit.blocks import layers, quack_act, quack_gemm
+from vllm_flashinfer_vit.blocks import layers
 from vllm_flashinfer_vit.blocks.fp8_mlp import Fp8Mlp
-from vllm_flashinfer_vit.blocks.quack_act import TILE
-from vllm_flashinfer_vit.blocks.quack_gemm import FP8
+from vllm_flashinfer_vit.gemms import activating_gemm, epilogue_gemm
+from vllm_flashinfer_vit.gemms.epilogue_gemm import FP8
 from vllm_flashinfer_vit.kernels import add_norm_ref
 from vllm_flashinfer_vit.kernels.formats import Bound
 
@@ -91,7 +91,7 @@ class TestActivating:
         tower = served_bf16(family, scheme)
         # A trial and the kernel itself, for all blocks.
         (act, tile), again = calls.compiled
-        assert again == (act, tile) and tile == TILE
+        assert again == (act, tile) and tile == activating_gemm.TILE
         assert len(calls) == 1 and len(calls[0].out) == 16
         one = programs(tower)[0]
         assert "; from 200 rows on QuACK activates" in one.steps[one.spec.first]
@@ -324,7 +324,7 @@ class TestWhoGetsNone:
     def test_without_quack(
         self, family: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(quack_gemm, "is_available", lambda: False)
+        monkeypatch.setattr(epilogue_gemm, "is_available", lambda: False)
         assert not any(larges(served_bf16(family, "tensor")))
 
     def test_adapters(
@@ -371,7 +371,7 @@ class TestWhoGetsNone:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         said = log_of(layers, monkeypatch)
-        right = quack_act.prepare
+        right = activating_gemm.prepare
 
         def prepare(kernel: Any, x: Any, out: torch.Tensor, *rest: Any) -> Any:
             launch = right(kernel, x, out, *rest)
@@ -382,7 +382,7 @@ class TestWhoGetsNone:
 
             return negated
 
-        monkeypatch.setattr(quack_act, "prepare", prepare)
+        monkeypatch.setattr(activating_gemm, "prepare", prepare)
         tower = served_bf16(family, scheme)
         path = programs(tower)[0].spec.first
         assert len(set(said)) == 1 and path in said[0]
@@ -436,13 +436,13 @@ def test_layers_with_and_without_a_bias_have_kernels_of_their_own(
     firsts(tower)[1].bias = None
     rebuild(tower)
     used: list[object] = []
-    right = quack_act.prepare
+    right = activating_gemm.prepare
 
     def prepare(kernel: Any, *rest: Any) -> Any:
         used.append(kernel)
         return right(rest[-1], *rest)
 
-    monkeypatch.setattr(quack_act, "prepare", prepare)
+    monkeypatch.setattr(activating_gemm, "prepare", prepare)
     for large in larges(tower):
         assert large is not None
         large.kernel = object()  # type: ignore[assignment]

@@ -26,10 +26,11 @@ from _models import noise
 from _towers import HAS_GPU, cpu_only
 
 from cases import relative_error
-from vllm_flashinfer_vit.blocks import layers, quack_gemm, quack_turn
-from vllm_flashinfer_vit.blocks.quack_gemm import Layer, project
-from vllm_flashinfer_vit.blocks.quack_turn import Heads
+from vllm_flashinfer_vit.blocks import layers
 from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
+from vllm_flashinfer_vit.gemms import epilogue_gemm, turning_gemm
+from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer, project
+from vllm_flashinfer_vit.gemms.turning_gemm import Heads
 from vllm_flashinfer_vit.ops.attention import reads_turned
 from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
@@ -58,13 +59,13 @@ def calls(direct: None, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     ) -> Callable[[Layer], None]:
         def launch(layer: Layer) -> None:
             seen.append((len(x), cos.dtype))
-            out.copy_(quack_turn.turned(project(x, layer), cos, sin, kernel))
+            out.copy_(turning_gemm.turned(project(x, layer), cos, sin, kernel))
 
         return launch
 
-    monkeypatch.setattr(quack_gemm, "is_available", lambda: True)
-    monkeypatch.setattr(quack_turn, "compiled", compiled)
-    monkeypatch.setattr(quack_turn, "prepare", prepare)
+    monkeypatch.setattr(epilogue_gemm, "is_available", lambda: True)
+    monkeypatch.setattr(turning_gemm, "compiled", compiled)
+    monkeypatch.setattr(turning_gemm, "prepare", prepare)
     monkeypatch.setattr(layers, "MIN_QUACK_TURN_ROWS", 256)
     monkeypatch.setattr(layers, "MIN_QUACK_TURN_ROWS_FP8", 264)
     properties = SimpleNamespace(multi_processor_count=132)
@@ -148,7 +149,7 @@ class TestTurning:
         self, family: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         said = log_of(layers, monkeypatch)
-        right = quack_turn.prepare
+        right = turning_gemm.prepare
 
         def prepare(*args: Any) -> Callable[[Layer], None]:
             launch, out = right(*args), args[-1]
@@ -159,7 +160,7 @@ class TestTurning:
 
             return negated
 
-        monkeypatch.setattr(quack_turn, "prepare", prepare)
+        monkeypatch.setattr(turning_gemm, "prepare", prepare)
         served = build_bf16(family)
         assert len(set(said)) == 1 and "192 rows are wrong" in said[0]
         path = programs(served)[0].spec.qkv
@@ -184,7 +185,7 @@ class TestTurning:
             quantized("qkv", context)
             assert not has()
         with monkeypatch.context() as context:
-            context.setattr(quack_gemm, "is_available", lambda: False)
+            context.setattr(epilogue_gemm, "is_available", lambda: False)
             assert not has()
 
 
@@ -275,7 +276,7 @@ class TestOnAGpu:
 
     def test_errors(self, model: str) -> None:
         served = self.build(model)
-        if not quack_turn.is_available():
+        if not epilogue_gemm.is_available():
             pytest.skip("needs QuACK 0.6")
         assert programs(served)[0]._turning_qkv is not None
         with without("quack_turn"):

@@ -40,8 +40,8 @@ from vllm_flashinfer_vit.blocks import linear as steps_module
 from vllm_flashinfer_vit.blocks import mlp as mlp_module
 from vllm_flashinfer_vit.blocks.attach import program_of
 from vllm_flashinfer_vit.blocks.linear import Gemm
-from vllm_flashinfer_vit.blocks.quack import SWIGLU
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
+from vllm_flashinfer_vit.gemms.quack import SWIGLU
 from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = cpu_only

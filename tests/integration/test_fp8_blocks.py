@@ -26,8 +26,8 @@ from vllm.model_executor.kernels import linear as kernels
 
 from cases import relative_error
 from vllm_flashinfer_vit.blocks import fp8_linear, fp8_methods, layers, norms
+from vllm_flashinfer_vit.gemms.scaled_mm import OpGemm
 from vllm_flashinfer_vit.kernels import formats, row_scales_ref
-from vllm_flashinfer_vit.kernels.scaled_mm import OpGemm
 from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = [cpu_only, pytest.mark.usefixtures("fp8")]

@@ -29,11 +29,11 @@ from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
 from vllm_flashinfer_vit.choices import resolve
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
-from vllm_flashinfer_vit.kernels import scaled_mm
-from vllm_flashinfer_vit.kernels.cublaslt import Problems
-from vllm_flashinfer_vit.kernels.gemms import CUBLASLT, CUTLASS
+from vllm_flashinfer_vit.gemms import scaled_mm
+from vllm_flashinfer_vit.gemms.catalog import CUBLASLT, CUTLASS
+from vllm_flashinfer_vit.gemms.cublaslt import Problems
+from vllm_flashinfer_vit.gemms.scaled_mm import OpGemm
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
-from vllm_flashinfer_vit.kernels.scaled_mm import OpGemm
 from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.stack import Gpu
 from vllm_flashinfer_vit.settings import ENV_KERNEL, ENV_TUNED_DIR

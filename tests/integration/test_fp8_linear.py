@@ -43,10 +43,10 @@ from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
 from vllm_flashinfer_vit.blocks.fp8_padding import TilesKernel
 from vllm_flashinfer_vit.blocks.linear import OwnLinear
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
-from vllm_flashinfer_vit.kernels.cublaslt import Problems
-from vllm_flashinfer_vit.kernels.gemms import CUTLASS
+from vllm_flashinfer_vit.gemms.catalog import CUTLASS
+from vllm_flashinfer_vit.gemms.cublaslt import Problems
+from vllm_flashinfer_vit.gemms.scaled_mm import OpGemm
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
-from vllm_flashinfer_vit.kernels.scaled_mm import OpGemm
 
 pytestmark = [cpu_only, pytest.mark.usefixtures("fp8")]
 

@@ -15,8 +15,8 @@ from cases import relative_error
 from vllm_flashinfer_vit.blocks import layers
 from vllm_flashinfer_vit.choices.clock import capture
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
-from vllm_flashinfer_vit.kernels import cublaslt
-from vllm_flashinfer_vit.kernels.gemms import CUBLASLT
+from vllm_flashinfer_vit.gemms import cublaslt
+from vllm_flashinfer_vit.gemms.catalog import CUBLASLT
 from vllm_flashinfer_vit.towers.config import (
     current_config,
     model_arguments,

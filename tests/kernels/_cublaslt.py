@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_flashinfer_vit.kernels import cublaslt
-from vllm_flashinfer_vit.kernels.cublaslt import Layer, Problems
+from vllm_flashinfer_vit.gemms import cublaslt
+from vllm_flashinfer_vit.gemms.cublaslt import Layer, Problems
 
 HANDLE, STREAM = 11, 77
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu, linear, silu
 
-from vllm_flashinfer_vit.blocks import quack
-from vllm_flashinfer_vit.blocks.quack import QUICK_GELU, SWIGLU, TANH_GELU
+from vllm_flashinfer_vit.gemms import quack
+from vllm_flashinfer_vit.gemms.quack import QUICK_GELU, SWIGLU, TANH_GELU
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 hopper = pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_flashinfer_vit.gemms.scaled_mm import ScaledGemm, ScaledWeight
 from vllm_flashinfer_vit.kernels.formats import MIN_ROW_SCALE, num_groups
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
-from vllm_flashinfer_vit.kernels.scaled_mm import ScaledGemm, ScaledWeight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Half a unit of e4m3, whose fraction has three bits. Triton's interpreter truncates.

@@ -21,12 +21,12 @@ os.environ |= {
 
 import quack.cache
 import torch
+from _activating_gemm import TOWERS, act_of
 from _quack import linear_act
-from _quack_act import TOWERS, act_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_flashinfer_vit.blocks import quack_act, quack_gemm, quack_turn
-from vllm_flashinfer_vit.blocks.quack import (
+from vllm_flashinfer_vit.gemms import activating_gemm, epilogue_gemm, turning_gemm
+from vllm_flashinfer_vit.gemms.quack import (
     QUICK_GELU,
     SWIGLU,
     TANH_GELU,
@@ -68,12 +68,12 @@ def compile_for(
 
 
 def compile_turning(
-    heads: quack_turn.Heads,
+    heads: turning_gemm.Heads,
     values: int,
     inputs: int,
     table: torch.dtype,
     dtype: torch.dtype,
-    tile: quack_gemm.Tile,
+    tile: epilogue_gemm.Tile,
 ) -> Exception | None:
     """Compile a QKV projection that turns q and k, as `compile_for`."""
     outputs = (heads.turned + values) * heads.head_dim
@@ -83,9 +83,9 @@ def compile_turning(
         scales = (None, None)
         if dtype != torch.bfloat16:
             scales = (torch.empty(1, device="cuda"), torch.empty(1, device="cuda"))
-        layer = quack_gemm.Layer(weight, bias, *scales)
+        layer = epilogue_gemm.Layer(weight, bias, *scales)
         try:
-            quack_turn.compiled(layer, heads, table, torch.bfloat16, tile)
+            turning_gemm.compiled(layer, heads, table, torch.bfloat16, tile)
         except Exception as error:
             return error
     return None
@@ -97,12 +97,12 @@ def compile_activating(
     """Compile a first layer with its activation, as `compile_for`."""
     _, inputs, outputs, padded, _ = tower
     with MODE():
-        weight = torch.empty(padded, inputs, dtype=quack_gemm.FP8, device="cuda")
+        weight = torch.empty(padded, inputs, dtype=epilogue_gemm.FP8, device="cuda")
         bias = torch.empty(outputs, dtype=torch.bfloat16, device="cuda")
         scales = torch.empty(1, device="cuda"), torch.empty(1, device="cuda")
-        layer = quack_gemm.Layer(weight, None if has_no_bias else bias, *scales)
+        layer = epilogue_gemm.Layer(weight, None if has_no_bias else bias, *scales)
         try:
-            quack_act.compiled(layer, act_of(tower, dtype), quack_act.TILE)
+            activating_gemm.compiled(layer, act_of(tower, dtype), activating_gemm.TILE)
         except Exception as error:
             return error
     return None
@@ -138,7 +138,7 @@ def main() -> None:
         () if _is_05() else projections, tables, dtypes
     ):
         (head_dim, turned, is_interleaved), *sizes = one
-        heads = quack_turn.Heads(head_dim, turned, is_interleaved)
+        heads = turning_gemm.Heads(head_dim, turned, is_interleaved)
         for tile in heads.tiles(dtype):
             error = compile_turning(heads, *sizes, table, dtype, tile)
             if kernels() != done + 1:
@@ -146,7 +146,7 @@ def main() -> None:
             done += 1
     seen = set()
     for tower, dtype, has_no_bias in itertools.product(
-        () if _is_05() else TOWERS, (quack_gemm.FP8, torch.bfloat16), (False, True)
+        () if _is_05() else TOWERS, (epilogue_gemm.FP8, torch.bfloat16), (False, True)
     ):
         act = act_of(tower, dtype)
         # Of the sizes only that of a gate is constant.

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_flashinfer_vit.blocks.act_bound import Bounds, factors_of, trial
-from vllm_flashinfer_vit.blocks.quack_gemm import FP8, Layer
+from vllm_flashinfer_vit.gemms.epilogue_gemm import FP8, Layer
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 gpu = pytest.mark.skipif(not HAS_FP8, reason="needs a GPU for e4m3")

@@ -10,11 +10,11 @@ from _rows import Operands, exact, multiply
 
 from cases import relative_error
 from vllm_flashinfer_vit.choices.clock import capture
-from vllm_flashinfer_vit.kernels import scaled_mm
-from vllm_flashinfer_vit.kernels.cublaslt import Problems
+from vllm_flashinfer_vit.gemms import scaled_mm
+from vllm_flashinfer_vit.gemms.catalog import CUTLASS
+from vllm_flashinfer_vit.gemms.cublaslt import Problems
+from vllm_flashinfer_vit.gemms.scaled_mm import ScaledGemm, scaled_gemm
 from vllm_flashinfer_vit.kernels.formats import num_groups
-from vllm_flashinfer_vit.kernels.gemms import CUTLASS
-from vllm_flashinfer_vit.kernels.scaled_mm import ScaledGemm, scaled_gemm
 
 HAS_GPU = torch.cuda.is_available()
 CAN_RUN = HAS_GPU and torch.cuda.get_device_capability() >= (9, 0)

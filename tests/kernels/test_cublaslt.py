@@ -11,8 +11,8 @@ import torch
 from _cublaslt import HANDLE, STREAM, Library, library, prepare, tensors
 
 from vllm_flashinfer_vit.blocks.linear import BlockWeights, LtGemm, Weights
-from vllm_flashinfer_vit.kernels import cublaslt
-from vllm_flashinfer_vit.kernels.cublaslt import Layer, Problems
+from vllm_flashinfer_vit.gemms import cublaslt
+from vllm_flashinfer_vit.gemms.cublaslt import Layer, Problems
 
 __all__ = ["library"]
 

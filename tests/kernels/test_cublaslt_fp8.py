@@ -9,10 +9,10 @@ import pytest
 import torch
 from _cublaslt import Library, library, prepare, tensors
 
-from vllm_flashinfer_vit.kernels import cublaslt
-from vllm_flashinfer_vit.kernels.cublaslt import Layer, Problems, Scaling
-from vllm_flashinfer_vit.kernels.gemms import CUBLASLT, SCALES, Scales
-from vllm_flashinfer_vit.kernels.scaled_mm import (
+from vllm_flashinfer_vit.gemms import cublaslt
+from vllm_flashinfer_vit.gemms.catalog import CUBLASLT, SCALES, Scales
+from vllm_flashinfer_vit.gemms.cublaslt import Layer, Problems, Scaling
+from vllm_flashinfer_vit.gemms.scaled_mm import (
     Launch,
     ScaledGemm,
     ScaledWeight,

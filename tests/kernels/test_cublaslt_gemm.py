@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from vllm_flashinfer_vit.blocks.linear import BlockWeights, LtGemm, Weights
-from vllm_flashinfer_vit.kernels import cublaslt
-from vllm_flashinfer_vit.kernels.cublaslt import Problems
+from vllm_flashinfer_vit.gemms import cublaslt
+from vllm_flashinfer_vit.gemms.cublaslt import Problems
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 

@@ -25,8 +25,8 @@ if importlib.util.find_spec("quack") is None:
 
 from _quack import ACTIVATIONS, SIZES, exact, hopper, linear_act, make_inputs
 
-from vllm_flashinfer_vit.blocks import quack as ours
-from vllm_flashinfer_vit.blocks.quack import (
+from vllm_flashinfer_vit.gemms import quack as ours
+from vllm_flashinfer_vit.gemms.quack import (
     QUICK_GELU,
     SWIGLU,
     TANH_GELU,

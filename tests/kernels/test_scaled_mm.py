@@ -11,9 +11,8 @@ from _rows import Operands, exact, multiply, scaled_weight
 
 from cases import relative_error
 from vllm_flashinfer_vit.choices.clock import capture
-from vllm_flashinfer_vit.kernels import cublaslt
-from vllm_flashinfer_vit.kernels.cublaslt import Problems
-from vllm_flashinfer_vit.kernels.gemms import (
+from vllm_flashinfer_vit.gemms import cublaslt
+from vllm_flashinfer_vit.gemms.catalog import (
     CUBLASLT,
     CUTLASS,
     GEMMS,
@@ -21,7 +20,8 @@ from vllm_flashinfer_vit.kernels.gemms import (
     SCALES,
     scales_of,
 )
-from vllm_flashinfer_vit.kernels.scaled_mm import CublasLt, ScaledGemm, scaled_gemm
+from vllm_flashinfer_vit.gemms.cublaslt import Problems
+from vllm_flashinfer_vit.gemms.scaled_mm import CublasLt, ScaledGemm, scaled_gemm
 
 HAS_GPU = torch.cuda.is_available()
 CAN_FP8 = HAS_GPU and torch.cuda.get_device_capability() >= (8, 9)

@@ -23,10 +23,10 @@ from vllm_flashinfer_vit.choices.gemm_table import (
     GemmMeasurement,
 )
 from vllm_flashinfer_vit.choices.lookup import is_measured
-from vllm_flashinfer_vit.kernels import scaled_mm
-from vllm_flashinfer_vit.kernels.gemms import CUBLASLT, CUTLASS, GEMMS, SCALES
+from vllm_flashinfer_vit.gemms import scaled_mm
+from vllm_flashinfer_vit.gemms.catalog import CUBLASLT, CUTLASS, GEMMS, SCALES
+from vllm_flashinfer_vit.gemms.scaled_mm import OpGemm
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
-from vllm_flashinfer_vit.kernels.scaled_mm import OpGemm
 
 LAYER = GemmLayer("bfloat16", 32, 48, "rows")
 GPU = HOPPER.name

@@ -33,10 +33,10 @@ from vllm_flashinfer_vit.commands import tune as tuning
 from vllm_flashinfer_vit.commands.cli import main
 from vllm_flashinfer_vit.commands.tune import Options
 from vllm_flashinfer_vit.commands.tune_text import render, to_json
-from vllm_flashinfer_vit.kernels import scaled_mm
-from vllm_flashinfer_vit.kernels.gemms import CUBLASLT, CUTLASS, GEMMS, SCALES
+from vllm_flashinfer_vit.gemms import scaled_mm
+from vllm_flashinfer_vit.gemms.catalog import CUBLASLT, CUTLASS, GEMMS, SCALES
+from vllm_flashinfer_vit.gemms.scaled_mm import OpGemm
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
-from vllm_flashinfer_vit.kernels.scaled_mm import OpGemm
 
 GPU = HOPPER.name
 FEW = (GemmClass(512, CUBLASLT), GemmClass(None, CUTLASS))

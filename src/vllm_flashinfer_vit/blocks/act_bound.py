@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from vllm_flashinfer_vit.blocks.quack_gemm import Layer
+from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, ROUNDED
 
 # Sums in fp32 in another order differ by less.

@@ -26,12 +26,12 @@ from vllm_flashinfer_vit.blocks.fp8_methods import (
 )
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
+from vllm_flashinfer_vit.gemms.catalog import scales_of
+from vllm_flashinfer_vit.gemms.cublaslt import Problems
+from vllm_flashinfer_vit.gemms.scaled_mm import ScaledGemm, ScaledWeight, scaled_gemm
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
-from vllm_flashinfer_vit.kernels.cublaslt import Problems
 from vllm_flashinfer_vit.kernels.formats import Activation, num_groups
-from vllm_flashinfer_vit.kernels.gemms import scales_of
 from vllm_flashinfer_vit.kernels.row_scales_ref import quantize_rows_ref, scaled_mm_ref
-from vllm_flashinfer_vit.kernels.scaled_mm import ScaledGemm, ScaledWeight, scaled_gemm
 
 _TRIAL_ROWS = (16,)
 # For scales of blocks there is another kernel for few rows and for odd numbers.

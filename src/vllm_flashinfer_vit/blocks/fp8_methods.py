@@ -12,9 +12,9 @@ import torch
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from vllm_flashinfer_vit.choices.gemm_table import GemmLayer
+from vllm_flashinfer_vit.gemms.catalog import scales_of
+from vllm_flashinfer_vit.gemms.scaled_mm import cutlass_op
 from vllm_flashinfer_vit.kernels.formats import GROUP, dtype_name, num_groups
-from vllm_flashinfer_vit.kernels.gemms import scales_of
-from vllm_flashinfer_vit.kernels.scaled_mm import cutlass_op
 
 # Methods whose `apply` is no more than their kernel's.
 _METHODS = {

@@ -13,10 +13,6 @@ from vllm_flashinfer_vit.blocks import (
     act_bound,
     fp8_linear,
     fp8_methods,
-    quack,
-    quack_act,
-    quack_gemm,
-    quack_turn,
 )
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear, Gemms
 from vllm_flashinfer_vit.blocks.linear import (
@@ -30,7 +26,6 @@ from vllm_flashinfer_vit.blocks.linear import (
     is_unquantized,
     linear,
 )
-from vllm_flashinfer_vit.blocks.quack_gemm import FP8
 from vllm_flashinfer_vit.blocks.quack_steps import (
     BoundedLayer,
     QuackAct,
@@ -42,8 +37,15 @@ from vllm_flashinfer_vit.blocks.tower_pass import TowerProgram
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.choices.gemms import STOCK, in_words
 from vllm_flashinfer_vit.choices.resolve import gemms_here
+from vllm_flashinfer_vit.gemms import (
+    activating_gemm,
+    epilogue_gemm,
+    quack,
+    turning_gemm,
+)
+from vllm_flashinfer_vit.gemms.catalog import CUTLASS, GEMMS
+from vllm_flashinfer_vit.gemms.epilogue_gemm import FP8
 from vllm_flashinfer_vit.kernels.formats import GROUP, Activation
-from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -208,7 +210,7 @@ class Layers(NamedTuple):
         return self.gemm(path)[0] if self.is_direct(path) else self.own(path)
 
     def qkv(
-        self, path: str, turned: tuple[quack_turn.Heads, torch.dtype] | None
+        self, path: str, turned: tuple[turning_gemm.Heads, torch.dtype] | None
     ) -> QkvSteps:
         """Return what runs the QKV projection.
 
@@ -231,7 +233,7 @@ class Layers(NamedTuple):
         if "quack_qkv" not in self.off:
             rows, expected = MIN_QUACK_PLAIN_ROWS, functools.partial(linear, weights)
             large = self.quack(path, weights, None, rows, expected)
-        like = quack_gemm.Layer(weights.weight, weights.bias)
+        like = epilogue_gemm.Layer(weights.weight, weights.bias)
         turning = self.turning(path, weights, like, turned)
         return QkvSteps(step, large, turning)
 
@@ -239,20 +241,22 @@ class Layers(NamedTuple):
         self,
         path: str,
         source: Weights | Fp8Linear,
-        like: quack_gemm.Layer,
-        turned: tuple[quack_turn.Heads, torch.dtype] | None,
+        like: epilogue_gemm.Layer,
+        turned: tuple[turning_gemm.Heads, torch.dtype] | None,
     ) -> QuackTurn | None:
         """Return a projection's step that turns q and k, or None and say why."""
-        if turned is None or "quack_turn" in self.off or not quack_gemm.is_available():
+        if turned is None or "quack_turn" in self.off:
+            return None
+        if not epilogue_gemm.is_available():
             return None
         heads, table = turned
         dtype = self.part(path).params_dtype
-        if not quack_turn.fits(like, heads, table, dtype):
+        if not turning_gemm.fits(like, heads, table, dtype):
             return None
         key = "quack_turn", *like.alike, heads, table, dtype
         trials = self.tower.trials
         if key not in trials:
-            trials[key] = quack_turn.build(like, heads, table, dtype)
+            trials[key] = turning_gemm.build(like, heads, table, dtype)
         if reason := trials[key]:
             logger.warning_once(
                 "QuACK cannot turn q and k in %s of the vision tower's blocks, so a "
@@ -270,7 +274,7 @@ class Layers(NamedTuple):
         kernels = self.tower.gemms.get(key)
         if kernels is None:
             gpu = torch.cuda.get_device_properties(like.weight.device)
-            kernels = self.tower.gemms[key] = quack_turn.Kernels(
+            kernels = self.tower.gemms[key] = turning_gemm.Kernels(
                 like, heads, table, dtype, rows, gpu.multi_processor_count
             )
         return QuackTurn(source, kernels)
@@ -289,24 +293,24 @@ class Layers(NamedTuple):
         # Weights with scales of blocks have GEMMs of their own.
         if "quack_act" in self.off or first.groups or second.groups:
             return None
-        if not quack_gemm.is_available():
+        if not epilogue_gemm.is_available():
             return None
         layer = self.part(path)
         needs_bound = not second.is_static
         outputs = getattr(layer, "output_size_per_partition", layer.output_size)
         dtype = layer.params_dtype
-        act = quack_act.Act(activation, outputs, second.inputs, FP8)
+        act = activating_gemm.Act(activation, outputs, second.inputs, FP8)
         if act.is_gated and needs_bound:
             act = act._replace(columns=first.outputs // 2, dtype=dtype)
             needs_bound = False
         bounded = BoundedLayer(first, self.weights)
         like = bounded.read()
-        if not quack_act.fits(like, act, dtype):
+        if not activating_gemm.fits(like, act, dtype):
             return None
         key = "quack_act", *like.alike, act
         trials = self.tower.trials
         if key not in trials:
-            trials[key] = quack_act.build(like, act)
+            trials[key] = activating_gemm.build(like, act)
         of_bound = "act_bound", *like.alike
         if needs_bound and of_bound not in trials:
             trials[of_bound] = act_bound.trial(like)
@@ -322,7 +326,7 @@ class Layers(NamedTuple):
         self.steps[path] += f"; from {rows} rows on QuACK activates"
         kernel = self.tower.gemms.get(key)
         if kernel is None:
-            kernel = quack_act.compiled(like, act, quack_act.TILE)
+            kernel = activating_gemm.compiled(like, act, activating_gemm.TILE)
             self.tower.gemms[key] = kernel
         bounds = None
         if needs_bound:

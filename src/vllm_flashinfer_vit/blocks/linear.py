@@ -16,9 +16,8 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
-from vllm_flashinfer_vit.blocks import quack
 from vllm_flashinfer_vit.blocks.aligned_linear import AlignedLinearMethod
-from vllm_flashinfer_vit.kernels import cublaslt
+from vllm_flashinfer_vit.gemms import cublaslt, quack
 
 
 class Step(Protocol):

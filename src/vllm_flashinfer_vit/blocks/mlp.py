@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_flashinfer_vit.blocks import fp8_methods, quack
+from vllm_flashinfer_vit.blocks import fp8_methods
 from vllm_flashinfer_vit.blocks.aligned_linear import align, padded_inputs
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.fp8_mlp import Fp8Mlp
@@ -22,6 +22,7 @@ from vllm_flashinfer_vit.blocks.linear import (
 )
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import MlpWidths, Pass
+from vllm_flashinfer_vit.gemms import quack
 from vllm_flashinfer_vit.kernels._vllm_ops import compiled_op
 from vllm_flashinfer_vit.kernels.formats import Activation
 

@@ -25,10 +25,10 @@ from vllm_flashinfer_vit.blocks.layers import Layers, gets_adapters
 from vllm_flashinfer_vit.blocks.linear import BlockWeights, run
 from vllm_flashinfer_vit.blocks.mlp import build_mlp, pad_rows
 from vllm_flashinfer_vit.blocks.norms import Norm
-from vllm_flashinfer_vit.blocks.quack_turn import Heads
 from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled, TowerProgram, Widths
+from vllm_flashinfer_vit.gemms.turning_gemm import Heads
 from vllm_flashinfer_vit.kernels.formats import Bound
 from vllm_flashinfer_vit.ops.batch import Batch, Turning
 

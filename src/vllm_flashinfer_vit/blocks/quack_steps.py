@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_flashinfer_vit.blocks import quack_act, quack_gemm, quack_turn
 from vllm_flashinfer_vit.blocks.act_bound import Bounds
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.linear import BlockWeights, Weights
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
+from vllm_flashinfer_vit.gemms import activating_gemm, epilogue_gemm, turning_gemm
 
 
 class QuackTurn:
@@ -20,7 +20,7 @@ class QuackTurn:
     """
 
     def __init__(
-        self, source: Weights | Fp8Linear, kernels: quack_turn.Kernels
+        self, source: Weights | Fp8Linear, kernels: turning_gemm.Kernels
     ) -> None:
         """Take a layer's parameters, and its kernels."""
         self._source, self.kernels = source, kernels
@@ -30,11 +30,11 @@ class QuackTurn:
         source = self._source
         return now.normed if isinstance(source, Weights) else source.rows(now)[0]
 
-    def layer(self, now: Pass) -> quack_gemm.Layer:
+    def layer(self, now: Pass) -> epilogue_gemm.Layer:
         """Return the layer's parameters, where they are now."""
         source = self._source
         if isinstance(source, Weights):
-            return quack_gemm.Layer(source.weight, source.bias)
+            return epilogue_gemm.Layer(source.weight, source.bias)
         scales = source.rows(now)[1]
         return fp8_layer(source, scales, source.weights.scaled.bias)
 
@@ -54,24 +54,26 @@ class QuackAct:
     def __init__(
         self,
         source: Fp8Linear,
-        kernel: quack_gemm.Kernel,
-        act: quack_act.Act,
+        kernel: epilogue_gemm.Kernel,
+        act: activating_gemm.Act,
         min_rows: int,
         bounds: Bounds | None,
         place: int,
     ) -> None:
-        """Take a layer, the kernel that `quack_act.build` tried, and a bound's."""
+        """Take a layer, its kernel as `activating_gemm.build` tried it, and a bound."""
         self._source, self.kernel = source, kernel
         self.act, self.min_rows = act, min_rows
         self.bounds, self.place = bounds, place
 
     def prepare(
         self, rows: torch.Tensor, out: torch.Tensor, scales: torch.Tensor
-    ) -> Callable[[quack_gemm.Layer, torch.Tensor | None], None]:
-        """Settle it for layers like this one; see `quack_act.prepare`."""
-        return quack_act.prepare(self.kernel, rows, out, self.layer(scales), self.act)
+    ) -> Callable[[epilogue_gemm.Layer, torch.Tensor | None], None]:
+        """Settle it for layers like this one; see `activating_gemm.prepare`."""
+        return activating_gemm.prepare(
+            self.kernel, rows, out, self.layer(scales), self.act
+        )
 
-    def layer(self, scales: torch.Tensor) -> quack_gemm.Layer:
+    def layer(self, scales: torch.Tensor) -> epilogue_gemm.Layer:
         """Return the layer's parameters, where they are now."""
         return fp8_layer(self._source, scales, self._source.bias)
 
@@ -88,7 +90,7 @@ class BoundedLayer:
         """See `act_bound.Source`."""
         return self._source.weights.addresses
 
-    def read(self) -> quack_gemm.Layer:
+    def read(self) -> epilogue_gemm.Layer:
         """See `act_bound.Source`."""
         self._weights.refresh()
         source = self._source
@@ -97,7 +99,7 @@ class BoundedLayer:
 
 def fp8_layer(
     source: Fp8Linear, scales: torch.Tensor, bias: torch.Tensor | None
-) -> quack_gemm.Layer:
+) -> epilogue_gemm.Layer:
     """Return a layer in FP8 as its kernels take it, where it is now.
 
     Args:
@@ -110,7 +112,7 @@ def fp8_layer(
     if found is None:
         found = scaled.made["quack"] = scaled.weight.t(), scaled.scale.flatten()
     weight, col_scales = found
-    return quack_gemm.Layer(weight, bias, scales.flatten(), col_scales)
+    return epilogue_gemm.Layer(weight, bias, scales.flatten(), col_scales)
 
 
 def like_row_scales(source: Fp8Linear) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from vllm_flashinfer_vit.blocks.act_bound import Bounds
 from vllm_flashinfer_vit.blocks.rotary import Tables, repeated, tables
 from vllm_flashinfer_vit.blocks.spec import Rotary
-from vllm_flashinfer_vit.kernels.cublaslt import Problems
+from vllm_flashinfer_vit.gemms.cublaslt import Problems
 from vllm_flashinfer_vit.ops.batch import row_offsets
 
 # Passes that are kept: some of up to 3000 patches each, where the host's time counts.
@@ -36,8 +36,8 @@ class TowerProgram:
         trials: Why a kernel cannot run layers of some sizes, None if it can, by the
             kernel's name and the sizes.
         tuned_dir: Folder of the user's measurements, or None to ignore them.
-        gemms: The `Gemms` of layers in FP8, the `quack_turn.Kernels` of projections
-            that turn q and k, and the kernels of `quack_act`, by what layers have
+        gemms: The `Gemms` of layers in FP8, the `turning_gemm.Kernels` of projections
+            that turn q and k, and the kernels of `activating_gemm`, by what layers have
             alike.
         bounds: The factors of blocks' activations; see `Bound`.
         now: The pass that a block has handed on and none has taken yet.

@@ -2,5 +2,5 @@
 """Which kernel serves which calls: measured tables, and what this machine can run.
 
 Also how tables are made: measuring, deriving classes, and a kernel's test run.
-It imports ops, settings, kernels and machine.
+It imports ops, settings, gemms, kernels and machine.
 """

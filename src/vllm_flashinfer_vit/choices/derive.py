@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmMeasurement
 from vllm_flashinfer_vit.choices.table import Measurement, Table
+from vllm_flashinfer_vit.gemms.catalog import HOST_US
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
-from vllm_flashinfer_vit.kernels.gemms import HOST_US
 from vllm_flashinfer_vit.ops.plan import Class
 
 # Kernels this close are equal, so that noise makes no classes.

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from vllm_flashinfer_vit.kernels.gemms import GEMMS, SCALES, Scales
+from vllm_flashinfer_vit.gemms.catalog import GEMMS, SCALES, Scales
 from vllm_flashinfer_vit.machine.json_files import one_of
 
 
@@ -18,7 +18,7 @@ class GemmLayer(NamedTuple):
         dtype: Name of the dtype of the output, `bfloat16`.
         inputs: The weight's rows, K, with padding.
         outputs: The weight's columns, N, with padding.
-        scales: Kind of scales, see `kernels.gemms.scales_of`.
+        scales: Kind of scales, see `gemms.catalog.scales_of`.
     """
 
     dtype: str
@@ -49,7 +49,7 @@ class GemmClass(NamedTuple):
 
     Attributes:
         max_rows: Most rows of the class; None for any number.
-        gemm: One of `kernels.gemms.GEMMS`.
+        gemm: One of `gemms.catalog.GEMMS`.
     """
 
     max_rows: int | None

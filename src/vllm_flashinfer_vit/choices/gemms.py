@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.choices.lookup import public, tables_for
-from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
+from vllm_flashinfer_vit.gemms.catalog import CUTLASS, GEMMS
 from vllm_flashinfer_vit.machine.stack import Stack
 
 # What vLLM itself runs, for any number of rows.

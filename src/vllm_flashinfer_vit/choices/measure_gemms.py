@@ -13,10 +13,10 @@ import torch
 from vllm_flashinfer_vit.choices.clock import Clock, Run
 from vllm_flashinfer_vit.choices.compare import compare, relative_error
 from vllm_flashinfer_vit.choices.gemm_table import GemmLayer, GemmMeasurement
-from vllm_flashinfer_vit.kernels.cublaslt import Problems
-from vllm_flashinfer_vit.kernels.gemms import CUTLASS, GEMMS
+from vllm_flashinfer_vit.gemms.catalog import CUTLASS, GEMMS
+from vllm_flashinfer_vit.gemms.cublaslt import Problems
+from vllm_flashinfer_vit.gemms.scaled_mm import ScaledWeight, cutlass_op, scaled_gemm
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
-from vllm_flashinfer_vit.kernels.scaled_mm import ScaledWeight, cutlass_op, scaled_gemm
 from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.machine.verdicts import ADA
 

@@ -14,9 +14,9 @@ from vllm_flashinfer_vit.choices.derive import TuneError
 from vllm_flashinfer_vit.choices.gemm_table import GemmLayer
 from vllm_flashinfer_vit.choices.measure import COUNTS, LENGTHS
 from vllm_flashinfer_vit.choices.measure_gemms import ROWS, SIZES
+from vllm_flashinfer_vit.gemms.catalog import SCALES
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS
 from vllm_flashinfer_vit.kernels.formats import dtype_name
-from vllm_flashinfer_vit.kernels.gemms import SCALES
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from vllm_flashinfer_vit.blocks.quack_gemm import Layer
+from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

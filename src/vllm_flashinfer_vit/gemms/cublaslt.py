@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_flashinfer_vit.kernels.gemms import Scales
+from vllm_flashinfer_vit.gemms.catalog import Scales
 
 # cudaDataType_t and cublasComputeType_t.
 _TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}

@@ -6,7 +6,7 @@ turn together are in one thread if they are neighbours, or if half a head is a m
 of eight columns; if it is one of four only, the other column is two lanes on.
 
 Numerics: scales, bias and rotation in fp32 on the sums, one rounding as they are
-stored. See `kernels.epilogue_gemm`.
+stored. See `gemms.epilogue_kernel`.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, const_expr
 from quack.compile_utils import make_fake_tensor
 from quack.cute_dsl_utils import mlir_namedtuple, torch2cute_dtype_map
 
-from vllm_flashinfer_vit.kernels.epilogue_gemm import (
+from vllm_flashinfer_vit.gemms.epilogue_kernel import (
     GROUP,
     PAIR,
     EpilogueGemm,

@@ -3,8 +3,8 @@
 
 import torch
 
-from vllm_flashinfer_vit.blocks.quack_act import Act
-from vllm_flashinfer_vit.blocks.quack_gemm import FP8
+from vllm_flashinfer_vit.gemms.activating_gemm import Act
+from vllm_flashinfer_vit.gemms.epilogue_gemm import FP8
 
 BF16 = torch.bfloat16
 # Activation, inputs, outputs, those with padding, columns that are written in e4m3.

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_flashinfer_vit.blocks import quack
+from vllm_flashinfer_vit.gemms import quack
 from vllm_flashinfer_vit.kernels._alignment import UNIT
 
 FP8 = torch.float8_e4m3fn
 
-_KERNELS = "vllm_flashinfer_vit.kernels."
+_ROOM = "vllm_flashinfer_vit.gemms."
 _TILES_TRIED = 3
 
 
@@ -133,7 +133,7 @@ def compiled(
     """Compile a kernel, or load it from QuACK's folder, for seconds.
 
     Args:
-        gemm: A module of this package's kernels and a class in it.
+        gemm: A module of this room and a class in it.
         like: A layer.
         out: `[1, N]` like what is written, or None where the epilogue writes.
         read: What else the epilogue reads and writes. Of tensors nothing is asked for
@@ -149,7 +149,7 @@ def compiled(
     from quack.gemm_tvm_ffi_utils import make_varlen_args
 
     module, name = gemm
-    kernel = getattr(importlib.import_module(_KERNELS + module), name)
+    kernel = getattr(importlib.import_module(_ROOM + module), name)
     weight = like.weight
     plan = build_gemm_epi_plan(
         kernel,
@@ -211,8 +211,8 @@ def with_row_scales(layer: Layer, rows: int) -> Layer:
 def revision(module: str) -> str:
     """Name a kernel's sources: QuACK's folder may hold another one's results."""
     found = hashlib.sha256()
-    for name in (module, "epilogue_gemm"):
-        spec = importlib.util.find_spec(_KERNELS + name)
+    for name in (module, "epilogue_kernel"):
+        spec = importlib.util.find_spec(_ROOM + name)
         assert spec is not None and spec.origin is not None
         found.update(Path(spec.origin).read_bytes())
     return found.hexdigest()[:16]

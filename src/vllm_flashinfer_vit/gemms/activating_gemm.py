@@ -4,7 +4,7 @@
 Without it, a pass of its own reads what the layer returns in 16 bits, and writes it
 once more, in e4m3. Where scales can be known beforehand, the GEMM writes that itself;
 of SwiGLU with scales of each token it writes half as many values, in 16 bits.
-`kernels.activating_gemm` is the kernel. It needs QuACK 0.6; see `quack_gemm`.
+`gemms.activating_kernel` is the kernel. It needs QuACK 0.6; see `epilogue_gemm`.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_flashinfer_vit.blocks import quack_gemm
-from vllm_flashinfer_vit.blocks.quack_gemm import FP8, Kernel, Layer, Tile
+from vllm_flashinfer_vit.gemms import epilogue_gemm
+from vllm_flashinfer_vit.gemms.epilogue_gemm import FP8, Kernel, Layer, Tile
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
 from vllm_flashinfer_vit.kernels.formats import MIN_ROW_SCALE, Activation
 
@@ -96,7 +96,7 @@ def fits(like: Layer, act: Act, dtype: torch.dtype) -> bool:
         is_whole
         and weight.dtype == FP8
         and weight.is_contiguous()
-        and quack_gemm.loads(weight, dtype)
+        and epilogue_gemm.loads(weight, dtype)
         and act.columns * act.dtype.itemsize % _STORED == 0
         and like.row_scales is not None
         and like.col_scales is not None
@@ -122,12 +122,14 @@ def compiled(like: Layer, act: Act, tile: Tile) -> Kernel:
     if act.quantizes:
         read["out_scales"] = out.new_empty(1, dtype=torch.float32)
     if act.is_gated:
-        gemm = "activating_gemm", "SwigluGemm"
-        return quack_gemm.compiled(
+        gemm = "activating_kernel", "SwigluGemm"
+        return epilogue_gemm.compiled(
             gemm, like, None, {**read, "out": out}, tile, half=act.width
         )
-    gemm = "activating_gemm", "ActivatingGemm"
-    return quack_gemm.compiled(gemm, like, out, read, tile, activation=act.activation)
+    gemm = "activating_kernel", "ActivatingGemm"
+    return epilogue_gemm.compiled(
+        gemm, like, out, read, tile, activation=act.activation
+    )
 
 
 def prepare(
@@ -175,9 +177,9 @@ def build(like: Layer, act: Act) -> str | None:
         None if all is right, else why the kernel cannot run the layer.
     """
     try:
-        x = quack_gemm.trial_rows(like.weight, TILE)
-        like = quack_gemm.with_row_scales(like, len(x))
-        sums = quack_gemm.project(x, like)
+        x = epilogue_gemm.trial_rows(like.weight, TILE)
+        like = epilogue_gemm.with_row_scales(like, len(x))
+        sums = epilogue_gemm.project(x, like)
         right = act_ref(sums, act.width, None, act.activation)
         # Half of the range, so that what is too large shows.
         scales = (right.abs().amax(1) / 224).clamp(min=MIN_ROW_SCALE)

@@ -6,10 +6,10 @@ as wgmma leaves them: a thread has, of each eight columns, two neighbours, in ro
 are eight apart.
 
 Sums of products in e4m3 stay in the tensor cores to their end, as vLLM's GEMMs leave
-them there; see `kernels.scaled_mm`.
+them there; see `gemms.scaled_mm`.
 
 It imports QuACK, and uses what QuACK 0.6 has for epilogues of other packages; see
-`blocks.quack_gemm`.
+`gemms.epilogue_gemm`.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 """The QKV projection that turns q and k as it writes them: one GEMM of QuACK's.
 
 Without it, a pass of its own reads q and k once more, and writes them once more.
-`kernels.turning_gemm` is the kernel, for weights of 16 bits and in FP8. It needs QuACK
-0.6; see `quack_gemm`.
+`gemms.turning_kernel` is the kernel, for weights of 16 bits and in FP8. It needs QuACK
+0.6; see `epilogue_gemm`.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_flashinfer_vit.blocks import quack, quack_gemm
-from vllm_flashinfer_vit.blocks.quack_gemm import FP8, Kernel, Layer, Tile, project
+from vllm_flashinfer_vit.gemms import epilogue_gemm, quack
+from vllm_flashinfer_vit.gemms.epilogue_gemm import FP8, Kernel, Layer, Tile, project
 from vllm_flashinfer_vit.kernels._alignment import UNIT
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
@@ -66,7 +66,7 @@ def fits(like: Layer, heads: Heads, table: torch.dtype, dtype: torch.dtype) -> b
         dtype: The output's.
     """
     return (
-        quack_gemm.loads(like.weight, dtype)
+        epilogue_gemm.loads(like.weight, dtype)
         and heads.head_dim % UNIT == 0
         and bool(heads.tiles(like.weight.dtype))
         and table in _TABLES
@@ -98,8 +98,8 @@ def compiled(
     """
     weight = like.weight
     angles = weight.new_empty(1, heads.head_dim // 2, dtype=table)
-    return quack_gemm.compiled(
-        ("turning_gemm", "TurningGemm"),
+    return epilogue_gemm.compiled(
+        ("turning_kernel", "TurningGemm"),
         like,
         weight.new_empty(1, len(weight), dtype=dtype),
         {"cos": angles, "sin": angles},
@@ -158,8 +158,8 @@ def build(
     """
     try:
         tiles = heads.tiles(like.weight.dtype)
-        x = quack_gemm.trial_rows(like.weight, max(tiles))
-        like = quack_gemm.with_row_scales(like, len(x))
+        x = epilogue_gemm.trial_rows(like.weight, max(tiles))
+        like = epilogue_gemm.with_row_scales(like, len(x))
         half = heads.head_dim // 2
         angles = torch.linspace(0, 6, len(x) * half, device=x.device).view(-1, half)
         cos, sin = angles.cos().to(table), angles.sin().to(table)
@@ -242,5 +242,5 @@ class Kernels:
     ) -> Callable[[Layer], None]:
         """Settle it, see `prepare`, for tables for which it `turns`."""
         sizes = len(x), self._outputs, self._multiprocessors
-        kernel = self._kernels[quack_gemm.tile_for(tuple(self._kernels), *sizes)]
+        kernel = self._kernels[epilogue_gemm.tile_for(tuple(self._kernels), *sizes)]
         return prepare(kernel, x, cos, sin, out)

@@ -9,7 +9,7 @@ eight of the other in turns, so that a thread holds both, and what it makes of t
 as wgmma would have left it.
 
 Numerics: scales, bias and activation in fp32 on the sums, one rounding. In e4m3 what is
-beyond 448 ends there, and NaN stays NaN. See `kernels.epilogue_gemm`.
+beyond 448 ends there, and NaN stays NaN. See `gemms.epilogue_kernel`.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from quack.activation import gelu_erf, gelu_tanh_approx, quick_gelu, swiglu
 from quack.cute_dsl_utils import mlir_namedtuple
 from quack.epilogue.ops import TileStore
 
-from vllm_flashinfer_vit.kernels.epilogue_gemm import (
+from vllm_flashinfer_vit.gemms.epilogue_kernel import (
     GROUP,
     PAIR,
     EpilogueGemm,

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_flashinfer_vit.kernels import cublaslt
+from vllm_flashinfer_vit.gemms import cublaslt
+from vllm_flashinfer_vit.gemms.catalog import CUTLASS, Scales
 from vllm_flashinfer_vit.kernels._vllm_ops import compiled_op
-from vllm_flashinfer_vit.kernels.gemms import CUTLASS, Scales
 from vllm_flashinfer_vit.kernels.row_scales_ref import scaled_mm_ref
 
 _CUTLASS_OP = "cutlass_scaled_mm"

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GEMMs of linear layers: those of libraries, and QuACK's with epilogues of our own.
+
+`catalog.py` names those of rows in FP8, which `scaled_mm.py` launches. `quack.py` calls
+QuACK's own kernels. `NAME_gemm.py` builds and launches what `NAME_kernel.py` computes
+on the device. It imports kernels.
+"""
