@@ -28,15 +28,9 @@ from csv_log import DTYPES, CsvLog, results_path
 from environment import Environment, device
 from failures import Failures
 from host_load import load_text
+from model_names import any_model
 from tower_bench import Bench
-from tower_cases import (
-    AUDIO_CASES,
-    CASES,
-    DENSE_CASES,
-    MODELS,
-    SMOKE_CASES,
-    any_model,
-)
+from tower_cases import AUDIO_CASES, CASES, DENSE_CASES, MODELS, SMOKE_CASES
 
 _KNOWN_CASES = {**DENSE_CASES, **AUDIO_CASES, **CASES, **SMOKE_CASES}
 

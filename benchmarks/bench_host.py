@@ -33,10 +33,11 @@ from environment import Environment, device
 from failures import Failures
 from host_layers import DTYPE, build_layers, provider_names, ready_calls, serves
 from host_load import load_text, watched_load
+from model_names import any_model, named_model
 from op_problems import make_problem
 from timing import host_ms
 from tower_bench import TURNS, Bench
-from tower_cases import Grids, any_model, named_model
+from tower_cases import Grids
 from tower_worker import RemoteTower
 from vllm_flashinfer_vit.choices.clock import order_of_turn
 from vllm_flashinfer_vit.towers.spec import resolve_spec

@@ -26,7 +26,8 @@ from chosen_rows import of_one_vllm, read
 from csv_log import DTYPES, CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS, Environment, device
 from failures import Failures
-from tower_cases import CASES, MODELS, SMOKE_CASES, Grids, named_model
+from model_names import named_model
+from tower_cases import CASES, MODELS, SMOKE_CASES, Grids
 
 # The only imports of the package: an older commit may have them elsewhere.
 from vllm_flashinfer_vit.choices.clock import capture

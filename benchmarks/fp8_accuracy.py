@@ -34,8 +34,9 @@ from failures import Failures
 from fp8_inputs import FULL, INPUTS, QKV, SMOKE, Images, Size, draw
 from fp8_layers import layer_rows
 from fp8_page import COLUMNS, markdown, read_rows
+from model_names import named_model
 from op_providers import layer_plan
-from tower_cases import MODELS, named_model
+from tower_cases import MODELS
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX
 
 # What vLLM looks back on, for upstream's method and the dynamic one alike.

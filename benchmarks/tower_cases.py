@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmarks of towers run: models, and the grids of each case."""
 
-import argparse
 import random
 from collections import defaultdict
-from collections.abc import Iterable
-from pathlib import Path
 
 Grids = tuple[tuple[int, int, int], ...]
 
@@ -59,37 +56,6 @@ MODELS = (
     "Qwen/Qwen2.5-VL-7B-Instruct",
     "Qwen/Qwen3-VL-8B-Instruct",
 )
-
-
-def named_model(text: str) -> str:
-    """Take a model of `--models`: one of the families that this package describes.
-
-    Raises:
-        argparse.ArgumentTypeError: It is neither a folder nor the name of such a model.
-    """
-    from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
-
-    return _known(text, NAMED_MODELS)
-
-
-def any_model(text: str) -> str:
-    """Take a model of `--models`: as `named_model`, or a tower whose blocks alone run.
-
-    Raises:
-        argparse.ArgumentTypeError: As `named_model`.
-    """
-    from block_stacks import NAMES
-    from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
-
-    return _known(text, (*NAMED_MODELS, *sorted(NAMES)))
-
-
-def _known(text: str, names: Iterable[str]) -> str:
-    if text not in names and not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no folder, and none of {', '.join(names)}"
-        )
-    return text
 
 
 def of_new_sizes(grids: Grids) -> tuple[list[Grids], list[Grids]]:

@@ -23,7 +23,8 @@ from contenders import Contender
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment, device
 from failures import Failures
-from tower_cases import CASES, MODELS, SMOKE_CASES, any_model
+from model_names import any_model
+from tower_cases import CASES, MODELS, SMOKE_CASES
 from tower_worker import RemoteTower, build_towers, title_of
 
 # The first that is found in a kernel's name decides.

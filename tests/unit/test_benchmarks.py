@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 import op_problems
 import op_providers
 import timing
-import tower_cases
 from correctness import (
     FP8_GATE,
     GATES,
@@ -37,6 +36,7 @@ from environment import (
     gpus_to_use,
 )
 from failures import Failures
+from model_names import any_model
 from vllm_flashinfer_vit.towers.whole_models import WHOLE_MODELS
 
 
@@ -84,7 +84,7 @@ def test_models_that_are_built_whole_are_refused():
     # A process of a tower calls it with patches and grids.
     for name in WHOLE_MODELS:
         with pytest.raises(argparse.ArgumentTypeError, match=r"none of .*, GLM-OCR"):
-            tower_cases.any_model(name)
+            any_model(name)
 
 
 def test_fp8_has_a_gate_of_its_own():
