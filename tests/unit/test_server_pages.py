@@ -35,18 +35,18 @@ def test_pages_say_what_servers_gain_on_an_h100() -> None:
     four = [r for r in lines if r["more arguments"] == ORDER[0]]
     many, alone = percents(gains(four, "64")), times(gains(four, "1"))
     readme = text_of("README.md")
-    assert f"with graphs {many} % and {alone}, without" in readme
     for name in ("serving.md", "results_h100.md"):
         page = text_of(name)
         assert f"full server answers {many} % more requests a second" in page
         assert f"{alone} times as soon" in page
     lines = server_lines(H100_RESULTS, setups=DEFAULT)
-    default = percents(gains(lines, "64")), times(gains(lines, "1"))
-    assert "without {} % and {}.".format(*default) in readme
+    full, one = percents(gains(lines, "64")), times(gains(lines, "1"))
+    said = f"{many} % more; {full} % | {alone} times as soon; {one} |"
+    assert f"| H100, graphs; default mode | {said}" in readme
     for name in ("serving.md", "results_h100.md"):
         page = text_of(name)
-        assert f"full server answers {default[0]} % more requests" in page
-        assert f"{default[1]} times as soon, and a full" in page
+        assert f"full server answers {full} % more requests" in page
+        assert f"{one} times as soon, and a full" in page
     first = {
         model: "{} ms in place of {}".format(
             *(f"{float(r[name].split()[0]):.0f}" for name in names)
