@@ -65,7 +65,9 @@ def _plain(argument: Any) -> Any:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+def library(
+    monkeypatch: pytest.MonkeyPatch, little_to_collect: None
+) -> Iterator[Library]:
     library = Library()
     monkeypatch.setattr(cublaslt, "_library", lambda: library)
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: HANDLE)

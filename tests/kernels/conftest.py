@@ -2,6 +2,7 @@
 """Fixtures of the kernels' tests."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -11,6 +12,16 @@ from _cudnn_graph import Graph
 
 from vllm_flashinfer_vit.kernels import cudnn, cudnn_fp8
 from vllm_flashinfer_vit.kernels._cudnn import PlanCache
+
+
+@pytest.fixture(scope="module")
+def little_to_collect() -> None:
+    """Leave all there is out of the collections that a module's tests ask for.
+
+    With the towers of other modules each would take seconds.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

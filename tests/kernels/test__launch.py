@@ -325,7 +325,7 @@ def test_a_triton_that_is_built_otherwise_runs_what_it_compiled(
         assert tuple(arguments[2:]) == REST
 
 
-@pytest.mark.usefixtures("machine")
+@pytest.mark.usefixtures("machine", "little_to_collect")
 @pytest.mark.parametrize("form", [*FORMS, None])
 def test_memory_is_held_of_what_was_settled_and_of_no_slot(form) -> None:
     """A launch is kept for a layout: it must not keep the first batch's tensors."""
