@@ -23,6 +23,7 @@ class Fp8Mlp:
         first: Its first layer.
         second: Its second layer.
         quantized: See `Mlp`.
+        activates: Whether its first GEMM does, in large passes.
     """
 
     def __init__(self, spec: BlockSpec, layers: Layers, activation: Activation) -> None:
@@ -33,6 +34,7 @@ class Fp8Mlp:
         self._width = layers.part(spec.second).input_size_per_partition
         self._activation = activation
         self._large = layers.activating(spec.first, self.first, self.second, activation)
+        self.activates = self._large is not None
 
     def _large_for(self, rows: int, can_bound: bool) -> QuackAct | None:
         large = self._large
@@ -64,6 +66,13 @@ class Fp8Mlp:
             call()
             now.is_bounded = True
         return Bound(large.bounds.factors(large.place), now.activated_scales)
+
+    def settle_small(self, now: Pass) -> None:
+        """Compile what activates in small passes."""
+        rows, scales = self.second.rows(now)
+        values, bias = now.first(self.first.outputs), self.first.bias
+        sizes = values, self._width, bias, self._activation
+        fp8_linear.prepare_rows(*sizes, rows, scales)
 
     def __call__(self, now: Pass) -> torch.Tensor:
         """Return the MLP's output, `[T, C]`, of the rows that the first layer reads."""

@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from vllm_flashinfer_vit.blocks import fp8_linear, norms
 from vllm_flashinfer_vit.blocks.attention_layer import AttentionLayer
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
+from vllm_flashinfer_vit.blocks.fp8_mlp import Fp8Mlp
 from vllm_flashinfer_vit.blocks.inputs import Inputs
 from vllm_flashinfer_vit.blocks.layers import Layers, gets_adapters
 from vllm_flashinfer_vit.blocks.linear import BlockWeights, run
@@ -162,6 +163,18 @@ class BlockProgram:
         # Blocks of a tower are alike, and so are said once.
         logger.debug_once("The vision tower's blocks run %s", steps)
         self.is_ready = True
+        if isinstance(self._mlp, Fp8Mlp) and self._mlp.activates:
+            self._settle_small(self._mlp)
+
+    def _settle_small(self, mlp: Fp8Mlp) -> None:
+        """Compile what runs in small passes alone: vLLM's profiling is a large one."""
+        weight = self._norm2.weight
+        x = weight.new_empty(1, len(weight), dtype=self._attention.dtype)
+        now = Pass([self.widths(1, False)], x, None, False)
+        normed, scales = _read_by(now, mlp.first)
+        branches, scaled = (now.attended,), self._layer_scales()[:1]
+        self._prepare_sum(x, branches, self._norm2, normed, scales, scaled, None)
+        mlp.settle_small(now)
 
     def widths(self, rows: int, can_bound: bool) -> Widths:
         """Return the columns of the buffers that a pass needs; see `Pass`."""
