@@ -24,8 +24,9 @@ from _models import noise
 from test_quantized_towers import true_tower
 
 from cases import relative_error
-from vllm_flashinfer_vit.blocks import fp8_methods, quack_gemm
+from vllm_flashinfer_vit.blocks import fp8_methods
 from vllm_flashinfer_vit.choices.clock import capture
+from vllm_flashinfer_vit.gemms import epilogue_gemm
 from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +39,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not quack_gemm.is_available():
+    if not epilogue_gemm.is_available():
         pytest.skip("needs a Hopper GPU and QuACK 0.6")
     # Tests' layers have kernels of a class of their own.
     monkeypatch.setattr(fp8_methods, "can_launch", lambda layer, kernel: True)
