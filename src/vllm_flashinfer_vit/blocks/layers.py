@@ -134,11 +134,18 @@ class Layers(NamedTuple):
         return failure
 
     def _trial(self, layer: Any, gemm: str) -> str | None:
-        """Try a GEMM once for all layers that are like this one."""
-        trials, sizes = self.tower.trials, ("fp8", gemm, *fp8_linear.alike(layer))
-        if sizes not in trials:
-            trials[sizes] = fp8_linear.trial(layer, gemm, self.tower.problems)
-        return trials[sizes]
+        """Return why a GEMM in FP8 cannot run a layer, None if it can."""
+        key = "fp8", gemm, *fp8_linear.alike(layer)
+        return self._tried(key, fp8_linear.trial, layer, gemm, self.tower.problems)
+
+    def _tried(
+        self, key: tuple[object, ...], trial: Callable[..., str | None], *given: object
+    ) -> str | None:
+        """Try a kernel once for all layers that are alike by `key`."""
+        trials = self.tower.trials
+        if key not in trials:
+            trials[key] = trial(*given)
+        return trials[key]
 
     def own(self, path: str) -> OwnLinear:
         """Return a layer as vLLM runs it, and say so if it is quantised."""
@@ -254,10 +261,7 @@ class Layers(NamedTuple):
         if not turning_gemm.fits(like, heads, table, dtype):
             return None
         key = "quack_turn", *like.alike, heads, table, dtype
-        trials = self.tower.trials
-        if key not in trials:
-            trials[key] = turning_gemm.build(like, heads, table, dtype)
-        if reason := trials[key]:
+        if reason := self._tried(key, turning_gemm.build, like, heads, table, dtype):
             logger.warning_once(
                 "QuACK cannot turn q and k in %s of the vision tower's blocks, so a "
                 "pass of its own turns them: %s",
@@ -308,13 +312,10 @@ class Layers(NamedTuple):
         if not activating_gemm.fits(like, act, dtype):
             return None
         key = "quack_act", *like.alike, act
-        trials = self.tower.trials
-        if key not in trials:
-            trials[key] = activating_gemm.build(like, act)
-        of_bound = "act_bound", *like.alike
-        if needs_bound and of_bound not in trials:
-            trials[of_bound] = act_bound.trial(like)
-        if reason := trials[key] or (needs_bound and trials[of_bound]):
+        reason = self._tried(key, activating_gemm.build, like, act)
+        if reason is None and needs_bound:
+            reason = self._tried(("act_bound", *like.alike), act_bound.trial, like)
+        if reason is not None:
             logger.warning_once(
                 "QuACK cannot run %s of the vision tower's blocks with its activation, "
                 "so a pass of its own applies that: %s",
@@ -349,11 +350,9 @@ class Layers(NamedTuple):
         if not quack.fits(len(weight), weight.shape[1], weight.dtype, activation):
             return None
         has_bias = weights.bias is not None
-        sizes = "quack", *weight.shape, weight.dtype, activation, has_bias
-        trials = self.tower.trials
-        if sizes not in trials:
-            trials[sizes] = quack.build(weight, weights.bias, activation, expected)
-        if reason := trials[sizes]:
+        key = "quack", *weight.shape, weight.dtype, activation, has_bias
+        given = weight, weights.bias, activation, expected
+        if reason := self._tried(key, quack.build, *given):
             logger.warning_once(
                 "QuACK cannot run %s of the vision tower's blocks, so batches of every "
                 "size run as small ones do: %s",
