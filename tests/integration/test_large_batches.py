@@ -165,6 +165,20 @@ def test_videos_that_a_model_does_not_capture_leave_images_their_graph() -> None
     assert (manager.token_budgets[-1], manager.graph_hits) == (96, 1)
 
 
+def test_videos_that_ranks_cannot_gather_are_left_to_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stock would gather 2**30 tokens of each rank, which no GPU holds."""
+    monkeypatch.setattr(padded, "get_tensor_model_parallel_rank", lambda: 0)
+    name = "moonshotai/Kimi-K2.5"
+    tower, case = built(name), CASES[name]
+    manager = build_manager(tower, max_tokens=256, data_parallel=True)
+    before = counted()["graph_misses"]
+    with tower.running(), manager.counting.step():
+        assert manager.execute(case.inputs([[1, 8, 8], [2, 4, 4]])) is None
+    assert counted()["graph_misses"] - before == 2
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_knows_its_patches(name: str) -> None:
     tower, case = built(name), CASES[name]

@@ -71,22 +71,38 @@ class PaddedManager(EncoderCudaGraphManager):
     def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """Encode items, and count those that a graph served.
 
-        None for those that are embeddings already, and for those that are faster
-        without a graph: runners have the model take them.
+        None for those that are embeddings already, for those that are faster without a
+        graph, and for those that ranks cannot gather: runners have the model take them.
         """
         if not _EMBEDDINGS.isdisjoint(mm_kwargs):
             return None
+        if self.use_dp and self._has_endless(mm_kwargs):
+            self._leave(mm_kwargs, "graph_misses")
+            return None
         if self._is_large(mm_kwargs):
-            # Ranks with items of their own would each count all of them.
-            if not self.use_dp or get_tensor_model_parallel_rank() == 0:
-                items = len(self._get_item_specs(mm_kwargs))
-                self.counting.add(items, "graph_large")
+            self._leave(mm_kwargs, "graph_large")
             return None
         hits, misses = self.graph_hits, self.graph_misses
         outputs = super().execute(mm_kwargs)
         self.counting.add(self.graph_hits - hits, "graph_hits")
         self.counting.add(self.graph_misses - misses, "graph_misses")
         return outputs
+
+    def _leave(self, mm_kwargs: dict[str, Any], counter: str) -> None:
+        """Count items that the model is to take."""
+        # Ranks with items of their own would each count all of them.
+        if not self.use_dp or get_tensor_model_parallel_rank() == 0:
+            self.counting.add(len(self._get_item_specs(mm_kwargs)), counter)
+
+    def _has_endless(self, mm_kwargs: dict[str, Any]) -> bool:
+        """Return whether an item is said to have more tokens than any prompt.
+
+        So are Kimi-K2.5's videos, of which it captures none: ranks that encode items of
+        their own would gather as many tokens.
+        """
+        most = self.vllm_config.model_config.max_model_len
+        specs = self._get_item_specs(mm_kwargs)
+        return any(spec.output_tokens > most for spec in specs)
 
     def _is_large(self, mm_kwargs: dict[str, Any]) -> bool:
         """Return whether a graph would only pad a batch."""
