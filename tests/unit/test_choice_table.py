@@ -2,6 +2,7 @@
 """Files of measured choices: names, what is written, and what is refused."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,10 @@ def _with_classes(*rows: Any) -> dict[str, Any]:
     return {"classes": {"bfloat16/80": list(rows)}}
 
 
+def _measured(us: float) -> dict[str, Any]:
+    return Measurement("bfloat16", 80, 64, 4, {"cudnn": us})._asdict()
+
+
 def _with_gemms(*rows: Any, name: str = "bfloat16/64x48/rows") -> dict[str, Any]:
     found = [row if isinstance(row, dict) else _gemm(row) for row in rows]
     return {"gemms": {name: found}}
@@ -170,6 +175,14 @@ def _row(
             {"measurements": [{"us": {}}]},
             "measurements[0].dtype is missing",
             id="measurement",
+        ),
+        *(
+            pytest.param(
+                {"measurements": [_measured(us)]},
+                f"measurements[0].us.cudnn is {us}",
+                id=f"{us}-us",
+            )
+            for us in (0.0, -1.0, math.nan, math.inf)
         ),
         pytest.param({"left_out": None}, "left_out is None, not a list", id="left-out"),
         pytest.param(_with_classes(), "lacks the last class", id="no-class"),
@@ -247,6 +260,15 @@ def _row(
             {"gemm_measurements": [{"layer": "bfloat16/64x48/rows", "rows": 64}]},
             "gemm_measurements[0].us is missing",
             id="gemm-measurement",
+        ),
+        pytest.param(
+            {
+                "gemm_measurements": [
+                    {"layer": "bfloat16/64x48/rows", "rows": 64, "us": {"cutlass": 0}}
+                ]
+            },
+            "gemm_measurements[0].us.cutlass is 0",
+            id="gemm-in-no-time",
         ),
         pytest.param(
             {"gemm_measurements": [{"layer": "qkv", "rows": 64, "us": {}}]},

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, NamedTuple, Self, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from vllm_flashinfer_vit.gemms.catalog import GEMMS, SCALES, Scales
 from vllm_flashinfer_vit.machine.json_files import one_of
@@ -71,6 +71,8 @@ class GemmMeasurement(NamedTuple):
 
 
 _Name = Annotated[str, one_of(GEMMS)]
+# Microseconds, of which classes may be derived again: by ratios and logarithms.
+Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Row(BaseModel):
@@ -127,4 +129,4 @@ class GemmMeasurementRow(BaseModel):
 
     layer: Annotated[str, AfterValidator(_layer)]
     rows: int
-    us: dict[_Name, float]
+    us: dict[_Name, Time]

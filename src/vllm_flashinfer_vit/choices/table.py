@@ -23,6 +23,7 @@ from vllm_flashinfer_vit.choices.gemm_table import (
     GemmMeasurement,
     GemmMeasurementRow,
     GemmRows,
+    Time,
 )
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine import files
@@ -350,7 +351,7 @@ class _MeasurementRow(_Part):
     head_dim: int
     longest: int
     num_seqs: int
-    us: dict[str, float]
+    us: dict[str, Time]
 
 
 class _Document(_Part):
