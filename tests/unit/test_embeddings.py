@@ -11,6 +11,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from vllm_flashinfer_vit.commands import embeddings  # noqa: E402
+from vllm_flashinfer_vit.commands.images import JobError  # noqa: E402
 from vllm_flashinfer_vit.machine.files import FileError  # noqa: E402
 
 METADATA = {"model": "m", "weights": "w", "depth": "1 of 2", "backends": "FLASHINFER"}
@@ -41,3 +42,8 @@ def test_it_replaces_no_file_of_another_kind(tmp_path: Path, content: bytes) -> 
     path.write_bytes(content)
     with pytest.raises(FileError, match="holds no embeddings"):
         embeddings.check(path, keep=[], names=["a.png"])
+
+
+def test_a_name_that_would_make_the_file_unreadable_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"cannot hold the name '__metadata__'"):
+        embeddings.check(tmp_path / "out", keep=[], names=["a.png", "__metadata__"])

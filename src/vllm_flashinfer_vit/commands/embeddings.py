@@ -11,6 +11,8 @@ from safetensors.torch import save
 from vllm_flashinfer_vit.commands.images import JobError
 from vllm_flashinfer_vit.machine import files
 
+# What safetensors calls the metadata: a tensor of this name makes a file unreadable.
+_METADATA = "__metadata__"
 # Of the metadata: every file has them, and no checkpoint's.
 _OWN = {"model", "weights", "depth", "backends"}
 
@@ -29,6 +31,11 @@ def check(path: Path, keep: Iterable[Path], names: Iterable[str]) -> None:
     """
     files.check(path, keep=keep)
     for name in names:
+        if name == _METADATA:
+            raise JobError(
+                f"{path} cannot hold the name {name!r}, which stands for something "
+                "else there; rename that file or folder, or leave --output out"
+            )
         try:
             name.encode()
         except UnicodeError:
