@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tune --add` measures a part of a table and leaves the rest as it was."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,17 @@ def test_another_head_dim_comes_beside_those_of_before(path: Path) -> None:
         "vllm-flashinfer-vit tune --dtypes bf16 --head-dims 80,64",
         "vllm-flashinfer-vit tune --add --dtypes bf16 --head-dims 96",
     ]
+
+
+def test_a_file_that_does_not_say_its_command_is_added_to(path: Path) -> None:
+    document = json.loads(path.read_text())
+    del document["made_by"]["command"]
+    path.write_text(json.dumps(document))
+    assert tune(path, "--add", "--head-dims", "96").exit_code == 0
+    table = tuned.read_file(path, "NVIDIA H200")
+    assert table is not None
+    assert list(table.classes) == ["bfloat16/80", "bfloat16/64", "bfloat16/96"]
+    assert table.made_by["command"].startswith("unknown && vllm-flashinfer-vit tune")
 
 
 def test_what_is_measured_again_is_replaced(

@@ -191,7 +191,9 @@ def added(old: Table, new: Table) -> Table:
     return Table(
         {
             **new.made_by,
-            "command": f"{old.made_by['command']} && {new.made_by['command']}",
+            "command": " && ".join(
+                str(table.made_by.get("command", "unknown")) for table in (old, new)
+            ),
         },
         kept | dict(new.classes),
         (
