@@ -218,9 +218,16 @@ class TestDamagedCheckpoint:
             def load_weights(self, weights: Any) -> None:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
+        class FullCpu(torch.nn.Module):
+            def load_weights(self, weights: Any) -> None:
+                torch.empty(2**60, dtype=torch.uint8)
+
         # No fault of the checkpoint's.
+        spec = resolve_spec(str(checkpoint[0]))
         with pytest.raises(torch.OutOfMemoryError):
-            load_weights(Full(), resolve_spec(str(checkpoint[0])), checkpoint[0])
+            load_weights(Full(), spec, checkpoint[0])
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            load_weights(FullCpu(), spec, checkpoint[0])
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
     def test_weights_that_are_not_finite(

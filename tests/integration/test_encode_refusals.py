@@ -219,11 +219,15 @@ class TestBadInput:
         self.refused(r"FLASH_ATTN does not run", path, backends=["FLASH_ATTN"])
 
     @pytest.mark.parametrize("command", ["encode", "calibrate"])
+    @pytest.mark.parametrize("device", ["cuda", "cpu"])
     def test_no_memory_for_the_tower(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, device: str
     ) -> None:
         def build(*args: Any, **how: Any) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            if device == "cuda":
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            # The CPU's allocator has no error class of its own.
+            torch.empty(2**60, dtype=torch.uint8)
 
         monkeypatch.setattr(model_tower, "build_tower", build)
         path = save_image(tmp_path / "a.png", 60, 60)

@@ -26,6 +26,7 @@ from vllm_flashinfer_vit.towers import model_tower
 from vllm_flashinfer_vit.towers.built import Built
 from vllm_flashinfer_vit.towers.resolve import resolve
 from vllm_flashinfer_vit.towers.spec import Spec
+from vllm_flashinfer_vit.towers.weights import is_out_of_memory
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -190,7 +191,9 @@ def memory_hint(
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise JobError(
             f"{device_name(device)} has too little memory ({error}); {advice}"
         ) from error

@@ -90,6 +90,14 @@ def make_attention_matter(module: nn.Module) -> None:
             norm.weight.data.fill_(float(cast(Any, part).head_dim) ** -0.5)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether a device has too little memory for tensors, the CPU included."""
+    # PyTorch has no class for the CPU's; the message names what allocates.
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
 def load_weights(visual: Any, spec: TowerSpec, folder: Path) -> None:
     """Fill a tower's parameters with a checkpoint's.
 
@@ -116,7 +124,7 @@ def load_weights(visual: Any, spec: TowerSpec, folder: Path) -> None:
     try:
         visual.load_weights(weights())
     except (LookupError, ValueError, AssertionError, RuntimeError) as error:
-        if isinstance(error, TowerError | torch.OutOfMemoryError):
+        if isinstance(error, TowerError) or is_out_of_memory(error):
             raise
         # vLLM's own assertions say nothing.
         reason = str(error) or type(error).__name__
