@@ -34,7 +34,7 @@ FAST := -m "not extended and not gpu"
 
 help:
 	@echo "make encode   install, then encode the example images"
-	@echo "make test     install, then run the fast tests, some five minutes on two cores"
+	@echo "make test     install, then run the fast tests, some seven minutes on two cores"
 	@echo "make test-all all tests that need no GPU; on a GPU: make test-gpu"
 	@echo "make canary VLLM=...   what works with another vLLM: a release, or a wheel"
 	@echo "make fingerprints RELEASES=...   note a release of vLLM that was read"

@@ -116,7 +116,7 @@ def with_layer(name: str) -> dict[str, Any]:
 )
 @example(document=with_name("bfloat16/" + "8" * 5000))
 @example(document=with_layer("bfloat16/" + "8" * 5000 + "x16/rows"))
-@fuzz(250)
+@fuzz(100)
 def test_one_wrong_entry_leaves_a_table_that_serves_or_an_error(
     folder: Path, document: Any
 ) -> None:

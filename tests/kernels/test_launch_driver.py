@@ -119,6 +119,7 @@ print(json.dumps(found))
 
 
 @no_gpu
+@pytest.mark.extended
 def test_a_settled_launch_hands_the_driver_what_tritons_does(tmp_path) -> None:
     """With the installed Triton's own code around its C launcher."""
     done = subprocess.run(

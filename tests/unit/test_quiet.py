@@ -24,6 +24,7 @@ assert passes(logging.WARNING)
 """
 
 
+@pytest.mark.extended
 def test_warnings_of_transformers_stay_out_and_come_again() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, check=False
