@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMMs of linear layers: those of libraries, and QuACK's with epilogues of our own.
+"""GEMMs of linear layers: of libraries, and QuACK's with this package's epilogues.
 
 `catalog.py` names those of rows in FP8, which `scaled_mm.py` launches. `quack.py` calls
 QuACK's own kernels. `NAME_gemm.py` builds and launches what `NAME_kernel.py` computes
