@@ -264,7 +264,7 @@ def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
     mlp = program._mlp
     hidden = mlp.hidden_of(now)
     return {
-        "QKV projection": lambda: program._project(now),
+        "QKV projection": lambda: program._qkv(now),
         "rotary, attention": lambda: program._attend(now, x, now.qkv, given),
         "projection": lambda: program._projected(now, settled, context),
         "sum, norm": lambda: program._sum(
@@ -276,7 +276,7 @@ def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
         ),
         "memory for the sum": lambda: torch.empty_like(x),
         "last sum, norm": lambda: program._sum(
-            now, x, (attended, normed), following._norm1, total, following._qkv, ()
+            now, x, (attended, normed), following._norm1, total, following._qkv.step, ()
         ),
     }
 

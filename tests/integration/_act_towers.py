@@ -20,10 +20,10 @@ from _fp8_layers import (
 from torch import nn
 
 from cases import relative_error
-from vllm_flashinfer_vit.blocks import layers
+from vllm_flashinfer_vit.blocks import quack_act
 from vllm_flashinfer_vit.blocks.act_bound import factors_of
-from vllm_flashinfer_vit.blocks.quack_steps import QuackAct
-from vllm_flashinfer_vit.gemms import activating_gemm, epilogue_gemm
+from vllm_flashinfer_vit.blocks.quack_act import QuackAct
+from vllm_flashinfer_vit.gemms import activating_gemm, epilogue_gemm, turning_gemm
 from vllm_flashinfer_vit.gemms.activating_gemm import Act
 from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer, Tile, project
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
@@ -98,9 +98,9 @@ def pretend_activating(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(activating_gemm, "compiled", compiled)
     monkeypatch.setattr(activating_gemm, "prepare", prepare)
     # Projections that turn q and k have tests of their own.
-    monkeypatch.setattr(layers.turning_gemm, "fits", lambda *args: False)
-    for name in ("MIN_QUACK_ACT_ROWS", "MIN_QUACK_BOUND_ROWS"):
-        monkeypatch.setattr(layers, name, MIN_ROWS)
+    monkeypatch.setattr(turning_gemm, "fits", lambda *args: False)
+    for name in ("MIN_ROWS", "MIN_ROWS_BOUNDED"):
+        monkeypatch.setattr(quack_act, name, MIN_ROWS)
     return seen
 
 

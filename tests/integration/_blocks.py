@@ -98,7 +98,7 @@ def kinds(of: Tower) -> set[tuple[str, ...]]:
     return {
         tuple(
             type(step).__name__
-            for step in (one._qkv, one._proj, one._mlp.first, one._mlp.second)
+            for step in (one._qkv.step, one._proj, one._mlp.first, one._mlp.second)
         )
         for one in programs(of)
     }

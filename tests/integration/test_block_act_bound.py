@@ -32,7 +32,7 @@ from _towers import cpu_only
 from torch import nn
 
 from cases import relative_error
-from vllm_flashinfer_vit.blocks import act_bound, layers
+from vllm_flashinfer_vit.blocks import act_bound, quack_act
 from vllm_flashinfer_vit.blocks.act_bound import Bounds, factors_of
 from vllm_flashinfer_vit.towers.tower import Tower
 
@@ -94,7 +94,7 @@ def test_a_bound_that_cannot_be_computed(
     family: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(act_bound, "trial", lambda layer: "no compiler")
-    lines = log_of(layers, monkeypatch)
+    lines = log_of(quack_act, monkeypatch)
     assert not any(larges(served_bf16(family, "tensor")))
     assert any("applies that: no compiler" in line for line in lines)
     # Scales that are given need none.

@@ -30,7 +30,7 @@ from _towers import cpu_only
 from torch.nn.functional import linear
 
 from cases import relative_error
-from vllm_flashinfer_vit.blocks import layers
+from vllm_flashinfer_vit.blocks import layers, qkv
 from vllm_flashinfer_vit.blocks import mlp as mlp_module
 from vllm_flashinfer_vit.gemms import epilogue_gemm, quack
 from vllm_flashinfer_vit.gemms.quack import SWIGLU, Views
@@ -89,7 +89,7 @@ def set_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the batch of `outputs` be a large one."""
     monkeypatch.setattr(mlp_module, "MIN_QUACK_ROWS", ROWS)
-    monkeypatch.setattr(layers, "MIN_QUACK_PLAIN_ROWS", ROWS)
+    monkeypatch.setattr(qkv, "MIN_QUACK_ROWS", ROWS)
 
 
 def build_bf16(family: str) -> Tower:
@@ -230,7 +230,7 @@ class TestQuack:
     ) -> None:
         def taken(dtype: torch.dtype = torch.bfloat16, **vision: Any) -> list[bool]:
             one = programs(build(family, dtype=dtype, **vision))[0]
-            return [one._large_qkv is not None, one._mlp.large is not None]
+            return [one._qkv.large is not None, one._mlp.large is not None]
 
         assert taken() == [True, True]
         assert taken(torch.float16) == [True, True]

@@ -50,7 +50,7 @@ from _towers import cpu_only
 from torch import nn
 
 from cases import relative_error, values
-from vllm_flashinfer_vit.blocks import layers
+from vllm_flashinfer_vit.blocks import quack_act
 from vllm_flashinfer_vit.blocks.fp8_mlp import Fp8Mlp
 from vllm_flashinfer_vit.gemms import activating_gemm, epilogue_gemm
 from vllm_flashinfer_vit.gemms.epilogue_gemm import FP8
@@ -370,7 +370,7 @@ class TestWhoGetsNone:
         calls: Calls,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        said = log_of(layers, monkeypatch)
+        said = log_of(quack_act, monkeypatch)
         right = activating_gemm.prepare
 
         def prepare(kernel: Any, x: Any, out: torch.Tensor, *rest: Any) -> Any:

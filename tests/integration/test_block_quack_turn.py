@@ -26,7 +26,7 @@ from _models import noise
 from _towers import HAS_GPU, cpu_only
 
 from cases import relative_error
-from vllm_flashinfer_vit.blocks import layers
+from vllm_flashinfer_vit.blocks import quack_turn
 from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 from vllm_flashinfer_vit.gemms import epilogue_gemm, turning_gemm
 from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer, project
@@ -66,8 +66,8 @@ def calls(direct: None, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     monkeypatch.setattr(epilogue_gemm, "is_available", lambda: True)
     monkeypatch.setattr(turning_gemm, "compiled", compiled)
     monkeypatch.setattr(turning_gemm, "prepare", prepare)
-    monkeypatch.setattr(layers, "MIN_QUACK_TURN_ROWS", 256)
-    monkeypatch.setattr(layers, "MIN_QUACK_TURN_ROWS_FP8", 264)
+    monkeypatch.setattr(quack_turn, "MIN_ROWS", 256)
+    monkeypatch.setattr(quack_turn, "MIN_ROWS_FP8", 264)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return seen
@@ -148,7 +148,7 @@ class TestTurning:
     def test_results_that_are_wrong(
         self, family: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        said = log_of(layers, monkeypatch)
+        said = log_of(quack_turn, monkeypatch)
         right = turning_gemm.prepare
 
         def prepare(*args: Any) -> Callable[[Layer], None]:
@@ -174,7 +174,7 @@ class TestTurning:
     ) -> None:
         def has(dtype: torch.dtype = torch.bfloat16, **vision: Any) -> bool:
             one = programs(build(family, dtype=dtype, **vision))[0]
-            return one._turning_qkv is not None
+            return one._qkv.turning is not None
 
         assert has() and has(torch.float16)
         assert not has(torch.float32)
@@ -197,8 +197,8 @@ def test_other_tables_are_left_to_attention(family: str, calls: list[Call]) -> N
     with without("quack_turn"):
         expected = outputs(build_bf16(family))
     for one in programs(served):
-        assert one._turning_qkv is not None
-        one._turning_qkv.kernels._table = torch.float16
+        assert one._qkv.turning is not None
+        one._qkv.turning.kernels._table = torch.float16
     calls.clear()
     assert torch.equal(outputs(served), expected)
     assert not calls
@@ -212,13 +212,13 @@ def test_projections_in_fp8(
 ) -> None:
     """Their rows come quantised, by a scale that is given or each by its own."""
     tower = served(family, scheme, dtype=torch.bfloat16)
-    turning = [one._turning_qkv for one in programs(tower)]
+    turning = [one._qkv.turning for one in programs(tower)]
     assert all(turning)
     calls.clear()
     found = outputs(tower)
     assert len(calls) == len(turning)
     for one in programs(tower):
-        one._turning_qkv = None
+        one._qkv.turning = None
         one._tower.forget()
     calls.clear()
     expected = outputs(tower)
@@ -278,7 +278,7 @@ class TestOnAGpu:
         served = self.build(model)
         if not epilogue_gemm.is_available():
             pytest.skip("needs QuACK 0.6")
-        assert programs(served)[0]._turning_qkv is not None
+        assert programs(served)[0]._qkv.turning is not None
         with without("quack_turn"):
             apart = self.build(model)
         with without("quack_turn", "quack_mlp", "quack_qkv"):

@@ -419,7 +419,7 @@ def test_a_gpu_kernel_is_not_launched_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     tower = served("qwen2_vl", "tensor")
     assert kinds(tower) == {("OwnLinear",) * 4}
-    assert isinstance(programs(tower)[0]._qkv, OwnLinear)
+    assert isinstance(programs(tower)[0]._qkv.step, OwnLinear)
 
 
 def test_steps_say_which_scales() -> None:
@@ -427,4 +427,4 @@ def test_steps_say_which_scales() -> None:
     assert steps["attn.qkv"] == "FP8 by CUTLASS; the layer's scale"
     steps = programs(served("qwen2_vl", "tensor"))[0].steps
     assert steps["mlp.fc2"] == "FP8 by CUTLASS; a scale for each token"
-    assert isinstance(programs(served("qwen2_vl", "tensor"))[0]._qkv, Fp8Linear)
+    assert isinstance(programs(served("qwen2_vl", "tensor"))[0]._qkv.step, Fp8Linear)

@@ -103,7 +103,7 @@ def in_programs(tower: Tower) -> int:
     return sum(
         isinstance(step, Fp8Linear)
         for one in programs(tower)
-        for step in (one._qkv, one._proj, one._mlp.first, one._mlp.second)
+        for step in (one._qkv.step, one._proj, one._mlp.first, one._mlp.second)
     )
 
 

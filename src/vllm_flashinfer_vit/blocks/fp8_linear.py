@@ -28,6 +28,7 @@ from vllm_flashinfer_vit.blocks.tower_pass import Pass
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
 from vllm_flashinfer_vit.gemms.catalog import scales_of
 from vllm_flashinfer_vit.gemms.cublaslt import Problems
+from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer
 from vllm_flashinfer_vit.gemms.scaled_mm import ScaledGemm, ScaledWeight, scaled_gemm
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
 from vllm_flashinfer_vit.kernels.formats import Activation, num_groups
@@ -150,6 +151,26 @@ class Fp8Linear:
     def bias(self) -> torch.Tensor | None:
         """`[outputs]` without padding, or None."""
         return self.weights.bias
+
+    @property
+    def like_scales(self) -> torch.Tensor:
+        """Scales like those of the layer's rows, which may not exist yet."""
+        given = self.weights.input_scale
+        return self.weights.scaled.scale if given is None else given
+
+    def as_layer(self, scales: torch.Tensor, bias: torch.Tensor | None) -> Layer:
+        """Return the layer as QuACK's GEMMs take it, where it is now.
+
+        Args:
+            scales: Of its rows.
+            bias: What the kernel adds, or None.
+        """
+        scaled = self.weights.scaled
+        found = scaled.made.get("quack")
+        if found is None:
+            found = scaled.made["quack"] = scaled.weight.t(), scaled.scale.flatten()
+        weight, col_scales = found
+        return Layer(weight, bias, scales.flatten(), col_scales)
 
     def rows(self, now: Pass) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where a pass has the layer's rows, `[T, inputs]`, and their scales."""

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_flashinfer_vit.blocks import fp8_linear
+from vllm_flashinfer_vit.blocks import fp8_linear, quack_act
 from vllm_flashinfer_vit.blocks.layers import Layers
-from vllm_flashinfer_vit.blocks.quack_steps import QuackAct
+from vllm_flashinfer_vit.blocks.quack_act import QuackAct
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import MlpWidths, Pass
 from vllm_flashinfer_vit.kernels.formats import Activation, Bound
@@ -33,7 +33,7 @@ class Fp8Mlp:
         self.quantized = self.first, self.second
         self._width = layers.part(spec.second).input_size_per_partition
         self._activation = activation
-        self._large = layers.activating(spec.first, self.first, self.second, activation)
+        self._large = quack_act.resolve(layers, spec.first, *self.quantized, activation)
         self.activates = self._large is not None
 
     def _large_for(self, rows: int, can_bound: bool) -> QuackAct | None:

@@ -11,7 +11,7 @@ from vllm_flashinfer_vit.blocks import fp8_methods
 from vllm_flashinfer_vit.blocks.aligned_linear import align, padded_inputs
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.fp8_mlp import Fp8Mlp
-from vllm_flashinfer_vit.blocks.layers import MIN_QUACK_ROWS, Layers
+from vllm_flashinfer_vit.blocks.layers import Layers
 from vllm_flashinfer_vit.blocks.linear import (
     OwnLinear,
     Step,
@@ -26,6 +26,9 @@ from vllm_flashinfer_vit.gemms import quack
 from vllm_flashinfer_vit.kernels._vllm_ops import compiled_op
 from vllm_flashinfer_vit.kernels.formats import Activation
 
+# From how many rows on QuACK is faster than cuBLAS and an activation on an H200
+# (docs/experiments.md).
+MIN_QUACK_ROWS = 1024
 _QUACK_NAMES = {
     "swiglu": quack.SWIGLU,
     "quick_gelu": quack.QUICK_GELU,

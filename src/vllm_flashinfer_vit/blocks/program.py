@@ -26,6 +26,7 @@ from vllm_flashinfer_vit.blocks.layers import Layers, gets_adapters
 from vllm_flashinfer_vit.blocks.linear import BlockWeights, run
 from vllm_flashinfer_vit.blocks.mlp import build_mlp, pad_rows
 from vllm_flashinfer_vit.blocks.norms import Norm
+from vllm_flashinfer_vit.blocks.qkv import Qkv
 from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled, TowerProgram, Widths
@@ -142,9 +143,8 @@ class BlockProgram:
             self.steps,
             self._index,
         )
-        heads = self._turned_heads()
-        self._qkv, self._large_qkv, turns = layers.qkv(spec.qkv, heads)
-        self._turning_qkv = turns
+        self._qkv = Qkv(spec.qkv, layers, self._turned_heads())
+        turns = self._qkv.turning
         attention.gets_turned = turns is not None
         self._group = None
         # What ranks gather are tensors of its own for each block.
@@ -182,7 +182,7 @@ class BlockProgram:
         if not self.is_ready:
             return Widths(0, 0, 0, 0, 0, 0)
         heads, kv_heads, head_dim = self._heads
-        layers = self._qkv, self._proj, *self._mlp.quantized
+        layers = self._qkv.step, self._proj, *self._mlp.quantized
         quantized = [layer for layer in layers if isinstance(layer, Fp8Linear)]
         return Widths(
             (heads + 2 * kv_heads) * head_dim,
@@ -240,7 +240,7 @@ class BlockProgram:
             x = x.contiguous()
             now = tower.begin(x)
             self._inputs.clear_padding(now, x, given)
-            normed, scales = _read_by(now, self._qkv)
+            normed, scales = _read_by(now, self._qkv.step)
             norms.write_norm(self._norm1, x.view(now.normed.shape), normed, scales)
             if self._index == 0:
                 self._count(now, x, given)
@@ -262,7 +262,7 @@ class BlockProgram:
         # Its scale of rows, given in FP8, is read here already.
         following._weights.refresh()
         total = torch.empty_like(x)
-        self._sum(now, x, (attended, out), norm, total, following._qkv, scaled)
+        self._sum(now, x, (attended, out), norm, total, following._qkv.step, scaled)
         tower.hand_on(now, self._index + 1, total)
         return total
 
@@ -316,14 +316,6 @@ class BlockProgram:
             )
         call(x, branches, norm, total, scales, layer_scales, bound)
 
-    def _project(self, now: Pass) -> torch.Tensor:
-        if isinstance(self._qkv, Fp8Linear):
-            return self._qkv(now, *self._qkv.rows(now), now.qkv)
-        large = self._large_qkv
-        if large is not None and len(now.qkv) >= large.min_rows:
-            return run(now.settled, "fast qkv", large, now.normed, now.qkv)
-        return run(now.settled, "qkv", self._qkv, now.normed, now.qkv)
-
     def _projected(
         self, now: Pass, settled: dict[object, Any], context: torch.Tensor
     ) -> torch.Tensor:
@@ -361,11 +353,11 @@ class BlockProgram:
             project = found.project
         qkv = now.qkv
         if project is None:
-            qkv = self._project(now)
+            qkv = self._qkv(now)
         else:
             # Blocks of a group all have one, or none has.
-            assert self._turning_qkv is not None
-            project(self._turning_qkv.layer(now))
+            assert self._qkv.turning is not None
+            project(self._qkv.turning.layer(now))
         is_shared = is_shared and qkv is now.qkv
         if found is None or not is_shared:
             found = self._settle(now, x, qkv, read, given, project)
@@ -388,7 +380,7 @@ class BlockProgram:
         given: Mapping[str, Any],
     ) -> Callable[..., object] | None:
         """Settle a projection that turns q and k, where attention would have to."""
-        step, (cu_seqlens, cos, sin, max_seqlen) = self._turning_qkv, read
+        step, (cu_seqlens, cos, sin, max_seqlen) = self._qkv.turning, read
         # Offsets in elements are attention's to read.
         if step is None or cos is None or given.get("sequence_lengths") is not None:
             return None
