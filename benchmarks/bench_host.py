@@ -259,13 +259,17 @@ def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
     x, now, given = seen["x"], seen["now"], seen["given"]
     total = torch.empty_like(x)
     following = program._tower.blocks[1]
-    context, settled = program._attend(now, x, now.qkv, given)
+    reader = following._attention.qkv.step
+    attend = functools.partial(
+        program._attention, now, x, given, program._longest(given)
+    )
+    context, settled = attend()
     attended, normed = now.attended, now.normed
     mlp = program._mlp
     hidden = mlp.hidden_of(now)
     return {
-        "QKV projection": lambda: program._qkv(now),
-        "rotary, attention": lambda: program._attend(now, x, now.qkv, given),
+        "QKV projection": lambda: program._attention.qkv(now),
+        "QKV projection, rotary, attention": attend,
         "projection": lambda: program._projected(now, settled, context),
         "sum, norm": lambda: program._sum(
             now, x, (attended,), program._norm2, None, mlp.first, ()
@@ -276,7 +280,7 @@ def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
         ),
         "memory for the sum": lambda: torch.empty_like(x),
         "last sum, norm": lambda: program._sum(
-            now, x, (attended, normed), following._norm1, total, following._qkv.step, ()
+            now, x, (attended, normed), following._norm1, total, reader, ()
         ),
     }
 

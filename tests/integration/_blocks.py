@@ -93,14 +93,15 @@ def programs(of: Tower) -> list[BlockProgram]:
     return found  # type: ignore[return-value]
 
 
+def linear_steps(of: BlockProgram) -> tuple[object, ...]:
+    """Return what runs `LAYERS` of a block."""
+    return of._attention.qkv.step, of._proj, of._mlp.first, of._mlp.second
+
+
 def kinds(of: Tower) -> set[tuple[str, ...]]:
     """Return what runs `LAYERS`, once for all blocks that are alike."""
     return {
-        tuple(
-            type(step).__name__
-            for step in (one._qkv.step, one._proj, one._mlp.first, one._mlp.second)
-        )
-        for one in programs(of)
+        tuple(type(step).__name__ for step in linear_steps(one)) for one in programs(of)
     }
 
 

@@ -50,16 +50,16 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What attention is settled for, see `tower_pass.Settled.read`, in order."""
-    from vllm_flashinfer_vit.blocks.program import BlockProgram
+    from vllm_flashinfer_vit.blocks.attention import Attention
 
     seen: list[Any] = []
-    settle = BlockProgram._settle
+    settle = Attention._settle
 
     def noting(self: Any, now: Any, x: Any, qkv: Any, read: Any, *rest: Any) -> Any:
         seen.append(read)
         return settle(self, now, x, qkv, read, *rest)
 
-    monkeypatch.setattr(BlockProgram, "_settle", noting)
+    monkeypatch.setattr(Attention, "_settle", noting)
     return seen
 
 

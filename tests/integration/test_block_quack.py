@@ -230,7 +230,7 @@ class TestQuack:
     ) -> None:
         def taken(dtype: torch.dtype = torch.bfloat16, **vision: Any) -> list[bool]:
             one = programs(build(family, dtype=dtype, **vision))[0]
-            return [one._qkv.large is not None, one._mlp.large is not None]
+            return [one._attention.qkv.large is not None, one._mlp.large is not None]
 
         assert taken() == [True, True]
         assert taken(torch.float16) == [True, True]

@@ -174,7 +174,7 @@ class TestTurning:
     ) -> None:
         def has(dtype: torch.dtype = torch.bfloat16, **vision: Any) -> bool:
             one = programs(build(family, dtype=dtype, **vision))[0]
-            return one._qkv.turning is not None
+            return one._attention.qkv.turning is not None
 
         assert has() and has(torch.float16)
         assert not has(torch.float32)
@@ -197,8 +197,8 @@ def test_other_tables_are_left_to_attention(family: str, calls: list[Call]) -> N
     with without("quack_turn"):
         expected = outputs(build_bf16(family))
     for one in programs(served):
-        assert one._qkv.turning is not None
-        one._qkv.turning.kernels._table = torch.float16
+        assert one._attention.qkv.turning is not None
+        one._attention.qkv.turning.kernels._table = torch.float16
     calls.clear()
     assert torch.equal(outputs(served), expected)
     assert not calls
@@ -212,13 +212,13 @@ def test_projections_in_fp8(
 ) -> None:
     """Their rows come quantised, by a scale that is given or each by its own."""
     tower = served(family, scheme, dtype=torch.bfloat16)
-    turning = [one._qkv.turning for one in programs(tower)]
+    turning = [one._attention.qkv.turning for one in programs(tower)]
     assert all(turning)
     calls.clear()
     found = outputs(tower)
     assert len(calls) == len(turning)
     for one in programs(tower):
-        one._qkv.turning = None
+        one._attention.qkv.turning = None
         one._tower.forget()
     calls.clear()
     expected = outputs(tower)
@@ -278,7 +278,7 @@ class TestOnAGpu:
         served = self.build(model)
         if not epilogue_gemm.is_available():
             pytest.skip("needs QuACK 0.6")
-        assert programs(served)[0]._qkv.turning is not None
+        assert programs(served)[0]._attention.qkv.turning is not None
         with without("quack_turn"):
             apart = self.build(model)
         with without("quack_turn", "quack_mlp", "quack_qkv"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks' contenders stand on: compiled blocks, FlashAttention 4."""
+"""What the benchmarks stand on: compiled blocks, FlashAttention 4, steps of blocks."""
 
 import sys
 from collections.abc import Callable
@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from _blocks import build
+from _models import noise
 from _towers import FAMILIES, cpu_only, pixels, small_spec, small_tower
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import bench_host  # noqa: E402
 from engines import compiles_blocks  # noqa: E402
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower  # noqa: E402
 
@@ -122,3 +125,15 @@ def test_encoders_follow_the_version_of_flash_attention_on_hopper(
     with tower.running():
         layer = layers.MMEncoderAttention(16, head_dim)
     assert layer._fa_version == runs
+
+
+@cpu_only
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_step_of_a_block_can_be_run_alone(family: str) -> None:
+    tower = build(family)
+    patches = noise(16, tower.spec.patch_dim)
+    with tower.running():
+        steps = bench_host.steps_of(tower, lambda: tower.encode(patches, [[1, 4, 4]]))
+        for step in steps.values():
+            step()
+    assert len(steps) == 8

@@ -419,12 +419,12 @@ def test_a_gpu_kernel_is_not_launched_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     tower = served("qwen2_vl", "tensor")
     assert kinds(tower) == {("OwnLinear",) * 4}
-    assert isinstance(programs(tower)[0]._qkv.step, OwnLinear)
+    assert isinstance(programs(tower)[0]._attention.qkv.step, OwnLinear)
 
 
 def test_steps_say_which_scales() -> None:
     steps = programs(served("qwen2_vl", "static"))[0].steps
     assert steps["attn.qkv"] == "FP8 by CUTLASS; the layer's scale"
-    steps = programs(served("qwen2_vl", "tensor"))[0].steps
-    assert steps["mlp.fc2"] == "FP8 by CUTLASS; a scale for each token"
-    assert isinstance(programs(served("qwen2_vl", "tensor"))[0]._qkv.step, Fp8Linear)
+    program = programs(served("qwen2_vl", "tensor"))[0]
+    assert program.steps["mlp.fc2"] == "FP8 by CUTLASS; a scale for each token"
+    assert isinstance(program._attention.qkv.step, Fp8Linear)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from _blocks import SPECS, build, programs
+from _blocks import SPECS, build, linear_steps, programs
 from _encode import MODEL, options, save_image
 from _fp8_layers import layers_of, served
 from _towers import cpu_only, small_spec, small_tower
@@ -103,7 +103,7 @@ def in_programs(tower: Tower) -> int:
     return sum(
         isinstance(step, Fp8Linear)
         for one in programs(tower)
-        for step in (one._qkv.step, one._proj, one._mlp.first, one._mlp.second)
+        for step in linear_steps(one)
     )
 
 

@@ -123,12 +123,12 @@ class Blocks:
     def unshared(self) -> Passes:
         """Return `passes` of blocks that prepare each call anew."""
         ours = programs(self.tower)
-        groups = [program._group for program in ours]
+        groups = [program._attention.group for program in ours]
         for program in ours:
-            program._group = None
+            program._attention.group = None
         found = self.passes()
         for program, group in zip(ours, groups, strict=True):
-            program._group = group
+            program._attention.group = group
         ours[0]._tower.forget()
         return found
 

@@ -10,15 +10,14 @@ Numerics: see `kernels.add_norm`, `kernels.rope` and the attention kernels; GEMM
 their fp32 sums once, after the bias and the activation that they apply.
 """
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from vllm_flashinfer_vit.blocks import fp8_linear, norms
-from vllm_flashinfer_vit.blocks.attention_layer import AttentionLayer
+from vllm_flashinfer_vit.blocks.attention import Attention
 from vllm_flashinfer_vit.blocks.fp8_linear import Fp8Linear
 from vllm_flashinfer_vit.blocks.fp8_mlp import Fp8Mlp
 from vllm_flashinfer_vit.blocks.inputs import Inputs
@@ -26,18 +25,11 @@ from vllm_flashinfer_vit.blocks.layers import Layers, gets_adapters
 from vllm_flashinfer_vit.blocks.linear import BlockWeights, run
 from vllm_flashinfer_vit.blocks.mlp import build_mlp, pad_rows
 from vllm_flashinfer_vit.blocks.norms import Norm
-from vllm_flashinfer_vit.blocks.qkv import Qkv
-from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
-from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled, TowerProgram, Widths
-from vllm_flashinfer_vit.gemms.turning_gemm import Heads
+from vllm_flashinfer_vit.blocks.tower_pass import Pass, TowerProgram, Widths
 from vllm_flashinfer_vit.kernels.formats import Bound
-from vllm_flashinfer_vit.ops.batch import Batch, Turning
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
-
-# Of tables that a pass has settled attention for: two with windows, for two batches.
-_MAX_TABLES = 4
 
 
 class BlockProgram:
@@ -72,9 +64,7 @@ class BlockProgram:
         self._off = off
         self.is_ready = False
         self._tower.blocks[self._index] = self
-        self._attention: AttentionLayer = self._part(spec.attention)
-        self._attention.turning = self._turning()
-        self._is_interleaved = spec.rotary is not None and spec.rotary.is_interleaved
+        self._attention = Attention(spec, block, self._inputs)
         # Adapters are added to what a layer itself returns, in the checkpoint's size.
         self._gets_adapters = gets_adapters()
         if "aligned" not in off and not self._gets_adapters:
@@ -84,54 +74,16 @@ class BlockProgram:
     def _part(self, path: str) -> Any:
         return self._block.get_submodule(path)
 
-    def _qk_norms(self) -> list[Any]:
-        """Return the RMSNorms of each head's q and k, if the block has them."""
-        try:
-            return [self._part(path) for path in self.spec.qk_norms or ()]
-        except AttributeError:
-            return []
-
-    def _turning(self) -> Turning | None:
-        """Return what attention gets with q and k, None where it gets no tables."""
-        rotary, attention = self.spec.rotary, self._attention
-        if rotary is None or self._qk_norms():
-            return None
-        is_exact = rotary.form not in ("tables", "doubled")
-        dtype = torch.float32 if is_exact else attention.dtype
-        dim = attention.head_size
-        if rotary.dim:
-            dim = operator.attrgetter(rotary.dim)(self._block)
-        return Turning(dtype, dim, rotary.is_interleaved)
-
-    def _turned_heads(self) -> tuple[Heads, torch.dtype] | None:
-        """Return what a projection that turns q and k has to know, None without one."""
-        heads, kv_heads, head_dim = self._heads
-        turning = self._attention.turning
-        if turning is None or turning.dim != head_dim or self._split is not None:
-            return None
-        if not self._attention.may_read_turned:
-            return None
-        found = Heads(head_dim, heads + kv_heads, turning.interleaved)
-        return found, turning.dtype
-
     def build(self) -> None:
         """Resolve the steps. The weights are loaded; later loads need no other call."""
-        spec, attention = self.spec, self._attention
+        spec = self.spec
         self._norm1, self._norm2 = (
             Norm(self._part(path)) for path in (spec.norm1, spec.norm2)
         )
         weight = self._norm1.weight
-        self._inputs.build(len(weight), attention.dtype, weight.device)
+        dtype = self._attention.layer.dtype
+        self._inputs.build(len(weight), dtype, weight.device)
         self._scaling = norms.scaling_of(self._block, spec.layer_scales or ())
-        self._heads = attention.num_heads, attention.num_kv_heads, attention.head_size
-        self._split = None
-        if spec.split is not None and getattr(self._part(spec.qkv), "tp_size", 1) > 1:
-            self._split = spec.split(self._block)
-        # Rows of what ranks gather are as wide as all heads: v is copied.
-        attention.layouts = ("views",) if self._split is None else ("packed",)
-        qk_norms = self._qk_norms()
-        self._turn = Turn(qk_norms) if qk_norms else None
-        self._has_scales = attention.own_scales is not None
         self._tower.forget()
         self._weights = BlockWeights()
         layers = Layers(
@@ -143,16 +95,7 @@ class BlockProgram:
             self.steps,
             self._index,
         )
-        self._qkv = Qkv(spec.qkv, layers, self._turned_heads())
-        turns = self._qkv.turning
-        attention.gets_turned = turns is not None
-        self._group = None
-        # What ranks gather are tensors of its own for each block.
-        if self._split is None:
-            groups = self._tower.groups
-            projects = None if turns is None else turns.kernels.alike
-            shared = attention.prepares_for, self._is_interleaved, projects
-            self._group = groups.setdefault(shared, len(groups))
+        self._attention.build(layers)
         self._proj = layers.projection(spec.proj)
         self._tower.bounds.drop(self._index)
         self._mlp = build_mlp(spec, layers)
@@ -169,7 +112,7 @@ class BlockProgram:
     def _settle_small(self, mlp: Fp8Mlp) -> None:
         """Compile what runs in small passes alone: vLLM's profiling is a large one."""
         weight = self._norm2.weight
-        x = weight.new_empty(1, len(weight), dtype=self._attention.dtype)
+        x = weight.new_empty(1, len(weight), dtype=self._attention.layer.dtype)
         now = Pass([self.widths(1, False)], x, None, False)
         normed, scales = _read_by(now, mlp.first)
         branches, scaled = (now.attended,), self._layer_scales()[:1]
@@ -181,11 +124,10 @@ class BlockProgram:
         # A block of a tower may not be built yet, and then takes no part in a pass.
         if not self.is_ready:
             return Widths(0, 0, 0, 0, 0, 0)
-        heads, kv_heads, head_dim = self._heads
-        layers = self._qkv.step, self._proj, *self._mlp.quantized
+        layers = self._attention.qkv.step, self._proj, *self._mlp.quantized
         quantized = [layer for layer in layers if isinstance(layer, Fp8Linear)]
         return Widths(
-            (heads + 2 * kv_heads) * head_dim,
+            self._attention.columns,
             *self._mlp.widths(rows, can_bound),
             quantized=max((layer.inputs for layer in quantized), default=0),
             groups=max((layer.groups for layer in quantized), default=0),
@@ -202,8 +144,7 @@ class BlockProgram:
             return False
         if torch.compiler.is_compiling():
             return False
-        # q and k are normalised and turned at once, or neither.
-        if self._turn is not None and self._inputs.tables_in(given) is None:
+        if self._attention.needs_tables and self._inputs.tables_in(given) is None:
             return False
         if self.spec.is_packed or (
             self.spec.packed_by is not None and given.get("cu_seqlens") is not None
@@ -240,11 +181,11 @@ class BlockProgram:
             x = x.contiguous()
             now = tower.begin(x)
             self._inputs.clear_padding(now, x, given)
-            normed, scales = _read_by(now, self._qkv.step)
+            normed, scales = _read_by(now, self._attention.qkv.step)
             norms.write_norm(self._norm1, x.view(now.normed.shape), normed, scales)
             if self._index == 0:
                 self._count(now, x, given)
-        context, settled = self._attend(now, x, given)
+        context, settled = self._attention(now, x, given, self._longest(given))
         attended = self._projected(now, settled, context)
         scaled = self._layer_scales()
         mlp, bound = self._mlp, self._mlp.bound(now)
@@ -258,11 +199,11 @@ class BlockProgram:
             if self._index:
                 self._count(now, x, given)
             return norms.add(x, (attended, out), scaled)
-        norm = following._norm1
+        norm, reader = following._norm1, following._attention.qkv.step
         # Its scale of rows, given in FP8, is read here already.
         following._weights.refresh()
         total = torch.empty_like(x)
-        self._sum(now, x, (attended, out), norm, total, following._qkv.step, scaled)
+        self._sum(now, x, (attended, out), norm, total, reader, scaled)
         tower.hand_on(now, self._index + 1, total)
         return total
 
@@ -270,7 +211,7 @@ class BlockProgram:
         """Count the pass at a tower's first block, and at its last."""
         offsets, longest = self._inputs.offsets(now, given), self._longest(given)
         lengths = self._inputs.lengths(x, offsets, longest)
-        counts, is_first = self._attention.counts, self._index == 0
+        counts, is_first = self._attention.layer.counts, self._index == 0
         counts.passed("blocks", len(now.qkv), *lengths, is_first)
 
     def _longest(self, given: Mapping[str, Any]) -> torch.Tensor | None:
@@ -280,7 +221,7 @@ class BlockProgram:
         """Count a pass whose stream the tower's blocks do not take."""
         # A rank without an image has no tokens, and compiled blocks have no program.
         if self._index == 0 and not torch.compiler.is_compiling() and x.numel():
-            self._attention.counts.fell_back("block_input")
+            self._attention.layer.counts.fell_back("block_input")
             logger.info_once(
                 "%s: a batch runs by vLLM's own steps, since the blocks' program does "
                 "not take what they are given, such as an attention mask.",
@@ -332,96 +273,6 @@ class BlockProgram:
             found = settled[key] = context, call
         found[1](None, scales)
         return self._proj(now, rows, scales, now.attended)
-
-    def _attend(
-        self, now: Pass, x: torch.Tensor, given: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, dict[object, Any]]:
-        """Return attention's output, and where what reads it keeps its launches."""
-        attention = self._attention
-        cos, sin = self._inputs.tables(now, x, given)
-        cu_seqlens = self._inputs.offsets(now, given)
-        read = cu_seqlens, cos, sin, self._longest(given)
-        is_shared = self._group is not None and not attention.is_watched
-        key = id(cu_seqlens), self._group
-        found = now.attention.get(key) if is_shared else None
-        # An id is another tensor's once its own has died.
-        if found is not None and not all(map(operator.is_, found.read, read)):
-            found = None
-        if found is None:
-            project = self._turned_projection(now, x, read, given)
-        else:
-            project = found.project
-        qkv = now.qkv
-        if project is None:
-            qkv = self._qkv(now)
-        else:
-            # Blocks of a group all have one, or none has.
-            assert self._qkv.turning is not None
-            project(self._qkv.turning.layer(now))
-        is_shared = is_shared and qkv is now.qkv
-        if found is None or not is_shared:
-            found = self._settle(now, x, qkv, read, given, project)
-            if is_shared:
-                if len(now.attention) == _MAX_TABLES:
-                    now.attention.clear()
-                now.attention[key] = found
-        if found.turn is not None and self._turn is not None:
-            found.turn(*self._turn.weights)
-        settled = found.settled if is_shared else now.settled
-        if self._has_scales:
-            return found.attend(attention.own_scales), settled
-        return found.attend(), settled
-
-    def _turned_projection(
-        self,
-        now: Pass,
-        x: torch.Tensor,
-        read: tuple[Any, ...],
-        given: Mapping[str, Any],
-    ) -> Callable[..., object] | None:
-        """Settle a projection that turns q and k, where attention would have to."""
-        step, (cu_seqlens, cos, sin, max_seqlen) = self._qkv.turning, read
-        # Offsets in elements are attention's to read.
-        if step is None or cos is None or given.get("sequence_lengths") is not None:
-            return None
-        lengths = self._inputs.lengths(x, cu_seqlens, max_seqlen)
-        q, k, v = self._heads_of(now.qkv)
-        batch = Batch(q, k, v, None, None, *lengths)
-        is_turned = step.kernels.turns(len(now.qkv), cos, sin)
-        if is_turned and self._attention.reads_turned(batch):
-            return step.kernels.prepare(step.rows(now), cos, sin, now.qkv)
-        return None
-
-    def _settle(
-        self,
-        now: Pass,
-        x: torch.Tensor,
-        qkv: torch.Tensor,
-        read: tuple[Any, ...],
-        given: Mapping[str, Any],
-        project: Callable[..., object] | None,
-    ) -> Settled:
-        """Settle attention for a projection's output and what a pass reads with it."""
-        q, k, v = self._heads_of(qkv)
-        cu_seqlens, cos, sin, max_seqlen = read
-        turn = None
-        if self._turn is not None and cos is not None:
-            turn = self._turn.prepare(q, k, cos, sin)
-            cos = sin = None
-        elif project is not None:
-            cos = sin = None
-        lengths = self._inputs.lengths(x, cu_seqlens, max_seqlen)
-        batch = Batch(q, k, v, cos, sin, *lengths, self._is_interleaved)
-        elements = given.get("sequence_lengths")
-        attend = self._attention.prepare(batch, elements, now.is_clean)
-        return Settled(read, project, turn, attend, {})
-
-    def _heads_of(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if self._split is not None:
-            return tuple(part.squeeze(1) for part in self._split(qkv.unsqueeze(1)))
-        heads, kv_heads, head_dim = self._heads
-        by_head = qkv.view(len(qkv), heads + 2 * kv_heads, head_dim)
-        return by_head.split([heads, kv_heads, kv_heads], dim=1)
 
 
 def _read_by(now: Pass, reader: object) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention of a block: its QKV projection, what turns q and k, and the kernel.
+
+Blocks that are alike share what one of them has settled in a pass.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from vllm_flashinfer_vit.blocks.attention_layer import AttentionLayer
+from vllm_flashinfer_vit.blocks.inputs import Inputs
+from vllm_flashinfer_vit.blocks.layers import Layers
+from vllm_flashinfer_vit.blocks.qkv import Qkv
+from vllm_flashinfer_vit.blocks.rotary import Turn
+from vllm_flashinfer_vit.blocks.spec import BlockSpec
+from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled
+from vllm_flashinfer_vit.gemms.turning_gemm import Heads
+from vllm_flashinfer_vit.ops.batch import Batch, Turning
+
+# Of tables that a pass has settled attention for: two with windows, for two batches.
+_MAX_TABLES = 4
+
+
+class Attention:
+    """Projects and attends, in a pass of the block's tower.
+
+    Attributes:
+        layer: The attention layer.
+        qkv: What projects.
+        group: Of blocks that share what is settled, or None.
+    """
+
+    def __init__(self, spec: BlockSpec, block: torch.nn.Module, inputs: Inputs) -> None:
+        """Take a block that was just built, and tell its layer what it will get."""
+        self._spec, self._block, self._inputs = spec, block, inputs
+        layer: Any = block.get_submodule(spec.attention)
+        self.layer: AttentionLayer = layer
+        self.layer.turning = self._turning()
+        self._is_interleaved = spec.rotary is not None and spec.rotary.is_interleaved
+
+    def build(self, layers: Layers) -> None:
+        """Resolve the layers; the weights are loaded."""
+        spec, layer = self._spec, self.layer
+        self._heads = layer.num_heads, layer.num_kv_heads, layer.head_size
+        self._split = None
+        qkv = self._block.get_submodule(spec.qkv)
+        if spec.split is not None and getattr(qkv, "tp_size", 1) > 1:
+            self._split = spec.split(self._block)
+        # Rows of what ranks gather are as wide as all heads: v is copied.
+        layer.layouts = ("views",) if self._split is None else ("packed",)
+        qk_norms = self._qk_norms()
+        self._turn = Turn(qk_norms) if qk_norms else None
+        self._has_scales = layer.own_scales is not None
+        self.qkv = Qkv(spec.qkv, layers, self._turned_heads())
+        turns = self.qkv.turning
+        layer.gets_turned = turns is not None
+        self.group: int | None = None
+        # What ranks gather are tensors of its own for each block.
+        if self._split is None:
+            groups = layers.tower.groups
+            projects = None if turns is None else turns.kernels.alike
+            shared = layer.prepares_for, self._is_interleaved, projects
+            self.group = groups.setdefault(shared, len(groups))
+
+    @property
+    def columns(self) -> int:
+        """How many values of q, k and v a token has."""
+        heads, kv_heads, head_dim = self._heads
+        return (heads + 2 * kv_heads) * head_dim
+
+    @property
+    def needs_tables(self) -> bool:
+        """Whether q and k are normalised and turned at once, or neither."""
+        return self._turn is not None
+
+    def __call__(
+        self,
+        now: Pass,
+        x: torch.Tensor,
+        given: Mapping[str, Any],
+        max_seqlen: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, dict[object, Any]]:
+        """Project what a pass has normalised, and attend.
+
+        Args:
+            now: The pass.
+            x: The block's stream.
+            given: What the block's `forward` was given, see `BlockProgram.run`.
+            max_seqlen: See `Batch`.
+
+        Returns:
+            Attention's output, and where what reads it keeps its launches.
+        """
+        cos, sin = self._inputs.tables(now, x, given)
+        cu_seqlens = self._inputs.offsets(now, given)
+        read = cu_seqlens, cos, sin, max_seqlen
+        is_shared = self.group is not None and not self.layer.is_watched
+        key = id(cu_seqlens), self.group
+        found = now.attention.get(key) if is_shared else None
+        # An id is another tensor's once its own has died.
+        if found is not None and not all(map(operator.is_, found.read, read)):
+            found = None
+        if found is None:
+            project = self._turned_projection(now, x, read, given)
+        else:
+            project = found.project
+        qkv = now.qkv
+        if project is None:
+            qkv = self.qkv(now)
+        else:
+            # Blocks of a group all have one, or none has.
+            assert self.qkv.turning is not None
+            project(self.qkv.turning.layer(now))
+        is_shared = is_shared and qkv is now.qkv
+        if found is None or not is_shared:
+            found = self._settle(now, x, qkv, read, given, project)
+            if is_shared:
+                if len(now.attention) == _MAX_TABLES:
+                    now.attention.clear()
+                now.attention[key] = found
+        if found.turn is not None and self._turn is not None:
+            found.turn(*self._turn.weights)
+        settled = found.settled if is_shared else now.settled
+        if self._has_scales:
+            return found.attend(self.layer.own_scales), settled
+        return found.attend(), settled
+
+    def _qk_norms(self) -> list[Any]:
+        """Return the RMSNorms of each head's q and k, if the block has them."""
+        try:
+            return [
+                self._block.get_submodule(path) for path in self._spec.qk_norms or ()
+            ]
+        except AttributeError:
+            return []
+
+    def _turning(self) -> Turning | None:
+        """Return what attention gets with q and k, None where it gets no tables."""
+        rotary, layer = self._spec.rotary, self.layer
+        if rotary is None or self._qk_norms():
+            return None
+        is_exact = rotary.form not in ("tables", "doubled")
+        dtype = torch.float32 if is_exact else layer.dtype
+        dim = layer.head_size
+        if rotary.dim:
+            dim = operator.attrgetter(rotary.dim)(self._block)
+        return Turning(dtype, dim, rotary.is_interleaved)
+
+    def _turned_heads(self) -> tuple[Heads, torch.dtype] | None:
+        """Return what a projection that turns q and k has to know, None without one."""
+        heads, kv_heads, head_dim = self._heads
+        turning = self.layer.turning
+        if turning is None or turning.dim != head_dim or self._split is not None:
+            return None
+        if not self.layer.may_read_turned:
+            return None
+        found = Heads(head_dim, heads + kv_heads, turning.interleaved)
+        return found, turning.dtype
+
+    def _turned_projection(
+        self,
+        now: Pass,
+        x: torch.Tensor,
+        read: tuple[Any, ...],
+        given: Mapping[str, Any],
+    ) -> Callable[..., object] | None:
+        """Settle a projection that turns q and k, where attention would have to."""
+        step, (cu_seqlens, cos, sin, max_seqlen) = self.qkv.turning, read
+        # Offsets in elements are attention's to read.
+        if step is None or cos is None or given.get("sequence_lengths") is not None:
+            return None
+        lengths = self._inputs.lengths(x, cu_seqlens, max_seqlen)
+        q, k, v = self._heads_of(now.qkv)
+        batch = Batch(q, k, v, None, None, *lengths)
+        is_turned = step.kernels.turns(len(now.qkv), cos, sin)
+        if is_turned and self.layer.reads_turned(batch):
+            return step.kernels.prepare(step.rows(now), cos, sin, now.qkv)
+        return None
+
+    def _settle(
+        self,
+        now: Pass,
+        x: torch.Tensor,
+        qkv: torch.Tensor,
+        read: tuple[Any, ...],
+        given: Mapping[str, Any],
+        project: Callable[..., object] | None,
+    ) -> Settled:
+        """Settle attention for a projection's output and what a pass reads with it."""
+        q, k, v = self._heads_of(qkv)
+        cu_seqlens, cos, sin, max_seqlen = read
+        turn = None
+        if self._turn is not None and cos is not None:
+            turn = self._turn.prepare(q, k, cos, sin)
+            cos = sin = None
+        elif project is not None:
+            cos = sin = None
+        lengths = self._inputs.lengths(x, cu_seqlens, max_seqlen)
+        batch = Batch(q, k, v, cos, sin, *lengths, self._is_interleaved)
+        elements = given.get("sequence_lengths")
+        attend = self.layer.prepare(batch, elements, now.is_clean)
+        return Settled(read, project, turn, attend, {})
+
+    def _heads_of(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self._split is not None:
+            return tuple(part.squeeze(1) for part in self._split(qkv.unsqueeze(1)))
+        heads, kv_heads, head_dim = self._heads
+        by_head = qkv.view(len(qkv), heads + 2 * kv_heads, head_dim)
+        return by_head.split([heads, kv_heads, kv_heads], dim=1)
