@@ -18,6 +18,7 @@
 """
 
 import argparse
+import copy
 import functools
 import math
 import os
@@ -226,6 +227,16 @@ def other_sizes(height: int, width: int, count: int) -> list[tuple[int, int]]:
     return near[:count]
 
 
+class _Projected:
+    """Stands for a block's QKV projection, which has run and turned nothing."""
+
+    turning = None
+
+    def __call__(self, now: Any) -> torch.Tensor:
+        """Return what it wrote."""
+        return now.qkv
+
+
 def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
     """Return the launch of each step of the tower's first block, in their order.
 
@@ -260,16 +271,17 @@ def steps_of(tower: Tower, encode: Callable[[], object]) -> dict[str, Step]:
     total = torch.empty_like(x)
     following = program._tower.blocks[1]
     reader = following._attention.qkv.step
-    attend = functools.partial(
-        program._attention, now, x, given, program._longest(given)
-    )
+    # The projection is a step of its own: in the figure, times of steps are added.
+    attention = copy.copy(program._attention)
+    attention.qkv = _Projected()
+    attend = functools.partial(attention, now, x, given, program._longest(given))
     context, settled = attend()
     attended, normed = now.attended, now.normed
     mlp = program._mlp
     hidden = mlp.hidden_of(now)
     return {
         "QKV projection": lambda: program._attention.qkv(now),
-        "QKV projection, rotary, attention": attend,
+        "rotary, attention": attend,
         "projection": lambda: program._projected(now, settled, context),
         "sum, norm": lambda: program._sum(
             now, x, (attended,), program._norm2, None, mlp.first, ()

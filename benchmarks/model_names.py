@@ -23,7 +23,7 @@ def any_model(text: str) -> str:
     Raises:
         argparse.ArgumentTypeError: As `named_model`.
     """
-    # With vLLM's layers, before which some scripts choose the platform.
+    # It imports vLLM's layers, and some scripts choose the platform before that.
     from block_stacks import NAMES
 
     return _known(text, (*NAMED_MODELS, *sorted(NAMES)))
