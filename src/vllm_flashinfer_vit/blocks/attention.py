@@ -30,7 +30,7 @@ class Attention:
     Attributes:
         layer: The attention layer.
         qkv: What projects.
-        group: Of blocks that share what is settled, or None.
+        group: Its number among groups of blocks that share what is settled, or None.
     """
 
     def __init__(self, spec: BlockSpec, block: torch.nn.Module, inputs: Inputs) -> None:
@@ -73,7 +73,7 @@ class Attention:
 
     @property
     def needs_tables(self) -> bool:
-        """Whether q and k are normalised and turned at once, or neither."""
+        """Whether it has to get tables: it normalises q and k as it turns them."""
         return self._turn is not None
 
     def __call__(

@@ -36,8 +36,8 @@ class BlockProgram:
     """The steps of one block, resolved once its weights are loaded.
 
     Attributes:
+        spec: What the block is.
         steps: What each step is, for people.
-        widths: Columns of the buffers that it needs.
         is_ready: Whether `build` was called.
     """
 

@@ -12,8 +12,8 @@ from vllm_flashinfer_vit.blocks.linear import OwnLinear, QuackGemm, Step, linear
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
 from vllm_flashinfer_vit.gemms.turning_gemm import Heads
 
-# From how many rows on QuACK is faster than cuBLAS alone on an H200; with an activation
-# there is more to save (docs/experiments.md).
+# From how many rows on QuACK is faster than cuBLAS on an H200, if it turns nothing
+# (docs/experiments.md).
 MIN_QUACK_ROWS = 2048
 
 

@@ -28,11 +28,11 @@ class QuackAct:
     """A first layer with its kernel.
 
     Attributes:
-        act: What they are.
-        kernel: What runs them.
+        act: What the layer and its activation are.
+        kernel: What runs both.
         min_rows: From how many rows on it is faster than what else there is.
-        bounds: What gives the rows their scales; None where other scales are given, or
-            the rows are of 16 bits.
+        bounds: The factors of the scales of what is written; None where scales are
+            given, or 16 bits are written.
         place: The block's, in its tower.
     """
 

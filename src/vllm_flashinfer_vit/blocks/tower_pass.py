@@ -169,7 +169,8 @@ class Pass:
         qkv: `[T, (H + 2 H_kv) D]`.
         attended: `[T, C]`, what attention adds to the stream.
         scales: `[T, 1]` fp32, of rows in e4m3 that have scales of their own.
-        activated_scales: The same of those that an MLP's first GEMM writes.
+        activated_scales: The same of those that an MLP's first GEMM writes; the norm
+            before it writes these scales.
         index: The block whose first norm `normed` holds.
         total: The sum that the last block returned.
         settled: Launches, by what they are for.

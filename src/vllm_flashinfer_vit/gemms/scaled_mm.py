@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GEMMs of rows in FP8, scales and bias included: vLLM's CUTLASS op, and cuBLASLt's.
 
-All compute what `row_scales_ref.scaled_mm_ref` does, write to memory that is there, and
-wait for nothing. Scales and the bias are applied in fp32, and the output rounded once.
+All compute what `kernels.row_scales_ref.scaled_mm_ref` does, write to memory that is
+there, and wait for nothing. Scales and the bias are applied in fp32, and the output
+rounded once.
 Where a weight has scales of blocks, vLLM's op takes no bias, which is then added to the
 rounded output, as vLLM does, and rounded once more.
 On Hopper the tensor cores keep fewer bits of a running sum of FP8 products than fp32
