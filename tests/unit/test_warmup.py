@@ -282,6 +282,46 @@ def test_the_kernel_for_many_sequences_warms_up() -> None:
         assert lengths == [601, 1024, 2048, 4096]
 
 
+def a_whole_layer(
+    plan: Plan,
+    heads: int,
+    head_dim: int,
+    turning: Turning | None,
+    layouts: tuple[Layout, ...] = ("views",),
+) -> Any:
+    """All that a warm-up asks of a layer, which attends."""
+    from vllm_flashinfer_vit.ops.attention import attention
+
+    return SimpleNamespace(
+        signature=(plan.text,),
+        bounds=plan.bounds,
+        kernel_for=plan.kernel_for,
+        turning=turning,
+        gets_turned=False,
+        layouts=layouts,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=head_dim,
+        dtype=torch.bfloat16,
+        attend=lambda batch: attention(batch, head_dim**-0.5, plan),
+    )
+
+
+@pytest.mark.parametrize("turning", [None, Turning(torch.float32, 16)])
+def test_a_whole_layer_warms_up_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, turning: Turning | None
+) -> None:
+    """The tests that need a GPU ask for no more of it."""
+    monkeypatch.setattr(warmup, "_DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    layer = a_whole_layer(Plan.of("reference"), 2, 16, turning)
+    attended: list[int] = []
+    attend = layer.attend
+    layer.attend = lambda batch: attended.append(len(attend(batch)))
+    WarmUp(an_engine()).run(layer)
+    assert attended == warmup.lengths(())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [72, 80])
 @pytest.mark.parametrize(
@@ -296,28 +336,12 @@ def test_no_call_compiles_after_it(
 ) -> None:
     from vllm_flashinfer_vit.choices.lookup import plan_of
     from vllm_flashinfer_vit.engine.selection import served
-    from vllm_flashinfer_vit.ops.attention import attention
 
     turning = None if turned is None else Turning(turned[0], head_dim, turned[1])
     choices = served(head_dim, torch.bfloat16, Settings())
     assert choices is not None
     plan = plan_of(choices)
-
-    def attend(batch: Batch) -> torch.Tensor:
-        return attention(batch, head_dim**-0.5, plan)
-
-    layer: Any = SimpleNamespace(
-        signature=(plan.text,),
-        bounds=plan.bounds,
-        kernel_for=plan.kernel_for,
-        turning=turning,
-        layouts=("views",),
-        num_heads=16,
-        num_kv_heads=16,
-        head_size=head_dim,
-        dtype=torch.bfloat16,
-        attend=attend,
-    )
+    layer = a_whole_layer(plan, 16, head_dim, turning)
     monkeypatch.setattr(warmup, "_max_patches", lambda: 32768)
     WarmUp(an_engine()).run(layer)
     before = warmup.counters()
@@ -332,7 +356,7 @@ def test_no_call_compiles_after_it(
         cu = torch.arange(0, tokens + 1, length, dtype=torch.int32, device="cuda")
         longest = torch.tensor(length)
         interleaved = turning is not None and turning.interleaved
-        attend(Batch(q, k, v, cos, sin, cu, longest, interleaved=interleaved))
+        layer.attend(Batch(q, k, v, cos, sin, cu, longest, interleaved=interleaved))
     torch.cuda.synchronize()
     assert warmup.counters() == before
 
@@ -349,23 +373,9 @@ def test_no_call_builds_a_plan_after_it(
     monkeypatch: pytest.MonkeyPatch, turning: Turning | None
 ) -> None:
     """Of layers that turn q and k themselves, or have a program do it."""
-    from vllm_flashinfer_vit.ops.attention import attention
-
-    heads, head_dim, plan = 4, 72, Plan.of("cudnn")
+    heads, head_dim = 4, 72
     layouts: tuple[Layout, ...] = ("views",) if turning else LAYOUTS
-    layer: Any = SimpleNamespace(
-        signature=(plan.text,),
-        bounds=plan.bounds,
-        kernel_for=plan.kernel_for,
-        turning=turning,
-        gets_turned=False,
-        layouts=layouts,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_size=head_dim,
-        dtype=torch.bfloat16,
-        attend=lambda batch: attention(batch, head_dim**-0.5, plan),
-    )
+    layer = a_whole_layer(Plan.of("cudnn"), heads, head_dim, turning, layouts)
     monkeypatch.setattr(warmup, "_max_patches", lambda: 512)
     WarmUp(an_engine()).run(layer)
     before = warmup.counters()
