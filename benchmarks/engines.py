@@ -146,10 +146,16 @@ def _fill(part: torch.nn.Module) -> None:
 
 
 def _fill_quantized(name: str, layer: Any) -> None:
-    """Give an FP8 layer the weights of `fill_with_random_weights`, with one scale."""
+    """Give an FP8 layer the weights of `fill_with_random_weights`, with one scale.
+
+    What vLLM or this package has padded stays 0.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     std = 0.04 if name.endswith("qkv") else 0.02
     values = torch.empty(layer.weight.shape).normal_(std=std, generator=generator)
+    inputs, outputs = layer.weight.shape
+    values[getattr(layer, "input_size_per_partition", inputs) :] = 0
+    values[:, getattr(layer, "output_size_per_partition", outputs) :] = 0
     scale = values.abs().max() / torch.finfo(torch.float8_e4m3fn).max
     layer.weight.data.copy_(values / scale)
     layer.weight_scale.data.fill_(scale)

@@ -33,21 +33,31 @@ def fake_model(visual):
     return model
 
 
-def test_engines_fill_quantised_layers_alike():
-    def filled():
-        layer = torch.nn.Module()
-        layer.weight = torch.nn.Parameter(
-            torch.zeros(64, 192).to(torch.float8_e4m3fn), requires_grad=False
-        )
-        layer.weight_scale = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
-        engines.fill_tower(fake_model(torch.nn.ModuleDict({"qkv": layer})))
-        return layer
+def quantised_layer(inputs, outputs, **sizes):
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(
+        torch.zeros(inputs, outputs).to(torch.float8_e4m3fn), requires_grad=False
+    )
+    layer.weight_scale = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+    vars(layer).update(sizes)
+    engines.fill_tower(fake_model(torch.nn.ModuleDict({"qkv": layer})))
+    return layer
 
-    first, second = filled(), filled()
+
+def test_engines_fill_quantised_layers_alike():
+    first, second = (quantised_layer(64, 192) for _ in range(2))
     values = first.weight.float() * first.weight_scale
     assert values.std() == pytest.approx(0.04, rel=0.05)
     assert first.weight.float().abs().max() == 448
     assert torch.equal(values, second.weight.float() * second.weight_scale)
+
+
+def test_engines_leave_the_padding_of_quantised_layers():
+    """A layer whose activation its GEMM applies would hand it to the next one."""
+    sizes = {"input_size_per_partition": 60, "output_size_per_partition": 184}
+    weight = quantised_layer(64, 192, **sizes).weight.float()
+    assert not weight[60:].any() and not weight[:, 184:].any()
+    assert (weight[:60, :184] != 0).float().mean() > 0.9
 
 
 def engine_row(**changes):
