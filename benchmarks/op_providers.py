@@ -145,7 +145,7 @@ def plugin_run(kernel: str | None, bench: str, problem: Problem) -> Run:
     """
     from vllm_flashinfer_vit.choices.measure import own_scales
     from vllm_flashinfer_vit.kernels.catalog import KERNELS
-    from vllm_flashinfer_vit.ops.attention import attention
+    from vllm_flashinfer_vit.ops.attention import attention, kernel_for
     from vllm_flashinfer_vit.ops.batch import Batch
 
     is_fp8 = is_fp8_provider(f"plugin-{kernel}")
@@ -159,8 +159,8 @@ def plugin_run(kernel: str | None, bench: str, problem: Problem) -> Run:
     batch = Batch(q, k, v, cos, sin, problem.cu_seqlens, problem.max_seqlen)
     fp8 = None
     if is_fp8:
-        record = KERNELS[plan.kernel_for(max(problem.lens))]
-        fp8 = own_scales(record, q.device)
+        # Of a graph's batch its room decides, not its sequences.
+        fp8 = own_scales(KERNELS[kernel_for(batch, plan)], q.device)
     return lambda: attention(batch, problem.scale, plan, fp8)
 
 

@@ -303,6 +303,24 @@ def test_host_time_ends_when_the_last_call_returns(monkeypatch):
     assert events == ["wait", "run", "run", "run", "wait"]
 
 
+def test_scales_are_those_of_the_kernel_that_a_graph_holds(monkeypatch):
+    """Its room is what kernels are chosen by, however short the sequences are."""
+    from vllm_flashinfer_vit.choices import measure
+    from vllm_flashinfer_vit.ops.plan import Plan
+
+    plan = Plan.decode("128:reference,*:reference_fp8")
+    monkeypatch.setattr(op_providers, "layer_plan", lambda *args, **kwargs: plan)
+    asked = []
+    monkeypatch.setattr(measure, "own_scales", lambda kernel, on: asked.append(kernel))
+    lens = (16, 16)
+    for room in (None, op_problems.Room(200, 4)):
+        problem = op_problems.make_problem(
+            lens, 32, torch.bfloat16, torch.device("cpu"), room
+        )
+        op_providers.plugin_run("fp8", "attention", problem)
+    assert [kernel.name for kernel in asked] == ["reference", "reference_fp8"]
+
+
 @pytest.mark.extended
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has real cases")
 def test_attention_benchmark_runs_on_the_cpu(tmp_path):
