@@ -25,6 +25,22 @@ def little_to_collect() -> None:
 
 
 @pytest.fixture
+def kernel_keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What QuACK would find kernels by; each compilation raises "compiled"."""
+    from quack.gemm_runtime import host
+
+    keys: list[str] = []
+
+    def note(*args: object, **kwargs: object) -> None:
+        keys.append(repr((args, kwargs)))
+        raise RuntimeError("compiled")
+
+    monkeypatch.setenv("QUACK_ARCH", "sm_90")
+    monkeypatch.setattr(host, "_compile_gemm_epi", note)
+    return keys
+
+
+@pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> PlanCache:
     """Replace the process's plans by those of a test alone."""
     found = PlanCache()

@@ -153,7 +153,7 @@ def test_pages_say_what_other_servers_of_an_h200_gain() -> None:
     # Half a per cent slower: nobody could tell.
     assert least[1] == "photograph" and abs(least[0] - 1) < 0.01
     closer = f"to {100 * most[0] - 100:.0f} %"
-    said = f"0 {closer} more than stock with FlashAttention 4, a setting"
+    said = f"level {closer} more than stock with FlashAttention 4, a setting"
     assert f"{said} | {one} times as soon |" in readme
     slow = [f"{of_setup(later[least[1]], LATER[n]):.2f}" for n in (2, 0)]
     said = "level (photographs, {} a second in place of {})".format(*slow)
