@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Narrow towers of vLLM's own classes, and where they run."""
+"""Towers of vLLM's own classes, narrow or as wide as they are, and where they run."""
 
 from importlib.metadata import version
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from packaging.version import Version
 
 from vllm_flashinfer_vit.commands.images import image_processor
-from vllm_flashinfer_vit.towers.spec import TowerSpec
+from vllm_flashinfer_vit.towers.spec import TowerSpec, resolve_spec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
 HAS_GPU = torch.cuda.is_available()
@@ -18,6 +18,13 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 cpu_only = pytest.mark.skipif(
     HAS_GPU, reason="vLLM has one platform per process, and here it is the GPU"
 )
+
+MODELS = {
+    "qwen2_vl": "Qwen/Qwen2-VL-7B-Instruct",
+    "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "qwen3_vl": "Qwen/Qwen3-VL-8B-Instruct",
+    "glm4v": "zai-org/GLM-4.1V-9B-Thinking",
+}
 
 # One windowed, one tapped and one full-attention block where the family has them. What
 # is left out is Transformers' default. Other towers of tests are these with changes.
@@ -96,3 +103,20 @@ def pixels(spec: TowerSpec, grids: list[list[int]], seed: int = 0) -> torch.Tens
     rows = sum(t * h * w for t, h, w in grids)
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, spec.patch_dim, generator=generator)
+
+
+def true_tower(
+    family: str,
+    backend: str = "FLASHINFER",
+    dtype: torch.dtype = torch.bfloat16,
+    **settings: object,
+) -> Tower:
+    """Build the first two blocks of a known model's tower on a GPU."""
+    spec = resolve_spec(MODELS[family], random_weights=True, depth=2)
+    return build_tower(
+        spec,
+        backend=backend,
+        dtype=dtype,
+        device="cuda",
+        **settings,  # type: ignore[arg-type]
+    )

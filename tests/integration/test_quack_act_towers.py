@@ -21,7 +21,7 @@ from _fp8_layers import (
     weights_of,
 )
 from _models import noise
-from test_quantized_towers import true_tower
+from _towers import true_tower
 
 from cases import relative_error
 from vllm_flashinfer_vit.blocks import fp8_methods

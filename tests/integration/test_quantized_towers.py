@@ -8,7 +8,7 @@ import torch
 from _blocks import SPECS, kinds, programs
 from _fp8_layers import Everywhere
 from _models import noise
-from _towers import cpu_only, small_spec
+from _towers import cpu_only, small_spec, true_tower
 from packaging.version import Version
 
 from cases import relative_error
@@ -23,36 +23,13 @@ from vllm_flashinfer_vit.towers.config import (
     tower_config,
 )
 from vllm_flashinfer_vit.towers.linear_layers import how_layers_run
-from vllm_flashinfer_vit.towers.spec import TowerError, resolve_spec
+from vllm_flashinfer_vit.towers.spec import TowerError
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower, check_backend
 
 METHODS = ("fp8", "fp8_per_tensor", "fp8_per_channel")
 BLOCKS = "fp8_per_block"
-MODELS = {
-    "qwen2_vl": "Qwen/Qwen2-VL-7B-Instruct",
-    "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
-    "qwen3_vl": "Qwen/Qwen3-VL-8B-Instruct",
-    "glm4v": "zai-org/GLM-4.1V-9B-Thinking",
-}
 # A wide image, one of a single token, and a square one.
 GRIDS = [[1, 24, 60], [1, 2, 2], [1, 32, 32]]
-
-
-def true_tower(
-    family: str,
-    backend: str = "FLASHINFER",
-    dtype: torch.dtype = torch.bfloat16,
-    **settings: object,
-) -> Tower:
-    """Build the first two blocks of a known model's tower on a GPU."""
-    spec = resolve_spec(MODELS[family], random_weights=True, depth=2)
-    return build_tower(
-        spec,
-        backend=backend,
-        dtype=dtype,
-        device="cuda",
-        **settings,  # type: ignore[arg-type]
-    )
 
 
 def encode(tower: Tower) -> torch.Tensor:
