@@ -172,7 +172,10 @@ class _Known:
         return self._is_so(tower, lambda encoder: encoder.programs > 0)
 
     def turns(self, tower: Tower) -> bool:
-        """Whether attention turns q and k, as `runs_programs` knows."""
+        """Whether a projection turns q and k, as `runs_programs` knows.
+
+        It does on an H200, with a vLLM that has QuACK 0.6, where attention could.
+        """
         return self._is_so(tower, lambda encoder: encoder.turns)
 
     def _is_so(self, tower: Tower, of: Callable[[Any], bool]) -> bool:
@@ -250,6 +253,7 @@ def _fp8_of(head_dim: int, *, turns: bool) -> str:
         fp8_choices_for,
         fp8_ranges,
         not_turned,
+        turned_by_projection,
     )
     from vllm_flashinfer_vit.kernels.catalog import KERNELS
     from vllm_flashinfer_vit.machine.stack import Gpu, Stack
@@ -259,7 +263,7 @@ def _fp8_of(head_dim: int, *, turns: bool) -> str:
         return "refused"
     h200 = Stack(python="", gpus=(Gpu("NVIDIA H200", (9, 0), None),))
     choices = fp8_choices_for(h200, "bfloat16", head_dim)
-    ranges = fp8_ranges(choices if turns else not_turned(choices))
+    ranges = fp8_ranges((turned_by_projection if turns else not_turned)(choices))
     return f"from {ranges[0][0]} tokens" if ranges else "not faster"
 
 

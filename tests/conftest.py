@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from torch.utils._device import _device_constructors
 
 # A busy machine is no defect.
 settings.register_profile("without deadline", deadline=None)
@@ -113,6 +114,9 @@ def nan_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return wrapper
 
+    # PyTorch reads once which functions these are: not those that stand for them here,
+    # or modules that are built on a GPU would be on the CPU from then on.
+    _device_constructors()
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))

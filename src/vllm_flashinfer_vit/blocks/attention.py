@@ -56,7 +56,7 @@ class Attention:
         self._has_scales = layer.own_scales is not None
         self.qkv = Qkv(spec.qkv, layers, self._turned_heads())
         turns = self.qkv.turning
-        layer.gets_turned = turns is not None
+        layer.settle_projection(turns is not None)
         self.group: int | None = None
         # What ranks gather are tensors of its own for each block.
         if self._split is None:

@@ -34,7 +34,6 @@ class AttentionLayer(Protocol):
     head_size: int
     dtype: torch.dtype
     turning: Turning | None
-    gets_turned: bool
     layouts: tuple[Layout, ...]
     is_watched: bool
     prepares_for: tuple[object, ...]
@@ -47,6 +46,8 @@ class AttentionLayer(Protocol):
         sequence_lengths: torch.Tensor | None = None,
         is_clean: bool = False,
     ) -> Callable[..., torch.Tensor]: ...
+
+    def settle_projection(self, turns: bool) -> None: ...
 
     @property
     def may_read_turned(self) -> bool: ...

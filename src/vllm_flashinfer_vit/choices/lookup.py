@@ -76,9 +76,10 @@ _OTHER_ABOVE_96 = (_OTHER[0]._replace(max_len=64), *_OTHER[1:])
 # quantising then costs about what the faster matmuls save.
 _FP8_ABOVE = 4095
 
-# So many tokens later FP8 is worth it where attention does not turn q and k: by rows of
-# an H200, see docs/choices.md.
+# So many tokens later FP8 is worth it where q and k arrive as they attend, and where
+# their projection turns them: by rows of an H200, see docs/choices.md.
 _NOT_TURNED = 2048
+_TURNED_BY_PROJECTION = 1024
 
 # What attends in FP8 on every GPU that can.
 PORTABLE_FP8 = "triton_fp8"
@@ -398,8 +399,21 @@ def not_turned(choices: Iterable[Choice]) -> tuple[Choice, ...]:
     Measurements have them turned: by FP8's quantiser on its way, and by a pass in front
     of other kernels, which such a layer does without. The pass takes its time by the
     token, and what FP8 saves of a token's grows with the sequence: the shortest
-    sequence that FP8 is worth it for has `_NOT_TURNED` tokens more.
+    sequence that FP8 is worth it for has more tokens.
     """
+    return _fp8_later(choices, _NOT_TURNED)
+
+
+def turned_by_projection(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """Return the choices of a layer whose projection turns q and k for other kernels.
+
+    It takes less time for that than the pass of `not_turned` does.
+    """
+    return _fp8_later(choices, _TURNED_BY_PROJECTION)
+
+
+def _fp8_later(choices: Iterable[Choice], tokens: int) -> tuple[Choice, ...]:
+    """Have FP8 begin so many tokens later than it was measured to be worth it."""
     kept = tuple(choices)
     for place, (short, long) in enumerate(itertools.pairwise(kept)):
         fp8 = KERNELS[long.kernel]
@@ -408,7 +422,7 @@ def not_turned(choices: Iterable[Choice]) -> tuple[Choice, ...]:
         if any(KERNELS[name].max_len is not None for name in short.kernels):
             continue
         assert short.max_len is not None
-        end = short.max_len + _NOT_TURNED
+        end = short.max_len + tokens
         _, last = next(r for r in fp8_ranges(kept) if r[0] == short.max_len + 1)
         if last is not None:
             # Where another kernel is faster than FP8, it stays.

@@ -48,18 +48,19 @@ def served_by(
         )
 
 
-def fp8_later(choices: Sequence[Choice], head_dim: int) -> str:
-    """Say which lengths are left to FP8 in layers that do not turn q and k.
+def fp8_later(choices: Sequence[Choice], head_dim: int, arrive: str) -> str:
+    """Say which lengths are left to FP8 where no pass would turn q and k.
 
     Args:
-        choices: The layers', see `not_turned`.
+        choices: The layers', see `not_turned` and `turned_by_projection`.
         head_dim: Head dim in elements.
+        arrive: How q and k do.
     """
     lengths = fp8_lengths(choices)
     served = f"sequences {lengths}" if lengths else "no length"
     return (
-        f"attention of head dim {head_dim} gets q and k as they attend, so FP8 saves "
-        f"no pass that turns them: it runs for {served}"
+        f"attention of head dim {head_dim} gets q and k {arrive}, so FP8 saves no pass "
+        f"that turns them: it runs for {served}"
     )
 
 

@@ -18,7 +18,12 @@ from vllm.platforms import current_platform
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.blocks.attach import attach, mark_served, spec_of
 from vllm_flashinfer_vit.blocks.program import BlockProgram
-from vllm_flashinfer_vit.choices.lookup import Choice, not_turned, plan_of
+from vllm_flashinfer_vit.choices.lookup import (
+    Choice,
+    not_turned,
+    plan_of,
+    turned_by_projection,
+)
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.engine.advice import (
     fp8_later,
@@ -165,11 +170,24 @@ class FlashInferViTAttention(MMEncoderAttention):
             self._fp8_state.reset()
 
     def _settle_plan(self) -> None:
-        """Choose by whether attention turns q and k, which is known with the blocks."""
-        choices = self._choices if self.turning else not_turned(self._choices)
+        """Choose by what turns q and k, which is known with the blocks."""
+        choices, arrive = self._choices, "turned by their projection"
+        if self.turning is None:
+            choices, arrive = not_turned(choices), "as they attend"
+        elif self.gets_turned:
+            choices = turned_by_projection(choices)
         self._plan = self.counts.plan = plan_of(choices)
         if choices != self._choices:
-            logger.info_once("%s", fp8_later(choices, self.head_size))
+            logger.info_once("%s", fp8_later(choices, self.head_size, arrive))
+
+    def settle_projection(self, turns: bool) -> None:
+        """Take what is known once the projection's weights are loaded.
+
+        Args:
+            turns: Whether it turns q and k of some batches.
+        """
+        self.gets_turned = turns
+        self._settle_plan()
 
     @property
     def signature(self) -> tuple[object, ...]:

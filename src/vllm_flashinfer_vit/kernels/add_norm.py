@@ -19,7 +19,7 @@ import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, Slot, cached_by_layout
 from vllm_flashinfer_vit.kernels._row_scales import quantize, row_scale
-from vllm_flashinfer_vit.kernels._rows import MAX_WIDTH, warps_of
+from vllm_flashinfer_vit.kernels._rows import MAX_WIDTH, VALUES, warps_of
 from vllm_flashinfer_vit.kernels.formats import (
     MIN_ROW_SCALE,
     Bound,
@@ -30,6 +30,9 @@ from vllm_flashinfer_vit.kernels.formats import (
 )
 
 _MIN_ROW_SCALE = tl.constexpr(MIN_ROW_SCALE)
+# Of a thread, where rows get scales: 32768 rows of 1280 with a bound take an H200 64 us
+# with two warps, 79 us with four. In 16 bits both take the same.
+_SCALED_VALUES = 32
 
 
 @triton.jit
@@ -276,5 +279,5 @@ def _launch(
         SCALES=form,
         HAS_LAYER_SCALES=bool(layer_scales),
         HAS_BOUND=factors is not None,
-        num_warps=warps_of(width_pad),
+        num_warps=warps_of(width_pad, VALUES if form == "none" else _SCALED_VALUES),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 attention begins later where attention does not turn q and k."""
+"""FP8 attention begins later where no pass would turn q and k for other kernels."""
 
 import pytest
 import torch
@@ -7,7 +7,12 @@ from _layers import build
 from _models import engine
 from _towers import SMALL, cpu_only
 
-from vllm_flashinfer_vit.choices.lookup import Choice, not_turned, plan_of
+from vllm_flashinfer_vit.choices.lookup import (
+    Choice,
+    not_turned,
+    plan_of,
+    turned_by_projection,
+)
 from vllm_flashinfer_vit.engine import advice
 from vllm_flashinfer_vit.engine import layer as layers
 from vllm_flashinfer_vit.ops.batch import Turning
@@ -20,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("plain_kernel")
 # Of an H200, head dim 72.
 MEASURED = "512:triton,768:flash_attn_4/triton,1024:triton_fp8,*:hopper_fp8"
 LATER = "512:triton,2816:flash_attn_4/triton,*:hopper_fp8"
+PROJECTED = "512:triton,1792:flash_attn_4/triton,*:hopper_fp8"
 
 
 def choices_of(text: str) -> tuple[Choice, ...]:
@@ -58,6 +64,20 @@ def test_fp8_begins_so_many_tokens_later(before: str, after: str) -> None:
     assert plan_of(not_turned(choices_of(before))).text == after
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (MEASURED, PROJECTED),
+        ("2048:flash_attn_4,*:hopper_fp8", "3072:flash_attn_4,*:hopper_fp8"),
+        ("*:hopper_fp8", "*:hopper_fp8"),
+    ],
+)
+def test_it_begins_less_late_behind_a_projection_that_turns(
+    before: str, after: str
+) -> None:
+    assert plan_of(turned_by_projection(choices_of(before))).text == after
+
+
 @cpu_only
 def test_a_layer_chooses_once_its_blocks_are_known(
     monkeypatch: pytest.MonkeyPatch,
@@ -73,6 +93,15 @@ def test_a_layer_chooses_once_its_blocks_are_known(
     layer._settle_plan()
     assert (layer._plan.text, said) == (MEASURED, [])
     assert layer.kernel_for(1024) == "triton_fp8"
+    for turns, plan, words in (
+        (True, PROJECTED, "turned by their projection, so"),
+        (False, MEASURED, None),
+    ):
+        said.clear()
+        layer.settle_projection(turns)
+        assert layer._plan.text == layer.counts.plan.text == plan
+        assert [words in line for line in said] == [True] * (words is not None)
+        assert layer.gets_turned is turns
     layer.turning = None
     # Weights may be loaded again.
     for _ in range(2):
@@ -80,6 +109,7 @@ def test_a_layer_chooses_once_its_blocks_are_known(
         assert layer._plan.text == layer.counts.plan.text == LATER
     assert layer.kernel_for(1024) == "flash_attn_4"
     assert layer.bounds == (512, 2816)
+    assert "as they attend, so FP8 saves no pass that turns them" in said[0]
     assert "it runs for sequences of 2817 tokens or more" in said[0]
 
 
@@ -92,7 +122,8 @@ def test_a_layer_chooses_once_its_blocks_are_known(
     ],
 )
 def test_what_is_left_to_fp8_is_said(before: str, lengths: str) -> None:
-    said = advice.fp8_later(not_turned(choices_of(before)), 72)
+    choices = not_turned(choices_of(before))
+    said = advice.fp8_later(choices, 72, "as they attend")
     assert said.endswith(f": it runs for {lengths}")
 
 
@@ -106,5 +137,6 @@ def test_choosing_is_part_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers.FlashInferViTAttention, "_settle_plan", settle)
     spec = TowerSpec(SMALL["qwen2_vl"] | {"depth": 2}, "a test", 2, family="qwen2_vl")
     build_tower(spec, backend="FLASHINFER", dtype=torch.float32, device="cpu")
-    assert [is_turned for _, is_turned in settled] == [True, True]
+    # Each once the blocks are known, and once its projection is.
+    assert [is_turned for _, is_turned in settled] == 4 * [True]
     assert len({name for name, _ in settled}) == 2
