@@ -171,12 +171,12 @@ class _Known:
         """Whether a test counts programs, or a patch is for a module without a test."""
         return self._is_so(tower, lambda encoder: encoder.programs > 0)
 
-    def turns(self, tower: Tower) -> bool:
-        """Whether a projection turns q and k, as `runs_programs` knows.
-
-        It does on an H200, with a vLLM that has QuACK 0.6, where attention could.
-        """
-        return self._is_so(tower, lambda encoder: encoder.turns)
+    def turns(self, tower: Tower) -> str:
+        """Return how much of q and k attention turns, as `runs_programs` knows."""
+        for turns in ("all", "a part"):
+            if self._is_so(tower, lambda encoder, of=turns: encoder.turns == of):
+                return turns
+        return "nothing"
 
     def _is_so(self, tower: Tower, of: Callable[[Any], bool]) -> bool:
         names = tower.get("encoders", ())
@@ -237,8 +237,11 @@ def _graphs(tower: Tower) -> str:
     return "; ".join(f"{kind}: {', '.join(t)}" for kind, t in texts.items() if t)
 
 
-def _fp8(head_dims: Sequence[int], *, turns: bool) -> str:
-    """Say from which length on FP8 attention runs, by head dim if that differs."""
+def _fp8(head_dims: Sequence[int], *, turns: str) -> str:
+    """Say from which length on FP8 attention runs, by head dim if that differs.
+
+    Projections turn whole heads, on an H200 with a vLLM that has QuACK 0.6.
+    """
     texts: dict[str, list[str]] = {}
     for head_dim in head_dims:
         texts.setdefault(_fp8_of(head_dim, turns=turns), []).append(str(head_dim))
@@ -247,7 +250,7 @@ def _fp8(head_dims: Sequence[int], *, turns: bool) -> str:
     return "; ".join(f"{', '.join(dims)}: {text}" for text, dims in texts.items())
 
 
-def _fp8_of(head_dim: int, *, turns: bool) -> str:
+def _fp8_of(head_dim: int, *, turns: str) -> str:
     from vllm_flashinfer_vit.choices.lookup import (
         PORTABLE_FP8,
         fp8_choices_for,
@@ -263,7 +266,9 @@ def _fp8_of(head_dim: int, *, turns: bool) -> str:
         return "refused"
     h200 = Stack(python="", gpus=(Gpu("NVIDIA H200", (9, 0), None),))
     choices = fp8_choices_for(h200, "bfloat16", head_dim)
-    ranges = fp8_ranges((turned_by_projection if turns else not_turned)(choices))
+    if turns != "a part":
+        choices = (turned_by_projection if turns == "all" else not_turned)(choices)
+    ranges = fp8_ranges(choices)
     return f"from {ranges[0][0]} tokens" if ranges else "not faster"
 
 

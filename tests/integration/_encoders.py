@@ -22,7 +22,7 @@ def _program(name: str, build: Builder) -> Encoder:
 
 def _turning(name: str, build: Builder) -> Encoder:
     """Return such an encoder, whose attention turns q and k."""
-    return replace(_program(name, build), turns=True)
+    return replace(_program(name, build), turns="all")
 
 
 # Packed sequences: cu_seqlens, and a longest length in whatever form.
@@ -53,14 +53,18 @@ PACKED = {
     "muse_glimmer": _model("muse_glimmer", lengths.muse_glimmer, 1),
     "cohere_compass": _turning("cohere_compass", lengths.cohere_compass),
     "muse_spark": Encoder(
-        "models.muse_spark.common.vision", lengths.muse_spark, 2, 2, turns=True
+        "models.muse_spark.common.vision", lengths.muse_spark, 2, 2, turns="all"
     ),
     # Four passes.
     "deepseek_v4": Encoder(
-        "models.deepseek_v4.common.vision", lengths.deepseek_v4, 8, 8, turns=True
+        "models.deepseek_v4.common.vision", lengths.deepseek_v4, 8, 8, turns="all"
     ),
     "minimax_m3": Encoder(
-        "models.minimax_m3.common.vision_tower", lengths.minimax_m3, 2, 2, turns=True
+        "models.minimax_m3.common.vision_tower",
+        lengths.minimax_m3,
+        2,
+        2,
+        turns="a part",
     ),
     "glm5next": Encoder("models.glm5next.common.multimodal", grids.glm5next, 2, 2),
 }
@@ -80,12 +84,12 @@ DENSE = {
     "idefics2-masked": _model("idefics2_vision_model", dense.idefics2_masked, 4, 4),
     "glm4v": _model("glm4v", dense.glm4v, 1),
     "glmasr": _model("glmasr", dense.glmasr, 1),
-    "mllama4": replace(_model("mllama4", dense.mllama4, 6, 6), turns=True),
+    "mllama4": replace(_model("mllama4", dense.mllama4, 6, 6), turns="all"),
     "molmo2": _program("molmo2", dense.molmo2),
     "moondream3": _program("moondream3", dense.moondream3),
     "step3_vl": _model("step3_vl", dense.step3_vl, 1),
-    "step_vl": replace(_model("step_vl", dense.step_vl, 6, 6), turns=True),
-    "step_vl-plain": replace(_model("step_vl", dense.step_vl_plain, 4, 4), turns=True),
+    "step_vl": replace(_model("step_vl", dense.step_vl, 6, 6), turns="all"),
+    "step_vl-plain": replace(_model("step_vl", dense.step_vl_plain, 4, 4), turns="all"),
     "minicpmv4_6": _model("minicpmv4_6", dense.minicpmv4_6, 1),
     "hunyuan_vision": _model("hunyuan_vision", dense.hunyuan_vision, 1),
     "funasr": _model("funasr", dense.funasr, 1),

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
-from typing import Any, Self
+from typing import Any, Literal, Self
 from unittest.mock import patch
 
 import pytest
@@ -28,6 +28,7 @@ from vllm_flashinfer_vit.towers.tower import Tower, build_tower
 
 Call = Callable[[], Any]
 Builder = Callable[[Any], tuple[nn.Module, Call]]
+Turns = Literal["nothing", "a part", "all"]
 
 # Two images, a row of one merged patch, a video of three frames.
 GRIDS = [[1, 4, 6], [1, 10, 2], [1, 2, 2], [3, 4, 4]]
@@ -85,11 +86,17 @@ def encode(encoder: "Encoder", tower: Tower) -> "Result":
             out = call()
     layers = {type(m).__name__ for m in encoder_module.modules()} & LAYERS
     turns = [
-        layer.turning is not None
+        _turns(layer)
         for layer in encoder_module.modules()
         if type(layer).__name__ == "FlashInferViTAttention"
     ]
     return Result(_flat(out), layers, count.calls, len(programs), layouts, turns)
+
+
+def _turns(layer: Any) -> Turns:
+    if layer.turning is None:
+        return "nothing"
+    return "all" if layer.turning.dim == layer.head_size else "a part"
 
 
 @contextmanager
@@ -269,7 +276,7 @@ class Result:
         ops: Calls of this package's custom op.
         programs: Blocks that ran as programs.
         layouts: How q, k and v lay in each call, and how the layer says they may.
-        turns: Of each layer of this package, whether it turns q and k.
+        turns: How much of q and k each layer of this package turns.
     """
 
     out: torch.Tensor
@@ -277,7 +284,7 @@ class Result:
     ops: int
     programs: int
     layouts: list[tuple[str, tuple[str, ...]]]
-    turns: list[bool]
+    turns: list[Turns]
 
 
 @dataclass(frozen=True)
@@ -289,14 +296,14 @@ class Encoder:
         build: Builds it from that module.
         ops: Calls of the custom op in one forward pass.
         programs: Blocks that run as programs in it.
-        turns: Whether its attention turns q and k.
+        turns: How much of each head of q and k its attention turns.
     """
 
     module: str
     build: Builder
     ops: int = 2
     programs: int = 0
-    turns: bool = False
+    turns: Turns = "nothing"
 
     def load(self) -> ModuleType:
         """Import the module; ImportError if this vLLM lacks it.
