@@ -22,13 +22,12 @@ no patches and grids.
 import argparse
 import os
 
-from block_stacks import cases_of
 from contenders import MODES, default_providers
 from csv_log import DTYPES, CsvLog, results_path
 from environment import Environment, device
 from failures import Failures
 from host_load import load_text
-from model_names import any_model
+from model_names import any_model, cases_of
 from tower_bench import Bench
 from tower_cases import AUDIO_CASES, CASES, DENSE_CASES, MODELS, SMOKE_CASES
 

@@ -27,7 +27,6 @@ import gemma4_stack
 from gemma4_stack import Gemma4Stack
 from known_stacks import STACKS, Stack
 from stack_rotary import Tensors
-from tower_cases import CASES
 from vllm_flashinfer_vit.blocks.attach import told_lengths
 from vllm_flashinfer_vit.towers.spec import TowerSpec
 from vllm_flashinfer_vit.towers.tower import Tower, build_tower
@@ -56,21 +55,10 @@ _ROPE_BASE = 10000.0
 # Columns from which on random Q and K make scores so large that rounding alone decides
 # what blocks return: stock's 28 of 2048 columns are off by 29 % in bf16.
 _WIDE = 2048
-# What `build_stack` can build.
-NAMES = frozenset({*STACKS, *gemma4_stack.TOWERS})
-
-
 # Modules whose towers tell blocks the longest length, whose `forward` takes none.
 _TELLING = ("keye", "openpangu_vl")
 # Such lengths.
 _WHOLE, _WINDOWED = "told", "told in windows"
-
-
-def cases_of(model: str) -> tuple[str, ...]:
-    """Return the names of the cases that a model is timed with if none are given."""
-    if model in gemma4_stack.TOWERS:
-        return gemma4_stack.CASES
-    return STACKS[model].cases if model in STACKS else tuple(CASES)
 
 
 class BlockStack(nn.Module):
@@ -292,7 +280,7 @@ def build_stack(
     device: torch.device,
     **how: Any,
 ) -> StackTower:
-    """Build the blocks of a tower in `NAMES`.
+    """Build the blocks of a tower in `model_names.STACK_NAMES`.
 
     Args:
         name: The tower's.

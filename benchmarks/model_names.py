@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models `--models` takes, by name or as a checkpoint's folder."""
+"""Which models `--models` takes, by name or as a folder, and their cases."""
 
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+import gemma4_stack
+from known_stacks import STACKS
+from tower_cases import CASES
 from vllm_flashinfer_vit.towers.spec import NAMED_MODELS
+
+# What `block_stacks.build_stack` can build.
+STACK_NAMES = frozenset({*STACKS, *gemma4_stack.TOWERS})
 
 
 def named_model(text: str) -> str:
@@ -23,10 +29,14 @@ def any_model(text: str) -> str:
     Raises:
         argparse.ArgumentTypeError: As `named_model`.
     """
-    # It imports vLLM's layers, and some scripts choose the platform before that.
-    from block_stacks import NAMES
+    return _known(text, (*NAMED_MODELS, *sorted(STACK_NAMES)))
 
-    return _known(text, (*NAMED_MODELS, *sorted(NAMES)))
+
+def cases_of(model: str) -> tuple[str, ...]:
+    """Return the names of the cases that a model is timed with if none are given."""
+    if model in gemma4_stack.TOWERS:
+        return gemma4_stack.CASES
+    return STACKS[model].cases if model in STACKS else tuple(CASES)
 
 
 def _known(text: str, names: Iterable[str]) -> str:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from block_stacks import NAMES, StackTower, build_stack
 from chosen_rows import what_is_timed
 from contenders import PACKAGE, Contender, check_promises
 from correctness import check_error, relative_error
 from csv_log import DTYPES, attention_flops
 from environment import device
 from failures import Failures
+from model_names import STACK_NAMES
 from remote import Remote
 from timing import Clock, Run, host_ms
 from tower_cases import CASES, Grids, of_new_sizes
@@ -58,6 +58,7 @@ class Worker:
         self._held = ExitStack()
         self.tower: Any = None
         self._layer: Any = None
+        self._is_stack = False
         self._runs: dict[str, Run] = {}
         self._before: dict[str, Run] = {}
         self._pixels = self._reference = torch.empty(0)
@@ -86,6 +87,8 @@ class Worker:
         Returns:
             Attention's head dim.
         """
+        # They import vLLM, for half a minute, which the pipe's other side can spare.
+        from block_stacks import build_stack
         from vllm_flashinfer_vit.towers.spec import resolve_spec
         from vllm_flashinfer_vit.towers.tower import build_tower
 
@@ -102,7 +105,8 @@ class Worker:
             "flash_attn_version": contender.flash_attn_version,
             "quantization": contender.quantization,
         }
-        if model in NAMES:
+        self._is_stack = model in STACK_NAMES
+        if self._is_stack:
             self.tower = build_stack(model, depth=depth, **how)
         else:
             is_random = not Path(model).is_dir()
@@ -237,7 +241,7 @@ class Worker:
 
     def _of_new_sizes(self) -> tuple[Run, Run]:
         """Return eager calls that get another size each time: at first, to time."""
-        if isinstance(self.tower, StackTower):
+        if self._is_stack:
             raise ValueError("the blocks of a stack alone have no sizes of images")
         grids = tuple((t, h, w) for t, h, w in self._grids)
         # More than the largest of them has.
@@ -259,7 +263,7 @@ class Worker:
         # vLLM too prepares the metadata outside its encoder graphs.
         metadata = self.tower.visual.prepare_encoder_metadata(self._grids)
         # A whole tower has all in its metadata.
-        grids = self._grids if isinstance(self.tower, StackTower) else None
+        grids = self._grids if self._is_stack else None
         return lambda: self.tower.visual(
             self._pixels, grids, encoder_metadata=dict(metadata)
         )

@@ -80,6 +80,7 @@ def test_batches_like_a_case_have_new_sizes(case):
 def test_each_call_of_a_new_size_gets_its_pixels():
     seen = []
     worker = object.__new__(tower_worker.Worker)
+    worker._is_stack = False
     worker.tower = SimpleNamespace(visual=lambda x, grids: seen.append((x, grids)))
     worker._pixels = torch.arange(16 * 16.0)[:, None]
     worker._grids = [[1, 16, 16]]
@@ -100,6 +101,7 @@ def test_the_same_new_sizes_are_timed_however_many_came_before(monkeypatch, seen
         return x
 
     worker = object.__new__(tower_worker.Worker)
+    worker._is_stack = False
     worker.tower = SimpleNamespace(visual=visual)
     worker._clock = timing.Clock(torch.device("cpu"))
     worker._pixels = worker._reference = torch.ones(16 * 16, 1)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of the towers' benchmark: they build one tower after another."""
 
+import subprocess
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +13,7 @@ from _benchmarks import ENVIRONMENT
 
 import block_stacks
 import contenders
+import model_names
 import tower_bench
 import tower_cases
 import tower_worker
@@ -106,8 +110,8 @@ def test_a_worker_lets_go_of_a_tower_before_it_builds_the_next(monkeypatch):
         alive.append([*held])
         return Tower(model)
 
-    monkeypatch.setattr(tower_worker, "NAMES", {"A", "B"})
-    monkeypatch.setattr(tower_worker, "build_stack", build)
+    monkeypatch.setattr(tower_worker, "STACK_NAMES", {"A", "B"})
+    monkeypatch.setattr(block_stacks, "build_stack", build)
     monkeypatch.setattr(tower_worker, "check_promises", lambda *given: None)
     worker = tower_worker.Worker(contenders.Contender.of("plugin", "bf16"))
     with worker.running():
@@ -120,11 +124,11 @@ def test_a_worker_lets_go_of_a_tower_before_it_builds_the_next(monkeypatch):
     assert held == []
 
 
-@pytest.mark.parametrize("name", sorted(block_stacks.NAMES))
+@pytest.mark.parametrize("name", sorted(model_names.STACK_NAMES))
 def test_a_tower_has_cases_that_it_takes(name):
     known = {**tower_cases.CASES, **tower_cases.DENSE_CASES, **tower_cases.AUDIO_CASES}
     stack = STACKS.get(name)
-    cases = block_stacks.cases_of(name)
+    cases = model_names.cases_of(name)
     assert cases
     for case in cases:
         sizes = {(h, w) for _, h, w in known[case]}
@@ -135,4 +139,12 @@ def test_a_tower_has_cases_that_it_takes(name):
 
 
 def test_a_whole_tower_has_every_case():
-    assert block_stacks.cases_of("Qwen/Qwen3-VL-8B-Instruct") == (*tower_cases.CASES,)
+    assert model_names.cases_of("Qwen/Qwen3-VL-8B-Instruct") == (*tower_cases.CASES,)
+
+
+@pytest.mark.parametrize("script", ["bench_encoder", "bench_host"])
+def test_what_starts_them_does_without_vllm(script):
+    """It would import vLLM for half a minute before theirs began to."""
+    code = f"import sys, {script}; sys.exit('vllm' in sys.modules)"
+    folder = Path(tower_bench.__file__).parent
+    assert not subprocess.run([sys.executable, "-c", code], cwd=folder).returncode
