@@ -15,8 +15,10 @@ from PIL import Image
 from rich.console import Console
 
 from vllm_flashinfer_vit import plugin
+from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.commands import calibrate
 from vllm_flashinfer_vit.commands.images import JobError
+from vllm_flashinfer_vit.engine import selection
 from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError
 from vllm_flashinfer_vit.fp8.state import made_by_engine
@@ -313,6 +315,18 @@ class TestCalibrate:
         real = towers.fill_with_random_weights
         monkeypatch.setattr(towers, "fill_with_random_weights", fill)
         with pytest.raises(JobError, match=r"image\.png: .*blocks\.1\.attn.*NaN"):
+            calibrate.run(options(image))
+        assert not image.with_name("scales.json").exists()
+
+    def test_a_tower_that_flashinfer_does_not_serve(
+        self, image: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # As a GPU without a kernel for the dtype.
+        def refuse(*_: Any) -> None:
+            raise NotServedError("why")
+
+        monkeypatch.setattr(selection, "resolve", refuse)
+        with pytest.raises(NotServedError, match=r"no layer of Qwen.* in float32"):
             calibrate.run(options(image))
         assert not image.with_name("scales.json").exists()
 

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices.lookup import PORTABLE_FP8
+from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.commands.calibrate_plot import draw, import_figure
 from vllm_flashinfer_vit.commands.images import (
     ImageFile,
@@ -44,7 +45,7 @@ from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.margin import check_margin
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
-from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, DeviceScales
+from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, DeviceScales, dtype_name
 from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
@@ -262,7 +263,20 @@ def _made_by(options: Options, job: Job, images: int) -> dict[str, str]:
 
 
 def _head_dims(tower: Built) -> dict[str, int]:
-    return {str(layer.layer_name): int(layer.head_size) for layer in _layers(tower)}
+    """Return head dims by the names of the layers that FLASHINFER serves.
+
+    Raises:
+        NotServedError: It serves none.
+    """
+    layers = _layers(tower)
+    if not layers:
+        raise NotServedError(
+            f"FLASHINFER serves no layer of {tower.spec.model} in "
+            f"{dtype_name(tower.dtype)} on {tower.device.type}, so there are no "
+            "scales; use another --dtype or --device, and see what "
+            "`vllm-flashinfer-vit doctor` says"
+        )
+    return {str(layer.layer_name): int(layer.head_size) for layer in layers}
 
 
 def _layers(tower: Built) -> list[Any]:
