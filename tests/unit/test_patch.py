@@ -235,7 +235,14 @@ def test_what_is_known_not_to_be_for_this_vllm(
 
 @pytest.mark.parametrize(
     "release, expected",
-    [("0.28.0", True), ("0.28.0+cu129", True), ("0.28.0rc1", True), ("99.0", False)],
+    [
+        ("0.28.0", True),
+        ("0.28.0+cu129", True),
+        ("0.28.0rc1", True),
+        ("99.0", False),
+        # That is for `check_vllm` to say.
+        ("no-version", False),
+    ],
 )
 def test_releases_say_what_is_not_for_them(
     release: str, expected: bool, monkeypatch: pytest.MonkeyPatch

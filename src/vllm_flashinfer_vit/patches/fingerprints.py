@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from vllm_flashinfer_vit.machine.json_files import read_json
 from vllm_flashinfer_vit.machine.versions import vllm_version
@@ -82,7 +82,11 @@ def left_out() -> frozenset[str]:
 
     A release candidate or a build of its own, as `0.31.0+cu129`, counts as its release.
     """
-    found = Version(vllm_version()).release
+    try:
+        found = Version(vllm_version()).release
+    except InvalidVersion:
+        # `check_vllm` refuses it, and says so.
+        return frozenset()
     for name, release in known().releases.items():
         if Version(name).release == found:
             return frozenset(release.left_out)
