@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from vllm_flashinfer_vit.commands import calibrate, encode, images
 from vllm_flashinfer_vit.commands.encode import run
-from vllm_flashinfer_vit.commands.job import Inputs, prepare
+from vllm_flashinfer_vit.commands.job import Inputs, memory_hint, prepare
 from vllm_flashinfer_vit.fp8.scale_files import ScaleError
 from vllm_flashinfer_vit.machine.files import FileError
 from vllm_flashinfer_vit.towers import model_tower
@@ -238,6 +238,13 @@ class TestBadInput:
                 inputs = vars(Inputs(images=[path], model=MODEL, random_weights=True))
                 output = tmp_path / "scales.json"
                 calibrate.run(calibrate.Options(**inputs, output=output))
+
+    def test_no_memory_for_an_image(self) -> None:
+        with (
+            pytest.raises(TowerError, match=r"too little memory .*; use .* --max-pix"),
+            memory_hint(torch.device("cpu")),
+        ):
+            torch.empty(2**60, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(("depth", "cut"), [(4, False), (5, True)])

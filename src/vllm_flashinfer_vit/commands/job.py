@@ -182,7 +182,7 @@ def report_header(
 
 @contextmanager
 def memory_hint(
-    device: torch.device, advice: str = "use a smaller max_pixels"
+    device: torch.device, advice: str = "use a smaller --max-pixels"
 ) -> Iterator[None]:
     """Say what to do where the device has too little memory.
 
