@@ -20,7 +20,7 @@ from vllm_flashinfer_vit.towers.spec import (
     TowerSpec,
     resolve_spec,
 )
-from vllm_flashinfer_vit.towers.tower import build_tower
+from vllm_flashinfer_vit.towers.tower import build_tower, check_backend
 
 # A wide image with cut windows, one token, a square image, a video of two frames.
 GRIDS = [[1, 12, 20], [1, 2, 2], [1, 8, 8], [2, 6, 4]]
@@ -230,6 +230,12 @@ class TestRefusals:
             small_tower("qwen2_vl", "NONE_SUCH")
         with pytest.raises(TowerError, match=r"FLASH_ATTN does not run .* on cpu"):
             small_tower("qwen2_vl", "FLASH_ATTN")
+
+    def test_other_devices_than_its_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        for device in ("xpu", "cuda:2"):
+            with pytest.raises(TowerError, match=rf"'{device}' is .* sees 2 GPUs; use"):
+                check_backend("FLASHINFER", torch.device(device), torch.bfloat16)
 
     def test_devices_that_are_not_here(self) -> None:
         spec = small_spec("qwen2_vl")

@@ -254,8 +254,8 @@ def _prepare_device(device: torch.device) -> None:
     if device.type == "cpu":
         use_cpu_platform(force=True)
         return
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    if (device.index or 0) >= count:
+    count = torch.cuda.device_count()
+    if device.type != "cuda" or (device.index or 0) >= count:
         raise TowerError(
             f"device {str(device)!r} is not available: this process sees {count} GPUs; "
             "use one of them, or cpu"
