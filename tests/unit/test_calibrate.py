@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ pytest.importorskip("vllm")
 
 from vllm_flashinfer_vit.commands import calibrate  # noqa: E402
 from vllm_flashinfer_vit.commands.calibrate import LayerReport, Options, Report  # noqa: E402
+from vllm_flashinfer_vit.commands.calibrate_plot import draw, import_figure  # noqa: E402
 from vllm_flashinfer_vit.commands.cli import main  # noqa: E402
 from vllm_flashinfer_vit.fp8 import scale_files as scales  # noqa: E402
 from vllm_flashinfer_vit.fp8.scale_files import QKV  # noqa: E402
@@ -136,3 +138,13 @@ def test_an_older_file_that_is_too_narrow() -> None:
         "Its scales cut off 2 of 3 tensors here; the worst is v of a.layer, 5 times "
         "beyond."
     )
+
+
+@pytest.mark.parametrize("name", ["a$b_{$c", "m\udce4l", "a\x01b", "a\nb"])
+def test_a_plot_takes_any_name_of_a_model(name: str) -> None:
+    pytest.importorskip("matplotlib")
+    figure = import_figure(Path("plot.svg"))
+    svg = draw(figure, f"/models/{name}, 3 images", [QKV(1, 2, 3)])
+    ElementTree.fromstring(svg)
+    shown = "".join(c if c.isprintable() else "?" for c in name)
+    assert f"/models/{shown}, 3 images" in svg.decode()

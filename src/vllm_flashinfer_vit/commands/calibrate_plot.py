@@ -51,7 +51,9 @@ def draw(figure_class: Any, title: str, amax: Sequence[QKV]) -> bytes:
     axes.set_yscale("log")
     axes.set_xlabel("attention layer")
     axes.set_ylabel("largest absolute value")
-    axes.set_title(title)
+    # Names of folders may hold what no SVG can, and "$", which begins a formula.
+    shown = "".join(c if c.isprintable() else "?" for c in title)
+    axes.set_title(shown, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()
     content = io.BytesIO()
