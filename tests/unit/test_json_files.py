@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON files that are read: what the message of an unusable one says."""
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,4 +59,13 @@ def test_a_deeply_nested_file_is_an_error_like_others(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("[" * 200_000)
     with pytest.raises(ValueError, match="too deeply nested"):
+        read_json(path)
+
+
+def test_a_file_of_another_kind_is_not_read_into_memory(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.touch()
+    # It takes no room on the disk.
+    os.truncate(path, 2**40)
+    with pytest.raises(ValueError, match="has 1,099,511,627,776 bytes, too many"):
         read_json(path)

@@ -11,6 +11,10 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
+# Far above an index of weights, the longest of what is read. More is another kind of
+# file, such as weights, and would fill the memory before it is found to be none.
+_MAX_BYTES = 2**28
+
 # pydantic's names for what JSON has others for.
 _WANTED = {
     "bool_type": "true or false",
@@ -28,8 +32,10 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is not JSON, or too deeply nested.
+        ValueError: It is not JSON, too large, or too deeply nested.
     """
+    if (size := path.stat().st_size) > _MAX_BYTES:
+        raise ValueError(f"it has {size:,} bytes, too many for a JSON file")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
