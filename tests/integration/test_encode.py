@@ -246,6 +246,10 @@ class TestRun:
         output.unlink()
         with pytest.raises(JobError, match=r"nothing was saved .*bad\.png with FLASHI"):
             run(options(tmp_path / "bad.png", output=output))
+        # A file that was left out is not why.
+        (tmp_path / "good.png").write_text("no image")
+        with pytest.raises(JobError, match=r"nothing was saved .*bad\.png with FLASHI"):
+            run(options(tmp_path, output=output))
         assert not output.exists()
 
     @pytest.mark.usefixtures("narrow")

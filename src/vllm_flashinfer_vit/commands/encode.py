@@ -431,7 +431,8 @@ def _save(
             tensors[key] = one.embedding.contiguous()
             metadata[f"grid_thw {image.name}"] = " ".join(map(str, image.grid))
     if not tensors:
-        raise JobError(f"nothing was saved to {path}. {report.failures[0]}")
+        # The first may be of files that were left out.
+        raise JobError(f"nothing was saved to {path}. {report.failures[-1]}")
     metadata |= {
         "model": report.model,
         "weights": report.weights,
