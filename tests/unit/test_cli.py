@@ -19,6 +19,7 @@ from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.commands import doctor
 from vllm_flashinfer_vit.commands.cli import main
 from vllm_flashinfer_vit.machine.problems import stack_problems
+from vllm_flashinfer_vit.patches.patch import PatchError
 
 runner = CliRunner()
 
@@ -227,6 +228,8 @@ def test_encode_leaves_the_users_log_level(
         ValueError("no model is named x"),
         FileNotFoundError(2, "No such file or directory", "a.png"),
         ModuleNotFoundError("No module named 'vllm'"),
+        # In strict mode.
+        PatchError("patch x does not fit this vLLM"),
     ],
 )
 def test_an_error_is_one_line_on_stderr(

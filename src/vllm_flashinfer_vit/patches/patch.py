@@ -11,7 +11,7 @@ from vllm_flashinfer_vit.patches.fingerprints import difference, left_out
 from vllm_flashinfer_vit.patches.source import parameters
 
 
-class PatchError(RuntimeError):
+class PatchError(ValueError):
     """A patch does not fit the vLLM that is installed."""
 
 
