@@ -317,10 +317,12 @@ class TestOwnLinears:
         assert ran
         assert relative_error(found, expected) < TOLERANCE
 
+    @pytest.mark.parametrize("is_wanted", [False, True])
     def test_weights_that_come_after_an_adapter(
         self,
         family: str,
         is_direct: bool,
+        is_wanted: bool,
         ran: list[int],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
@@ -328,7 +330,7 @@ class TestOwnLinears:
         from vllm.config.lora import LoRAConfig
         from vllm.lora.utils import from_layer
 
-        allow_lora(False, monkeypatch)
+        allow_lora(is_wanted, monkeypatch)
         served = build(family)
         before, steps = outputs(served), kinds(served)
         spec = programs(served)[0].spec

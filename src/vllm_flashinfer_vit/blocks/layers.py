@@ -53,10 +53,10 @@ class Layers(NamedTuple):
     place: int
 
     def part(self, path: str) -> Any:
-        """Return a part of the block."""
+        """Return a part of the block, of a layer with adapters the layer itself."""
         found = self.block.get_submodule(path)
-        # Of a model that does not tell vLLM which its tower is, LoRA wraps all layers.
-        return found if self.gets_adapters else getattr(found, "base_layer", found)
+        # Weights may come after vLLM has wrapped layers.
+        return getattr(found, "base_layer", found)
 
     def is_direct(self, path: str) -> bool:
         """Whether a layer runs past its own method, in 16 bits."""
