@@ -5,12 +5,15 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from _blocks import blocks, build, call, noted, outputs, programs, stream, tables
-from _models import offsets
+from _dense_models import idefics2
+from _encoders import DENSE
+from _models import encode, engine, offsets
 from _towers import cpu_only
 
 from cases import relative_error
@@ -110,6 +113,20 @@ class TestChain:
         ran.clear()
         assert torch.equal(outputs(served), expected)
         assert ran == [0, 1]
+
+    def test_a_block_that_is_taken_out(self, ran: list[int]) -> None:
+        """Its weights are never loaded, and so its program is never built."""
+
+        def without_the_last(m: Any) -> Any:
+            tower, run = idefics2(m)
+            del tower.layers[-1]
+            return tower, run
+
+        shorter = replace(DENSE["idefics2"], build=without_the_last)
+        backends = "TORCH_SDPA", "FLASHINFER"
+        stock, found = (encode(shorter, engine(backend)) for backend in backends)
+        assert ran == [0]
+        assert relative_error(found.out, stock.out) < TOLERANCE
 
     def test_other_images_after_a_block(self, qwen3: tuple[Tower, Tower]) -> None:
         """Of one pass all tables may be others, as windows' are."""

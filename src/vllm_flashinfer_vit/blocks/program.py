@@ -194,7 +194,8 @@ class BlockProgram:
         )
         out = self._mlp(now)
         following = tower.blocks.get(self._index + 1)
-        if following is None:
+        # One that was taken out of the tower is never built.
+        if following is None or not following.is_ready:
             tower.end(now)
             if self._index:
                 self._count(now, x, given)
