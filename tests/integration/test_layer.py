@@ -19,6 +19,7 @@ from _towers import DEVICE, HAS_GPU, cpu_only
 from cases import Case, attention_eager, make_qkv, relative_error
 from vllm_flashinfer_vit import __version__, plugin
 from vllm_flashinfer_vit.choices.lookup import Choice
+from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.engine import layer as layers
 from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.patches.fingerprints import left_out
@@ -155,6 +156,13 @@ def test_the_kernel_for_many_sequences_is_prepared_and_said(
     assert layer.kernel_for(4096, 16) == "flash_attn"
     assert decided == [HEAD_DIM]
     assert any("flash_attn_4, flash_attn below 512 rows" in line for line in said)
+
+    def refuse(head_dim: int) -> int:
+        raise RuntimeError("none here")
+
+    monkeypatch.setattr(flash_attn, "fa_version", refuse)
+    with pytest.raises(NotServedError, match=r"^layer 'a\.layer': none here$"):
+        build(flashinfer)
 
 
 @pytest.fixture

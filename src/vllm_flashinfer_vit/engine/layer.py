@@ -25,12 +25,7 @@ from vllm_flashinfer_vit.choices.lookup import (
     turned_by_projection,
 )
 from vllm_flashinfer_vit.choices.usable import NotServedError
-from vllm_flashinfer_vit.engine.advice import (
-    fp8_later,
-    graphs_off,
-    ignored,
-    served_by,
-)
+from vllm_flashinfer_vit.engine.advice import fp8_later, graphs_off, ignored, served_by
 from vllm_flashinfer_vit.engine.batch_check import check
 from vllm_flashinfer_vit.engine.counting import Counting, count_stock_layer
 from vllm_flashinfer_vit.engine.element_offsets import token_offsets
@@ -118,8 +113,11 @@ class FlashInferViTAttention(MMEncoderAttention):
             self._engine_scales = EngineScales.of(config)
             self._fp8_state = self._engine_scales.enroll(prefix, head_size, policy)
         self.counts = Counting.of(config).enroll(prefix, self._plan, self._fp8_state)
-        for name in {name for choice in choices for name in choice.kernels}:
-            KERNELS[name].decide(head_size)
+        try:
+            for name in {name for choice in choices for name in choice.kernels}:
+                KERNELS[name].decide(head_size)
+        except RuntimeError as error:
+            raise NotServedError(f"layer {prefix!r}: {error}") from None
         for problem in ignored(config):
             logger.warning_once("%s", problem)
         self._say(choices)
