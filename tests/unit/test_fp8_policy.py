@@ -140,6 +140,14 @@ class TestPolicy:
         with pytest.raises(NotServedError, match=f"{ENV_FP8_SCALES}=dynamic contra"):
             policy(fp8_scales="dynamic")
 
+    def test_scales_of_batches_before_contradict_bits_that_no_batch_changes(
+        self, engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        with pytest.raises(NotServedError, match=f"{ENV_FP8_SCALES}=dynamic contra"):
+            policy(fp8_scales="dynamic")
+        assert required().method == "block"
+
     def test_a_damaged_file(self, engine: SimpleNamespace, tmp_path: Path) -> None:
         path = tmp_path / "scales.json"
         path.write_text("{")

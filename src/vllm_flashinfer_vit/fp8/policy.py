@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.models.vision import get_multimodal_config
@@ -168,6 +169,11 @@ def _method(
                 f"{str(path)!r}, whose scales are static; unset one of them"
             )
         return "static"
+    if wanted == "dynamic" and envs.VLLM_BATCH_INVARIANT:
+        raise NotServedError(
+            f"{ENV_FP8_SCALES}=dynamic contradicts VLLM_BATCH_INVARIANT: such scales "
+            "follow from batches before; unset one of them"
+        )
     kernels = {choice.kernel for choice in choices} & fp8_names()
     whole_tensor = {k for k in kernels if not KERNELS[k].takes_block_scales}
     if not whole_tensor:
