@@ -228,9 +228,9 @@ def other_sizes(height: int, width: int, count: int) -> list[tuple[int, int]]:
 
 
 class _Projected:
-    """Stands for a block's QKV projection, which has run and turned nothing."""
+    """Stands for a block's QKV projection, which has run and done no more."""
 
-    turning = None
+    turning = quantizing = None
 
     def __call__(self, now: Any) -> torch.Tensor:
         """Return what it wrote."""

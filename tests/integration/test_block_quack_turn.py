@@ -31,7 +31,7 @@ from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 from vllm_flashinfer_vit.gemms import epilogue_gemm, turning_gemm
 from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer, project
 from vllm_flashinfer_vit.gemms.turning_gemm import Heads
-from vllm_flashinfer_vit.ops.attention import reads_turned
+from vllm_flashinfer_vit.ops.attention import kernel_for, taken_by
 from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.towers.resolve import resolve_spec
@@ -139,9 +139,7 @@ class TestTurning:
         with without("quack_turn"):
             expected = outputs(build_bf16(family))
         calls.clear()
-        monkeypatch.setattr(
-            FlashInferViTAttention, "reads_turned", lambda self, batch: False
-        )
+        monkeypatch.setattr(FlashInferViTAttention, "taken", lambda self, batch: {None})
         assert torch.equal(outputs(served), expected)
         assert not calls
 
@@ -241,16 +239,19 @@ def test_projections_in_fp8(
     ],
 )
 def test_which_kernels_read_turned(plan: str, expected: tuple[bool, bool]) -> None:
+    def reads_turned(batch: Batch) -> bool:
+        return taken_by(kernel_for(batch, Plan.decode(plan)), None) == "turned"
+
     q = torch.zeros(600, 1, 8)
     many = torch.arange(0, 601, 100, dtype=torch.int32)
     one = torch.tensor([0, 600], dtype=torch.int32)
     found = tuple(
-        reads_turned(Batch(q, q, q, None, None, offsets, longest), Plan.decode(plan))
+        reads_turned(Batch(q, q, q, None, None, offsets, longest))
         for offsets, longest in ((many, 100), (one, 600))
     )
     assert found == expected
     equal = Batch(q, q, q, seq_len=100), Batch(q, q, q, seq_len=600)
-    assert tuple(reads_turned(x, Plan.decode(plan)) for x in equal) == expected
+    assert tuple(map(reads_turned, equal)) == expected
 
 
 HAS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)

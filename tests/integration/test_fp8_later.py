@@ -93,12 +93,14 @@ def test_a_layer_chooses_once_its_blocks_are_known(
     layer._settle_plan()
     assert (layer._plan.text, said) == (MEASURED, [])
     assert layer.kernel_for(1024) == "triton_fp8"
-    for turns, plan, words in (
-        (True, PROJECTED, "turned by their projection, so"),
-        (False, MEASURED, None),
+    for turns, quantizes, plan, words in (
+        (True, False, PROJECTED, "turned by their projection, so"),
+        (True, True, MEASURED, None),
+        (False, False, MEASURED, None),
+        (False, True, MEASURED, None),
     ):
         said.clear()
-        layer.settle_projection(turns)
+        layer.settle_projection(turns, quantizes)
         assert layer._plan.text == layer.counts.plan.text == plan
         assert [words in line for line in said] == [True] * (words is not None)
         assert layer.gets_turned is turns

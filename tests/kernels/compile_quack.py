@@ -23,9 +23,15 @@ import quack.cache
 import torch
 from _activating_gemm import TOWERS, act_of
 from _quack import linear_act
+from _quantizing_gemm import TOWERS as PROJECTIONS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_flashinfer_vit.gemms import activating_gemm, epilogue_gemm, turning_gemm
+from vllm_flashinfer_vit.gemms import (
+    activating_gemm,
+    epilogue_gemm,
+    quantizing_gemm,
+    turning_gemm,
+)
 from vllm_flashinfer_vit.gemms.quack import (
     QUICK_GELU,
     SWIGLU,
@@ -91,6 +97,29 @@ def compile_turning(
     return None
 
 
+def compile_quantizing(
+    heads: quantizing_gemm.Heads,
+    inputs: int,
+    table: torch.dtype,
+    dtype: torch.dtype,
+    has_bias: bool,
+) -> Exception | None:
+    """Compile a QKV projection that writes e4m3, as `compile_for`."""
+    outputs = (heads.queries + 2 * heads.keys) * heads.head_dim
+    with MODE():
+        weight = torch.empty(outputs, inputs, dtype=dtype, device="cuda")
+        bias = torch.empty(outputs, dtype=torch.bfloat16, device="cuda")
+        scales = (None, None)
+        if dtype != torch.bfloat16:
+            scales = (torch.empty(1, device="cuda"), torch.empty(1, device="cuda"))
+        layer = epilogue_gemm.Layer(weight, bias if has_bias else None, *scales)
+        try:
+            quantizing_gemm.compiled(layer, heads, table, torch.bfloat16)
+        except Exception as error:
+            return error
+    return None
+
+
 def compile_activating(
     tower: tuple[str, int, int, int, int], dtype: torch.dtype, has_no_bias: bool
 ) -> Exception | None:
@@ -144,6 +173,19 @@ def main() -> None:
             if kernels() != done + 1:
                 raise SystemExit(f"{heads}, {table}, {dtype}, {tile}: {error!r}")
             done += 1
+    # Tables in 16 bits, or no bias, with one of the weights.
+    for one, (dtype, table, has_bias) in itertools.product(
+        () if _is_05() else PROJECTIONS,
+        (
+            (torch.bfloat16, torch.float32, True),
+            (torch.bfloat16, torch.bfloat16, False),
+            (torch.float8_e4m3fn, torch.float32, True),
+        ),
+    ):
+        error = compile_quantizing(*one, table, dtype, has_bias)
+        if kernels() != done + 1:
+            raise SystemExit(f"{one}, {table}, {dtype}: {error!r}")
+        done += 1
     seen = set()
     for tower, dtype, has_no_bias in itertools.product(
         () if _is_05() else TOWERS, (epilogue_gemm.FP8, torch.bfloat16), (False, True)

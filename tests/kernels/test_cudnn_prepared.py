@@ -54,7 +54,7 @@ def _layer(**attributes):
             "kernel_for": plan.kernel_for,
             "turning": None,
             "gets_turned": False,
-            "reads_turned": lambda batch: True,
+            "taken": lambda batch: {"turned"},
             "num_heads": 4,
             "num_kv_heads": 2,
             "head_size": 72,

@@ -204,10 +204,10 @@ def test_one_token_is_real_whatever_is_declared(
         assert batch.max_seqlen == len(batch.q) == len(batch.k) == len(batch.v) == 300
 
 
-@pytest.mark.parametrize("reads_turned", [False, True])
+@pytest.mark.parametrize("taken", [None, "turned", "quantized"])
 @pytest.mark.parametrize("gets_turned", [False, True])
 def test_kernels_also_run_on_what_their_projection_turns(
-    gets_turned: bool, reads_turned: bool, monkeypatch: pytest.MonkeyPatch
+    gets_turned: bool, taken: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that turn q and k themselves never get it."""
     batches: list[Batch] = []
@@ -215,12 +215,13 @@ def test_kernels_also_run_on_what_their_projection_turns(
         batches,
         turning=Turning(torch.float32, 16),
         gets_turned=gets_turned,
-        reads_turned=lambda batch: reads_turned,
+        taken=lambda batch: {taken},
     )
     monkeypatch.setattr(warmup, "_DEVICE", "cpu")
     warmup._run(layer, 1, 300, "views")
     found = [batch.cos is None for batch in batches]
-    assert found == ([False, True] if gets_turned and reads_turned else [False])
+    reads_turned = gets_turned and taken == "turned"
+    assert found == ([False, True] if reads_turned else [False])
 
 
 def test_calls_are_as_large_as_the_encoder_budget_of_vllm(

@@ -17,11 +17,15 @@ from vllm_flashinfer_vit.blocks.qkv import Qkv
 from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled
-from vllm_flashinfer_vit.gemms.turning_gemm import Heads
-from vllm_flashinfer_vit.ops.batch import Batch, Turning
+from vllm_flashinfer_vit.gemms.quantizing_gemm import Heads
+from vllm_flashinfer_vit.kernels.formats import QuantizedQKV
+from vllm_flashinfer_vit.ops.batch import Batch, Taken, Turning
 
 # Of tables that a pass has settled attention for: two with windows, for two batches.
 _MAX_TABLES = 4
+
+# What projects in place of the block's own step, and what it writes in e4m3.
+Projected = tuple[Callable[..., object] | None, QuantizedQKV | None]
 
 
 class Attention:
@@ -54,15 +58,17 @@ class Attention:
         qk_norms = self._qk_norms()
         self._turn = Turn(qk_norms) if qk_norms else None
         self._has_scales = layer.own_scales is not None
-        self.qkv = Qkv(spec.qkv, layers, self._turned_heads())
-        turns = self.qkv.turning
-        layer.settle_projection(turns is not None)
+        turned = self._projected_heads("turned")
+        quantized = self._projected_heads("quantized")
+        self.qkv = Qkv(spec.qkv, layers, turned, quantized)
+        steps = self.qkv.turning, self.qkv.quantizing
+        layer.settle_projection(*(step is not None for step in steps))
         self.group: int | None = None
         # What ranks gather are tensors of its own for each block.
         if self._split is None:
             groups = layers.tower.groups
-            projects = None if turns is None else turns.kernels.alike
-            shared = layer.prepares_for, self._is_interleaved, projects
+            projects = [step and step.kernels.alike for step in steps]
+            shared = layer.prepares_for, self._is_interleaved, *projects
             self.group = groups.setdefault(shared, len(groups))
 
     @property
@@ -104,19 +110,21 @@ class Attention:
         if found is not None and not all(map(operator.is_, found.read, read)):
             found = None
         if found is None:
-            project = self._turned_projection(now, x, read, given)
+            projected = self._projection(now, x, read, given)
         else:
-            project = found.project
+            projected = found.project, found.quantized
+        project, quantized = projected
         qkv = now.qkv
         if project is None:
             qkv = self.qkv(now)
         else:
+            step = self.qkv.turning if quantized is None else self.qkv.quantizing
             # Blocks of a group all have one, or none has.
-            assert self.qkv.turning is not None
-            project(self.qkv.turning.layer(now))
+            assert step is not None
+            project(step.layer(now))
         is_shared = is_shared and qkv is now.qkv
         if found is None or not is_shared:
-            found = self._settle(now, x, qkv, read, given, project)
+            found = self._settle(now, x, qkv, read, given, *projected)
             if is_shared:
                 if len(now.attention) == _MAX_TABLES:
                     now.attention.clear()
@@ -149,36 +157,46 @@ class Attention:
             dim = operator.attrgetter(rotary.dim)(self._block)
         return Turning(dtype, dim, rotary.is_interleaved)
 
-    def _turned_heads(self) -> tuple[Heads, torch.dtype] | None:
-        """Return what a projection that turns q and k has to know, None without one."""
+    def _projected_heads(self, taken: Taken) -> tuple[Heads, torch.dtype] | None:
+        """Return what a projection that does more has to know, None without one."""
         heads, kv_heads, head_dim = self._heads
         turning = self.layer.turning
         if turning is None or turning.dim != head_dim or self._split is not None:
             return None
-        if not self.layer.may_read_turned:
+        if taken not in self.layer.taken():
             return None
-        found = Heads(head_dim, heads + kv_heads, turning.interleaved)
-        return found, turning.dtype
+        return Heads(head_dim, heads, kv_heads, turning.interleaved), turning.dtype
 
-    def _turned_projection(
+    def _projection(
         self,
         now: Pass,
         x: torch.Tensor,
         read: tuple[Any, ...],
         given: Mapping[str, Any],
-    ) -> Callable[..., object] | None:
+    ) -> Projected:
         """Settle a projection that turns q and k, where attention would have to."""
-        step, (cu_seqlens, cos, sin, max_seqlen) = self.qkv.turning, read
+        turning, quantizing = self.qkv.turning, self.qkv.quantizing
+        cu_seqlens, cos, sin, max_seqlen = read
         # Offsets in elements are attention's to read.
-        if step is None or cos is None or given.get("sequence_lengths") is not None:
-            return None
+        if cos is None or given.get("sequence_lengths") is not None:
+            return None, None
+        if turning is None and quantizing is None:
+            return None, None
         lengths = self._inputs.lengths(x, cu_seqlens, max_seqlen)
         q, k, v = self._heads_of(now.qkv)
         batch = Batch(q, k, v, None, None, *lengths)
-        is_turned = step.kernels.turns(len(now.qkv), cos, sin)
-        if is_turned and self.layer.reads_turned(batch):
-            return step.kernels.prepare(step.rows(now), cos, sin, now.qkv)
-        return None
+        (taken,), rows = self.layer.taken(batch), len(now.qkv)
+        if turning is not None and taken == "turned":
+            if turning.kernels.turns(rows, cos, sin):
+                place = turning.rows(now), cos, sin, now.qkv
+                return turning.kernels.prepare(*place), None
+        elif quantizing is not None and taken == "quantized":
+            # Who watches a layer sees q, k and v.
+            can_run = cu_seqlens is not None and not self.layer.is_watched
+            if can_run and quantizing.kernels.reads(rows, cos, sin, cu_seqlens):
+                place = quantizing.rows(now), cos, sin, cu_seqlens
+                return quantizing.kernels.prepare(*place)
+        return None, None
 
     def _settle(
         self,
@@ -188,6 +206,7 @@ class Attention:
         read: tuple[Any, ...],
         given: Mapping[str, Any],
         project: Callable[..., object] | None,
+        quantized: QuantizedQKV | None,
     ) -> Settled:
         """Settle attention for a projection's output and what a pass reads with it."""
         q, k, v = self._heads_of(qkv)
@@ -201,8 +220,8 @@ class Attention:
         lengths = self._inputs.lengths(x, cu_seqlens, max_seqlen)
         batch = Batch(q, k, v, cos, sin, *lengths, self._is_interleaved)
         elements = given.get("sequence_lengths")
-        attend = self.layer.prepare(batch, elements, now.is_clean)
-        return Settled(read, project, turn, attend, {})
+        attend = self.layer.prepare(batch, elements, now.is_clean, quantized)
+        return Settled(read, project, quantized, turn, attend, {})
 
     def _heads_of(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._split is not None:

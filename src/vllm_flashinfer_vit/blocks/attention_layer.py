@@ -6,8 +6,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from vllm_flashinfer_vit.kernels.formats import DeviceScales
-from vllm_flashinfer_vit.ops.batch import Batch, Layout, Turning
+from vllm_flashinfer_vit.kernels.formats import DeviceScales, QuantizedQKV
+from vllm_flashinfer_vit.ops.batch import Batch, Layout, Taken, Turning
 
 
 class Counts(Protocol):
@@ -45,11 +45,9 @@ class AttentionLayer(Protocol):
         batch: Batch,
         sequence_lengths: torch.Tensor | None = None,
         is_clean: bool = False,
+        quantized: QuantizedQKV | None = None,
     ) -> Callable[..., torch.Tensor]: ...
 
-    def settle_projection(self, turns: bool) -> None: ...
+    def settle_projection(self, turns: bool, quantizes: bool) -> None: ...
 
-    @property
-    def may_read_turned(self) -> bool: ...
-
-    def reads_turned(self, batch: Batch) -> bool: ...
+    def taken(self, batch: Batch | None = None) -> set[Taken | None]: ...

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block's QKV projection by QuACK, which turns q and k as it writes them."""
 
+from typing import Generic, TypeVar
+
 import torch
 from vllm.logger import init_logger
 
@@ -10,6 +12,7 @@ from vllm_flashinfer_vit.blocks.linear import Weights
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
 from vllm_flashinfer_vit.gemms import epilogue_gemm, turning_gemm
 from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer
+from vllm_flashinfer_vit.gemms.quantizing_gemm import Heads
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -20,17 +23,17 @@ MIN_ROWS_WIDE = 2048
 MIN_ROWS_FP8 = 256
 _WIDE = 128
 
+Kernels = TypeVar("Kernels")
 
-class QuackTurn:
+
+class Projection(Generic[Kernels]):
     """A projection with its kernels.
 
     Attributes:
         kernels: What runs it.
     """
 
-    def __init__(
-        self, source: Weights | Fp8Linear, kernels: turning_gemm.Kernels
-    ) -> None:
+    def __init__(self, source: Weights | Fp8Linear, kernels: Kernels) -> None:
         """Take a layer's parameters, and its kernels."""
         self._source, self.kernels = source, kernels
 
@@ -42,17 +45,29 @@ class QuackTurn:
     def layer(self, now: Pass) -> Layer:
         """Return the layer's parameters, where they are now."""
         source = self._source
-        if isinstance(source, Weights):
-            return Layer(source.weight, source.bias)
-        return source.as_layer(source.rows(now)[1], source.weights.scaled.bias)
+        scales = source.rows(now)[1] if isinstance(source, Fp8Linear) else None
+        return as_layer(source, scales)
+
+
+def as_layer(source: Weights | Fp8Linear, scales: torch.Tensor | None = None) -> Layer:
+    """Return a layer's parameters as kernels take them, where they are now.
+
+    Args:
+        source: Where they are.
+        scales: Of rows in FP8; None for some that are like them.
+    """
+    if isinstance(source, Weights):
+        return Layer(source.weight, source.bias)
+    scales = source.like_scales if scales is None else scales
+    return source.as_layer(scales, source.weights.scaled.bias)
 
 
 def resolve(
     layers: Layers,
     path: str,
     source: Weights | Fp8Linear,
-    turned: tuple[turning_gemm.Heads, torch.dtype] | None,
-) -> QuackTurn | None:
+    turned: tuple[Heads, torch.dtype] | None,
+) -> Projection[turning_gemm.Kernels] | None:
     """Return a projection's step that turns q and k, or None and say why.
 
     Args:
@@ -66,12 +81,10 @@ def resolve(
         return None
     if not epilogue_gemm.is_available():
         return None
-    heads, table = turned
-    if isinstance(source, Weights):
-        like = Layer(source.weight, source.bias)
-        rows = MIN_ROWS_WIDE if heads.head_dim >= _WIDE else MIN_ROWS
-    else:
-        like = source.as_layer(source.like_scales, source.weights.scaled.bias)
+    heads, table = turned[0].turning, turned[1]
+    like = as_layer(source)
+    rows = MIN_ROWS_WIDE if heads.head_dim >= _WIDE else MIN_ROWS
+    if isinstance(source, Fp8Linear):
         rows = MIN_ROWS_FP8
     dtype = layers.part(path).params_dtype
     if not turning_gemm.fits(like, heads, table, dtype):
@@ -92,4 +105,4 @@ def resolve(
         kernels = layers.tower.gemms[key] = turning_gemm.Kernels(
             like, heads, table, dtype, rows, gpu.multi_processor_count
         )
-    return QuackTurn(source, kernels)
+    return Projection(source, kernels)

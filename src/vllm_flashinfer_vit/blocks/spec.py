@@ -19,6 +19,7 @@ OPTIMISATIONS: Mapping[str, str] = MappingProxyType(
         "quack_act": "QuACK applies an MLP's activation after its first GEMM in FP8",
         "quack_mlp": "QuACK runs an MLP's first GEMM with its activation",
         "quack_qkv": "QuACK runs the QKV projection",
+        "quack_quantize": "QuACK quantises q, k and v within the QKV projection",
         "quack_turn": "QuACK turns q and k within the QKV projection",
     }
 )

@@ -18,6 +18,7 @@ from vllm_flashinfer_vit.blocks.act_bound import Bounds
 from vllm_flashinfer_vit.blocks.rotary import Tables, repeated, tables
 from vllm_flashinfer_vit.blocks.spec import Rotary
 from vllm_flashinfer_vit.gemms.cublaslt import Problems
+from vllm_flashinfer_vit.kernels.formats import QuantizedQKV
 from vllm_flashinfer_vit.ops.batch import row_offsets
 
 # Passes that are kept: some of up to 3000 patches each, where the host's time counts.
@@ -36,9 +37,8 @@ class TowerProgram:
         trials: Why a kernel cannot run layers of some sizes, None if it can, by the
             kernel's name and the sizes.
         tuned_dir: Folder of the user's measurements, or None to ignore them.
-        gemms: The `Gemms` of layers in FP8, the `turning_gemm.Kernels` of projections
-            that turn q and k, and the kernels of `activating_gemm`, by what layers have
-            alike.
+        gemms: The `Gemms` of layers in FP8, the `Kernels` of projections that turn q
+            and k, and the kernels of `activating_gemm`, by what layers have alike.
         bounds: The factors of blocks' activations; see `Bound`.
         now: The pass that a block has handed on and none has taken yet.
         told: The longest lengths of the tower's call by blocks' places, `[] int32` on
@@ -149,6 +149,7 @@ class Settled(NamedTuple):
         read: `cu_seqlens`, cosines, sines and the longest length that it reads.
         project: Projects and turns q and k, given a layer's views; None where a block's
             own projection does not turn them.
+        quantized: What `project` writes in place of `Pass.qkv`, or None.
         turn: Normalises and turns q and k first, given the norms' weights; or None.
         attend: Returns the context, given a layer's `own_scales` if it has any.
         settled: Launches of what reads the context.
@@ -156,6 +157,7 @@ class Settled(NamedTuple):
 
     read: tuple[Any, ...]
     project: Callable[..., object] | None
+    quantized: QuantizedQKV | None
     turn: Callable[..., object] | None
     attend: Callable[..., torch.Tensor]
     settled: dict[object, Any]

@@ -40,9 +40,9 @@ from vllm_flashinfer_vit.engine.warmup import WarmUp
 from vllm_flashinfer_vit.fp8 import policy as fp8
 from vllm_flashinfer_vit.fp8.state import EngineScales, ScaleState
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
-from vllm_flashinfer_vit.kernels.formats import DeviceScales
+from vllm_flashinfer_vit.kernels.formats import DeviceScales, QuantizedQKV
 from vllm_flashinfer_vit.ops import attention as ops
-from vllm_flashinfer_vit.ops.batch import LAYOUTS, Batch, Layout, Turning
+from vllm_flashinfer_vit.ops.batch import LAYOUTS, Batch, Layout, Taken, Turning
 from vllm_flashinfer_vit.settings import ENV_STRICT, Settings
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -72,6 +72,7 @@ class FlashInferViTAttention(MMEncoderAttention):
     program: BlockProgram | None = None
     turning: Turning | None = None
     gets_turned: bool = False
+    _gets_quantized = False
     layouts: tuple[Layout, ...] = LAYOUTS
     _watch: Watch | None = None
 
@@ -172,19 +173,20 @@ class FlashInferViTAttention(MMEncoderAttention):
         choices, arrive = self._choices, "turned by their projection"
         if self.turning is None:
             choices, arrive = not_turned(choices), "as they attend"
-        elif self.gets_turned:
+        elif self.gets_turned and not self._gets_quantized:
             choices = turned_by_projection(choices)
         self._plan = self.counts.plan = plan_of(choices)
         if choices != self._choices:
             logger.info_once("%s", fp8_later(choices, self.head_size, arrive))
 
-    def settle_projection(self, turns: bool) -> None:
+    def settle_projection(self, turns: bool, quantizes: bool) -> None:
         """Take what is known once the projection's weights are loaded.
 
         Args:
             turns: Whether it turns q and k of some batches.
+            quantizes: Whether it writes what FP8 attention reads of some.
         """
-        self.gets_turned = turns
+        self.gets_turned, self._gets_quantized = turns, quantizes
         self._settle_plan()
 
     @property
@@ -284,13 +286,15 @@ class FlashInferViTAttention(MMEncoderAttention):
         batch: Batch,
         sequence_lengths: torch.Tensor | None = None,
         is_clean: bool = False,
+        quantized: QuantizedQKV | None = None,
     ) -> ops.Call:
         """Settle `attend` for what the batch's tensors will hold; see `ops.prepare`.
 
         Args:
             batch: As for `attend`; `cu_seqlens` may be vLLM's offsets in elements.
             sequence_lengths: As for `forward_cuda`.
-            is_clean: As for `ops.prepare`.
+            is_clean: As for `ops.prepare`, like `quantized`.
+            quantized: None where the layer is watched.
 
         Raises:
             ValueError: As `attend`.
@@ -301,16 +305,13 @@ class FlashInferViTAttention(MMEncoderAttention):
         if self.is_watched:
             return lambda *own_scales: self.attend(batch)
         self._check(batch)
-        return ops.prepare(batch, self.scale, self._plan, self._fp8(), is_clean)
+        given = self.scale, self._plan, self._fp8()
+        return ops.prepare(batch, *given, is_clean, quantized)
 
-    @property
-    def may_read_turned(self) -> bool:
-        """Whether some kernel of the plan does not turn q and k."""
-        return any(map(ops.takes_turned, self._plan.kernels))
-
-    def reads_turned(self, batch: Batch) -> bool:
-        """Whether a batch's kernel does not turn q and k; see `ops.reads_turned`."""
-        return ops.reads_turned(batch, self._plan)
+    def taken(self, batch: Batch | None = None) -> set[Taken | None]:
+        """Return what kernels take, a batch's or all; see `ops.taken_by`."""
+        names = {ops.kernel_for(batch, self._plan)} if batch else self._plan.kernels
+        return {ops.taken_by(name, self._fp8()) for name in names}
 
     @property
     def is_watched(self) -> bool:

@@ -18,7 +18,7 @@ from vllm_flashinfer_vit.kernels._cudnn import PLANS
 from vllm_flashinfer_vit.kernels.buckets import bucket_max_len, bucket_num_seqs
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine.per_engine import PerEngine
-from vllm_flashinfer_vit.ops.batch import Batch, Layout, Turning
+from vllm_flashinfer_vit.ops.batch import Batch, Layout, Taken, Turning
 
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
@@ -57,7 +57,7 @@ class Layer(Protocol):
 
     def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str: ...
 
-    def reads_turned(self, batch: Batch) -> bool: ...
+    def taken(self, batch: Batch | None = None) -> set[Taken | None]: ...
 
     def attend(self, batch: Batch) -> torch.Tensor: ...
 
@@ -262,5 +262,5 @@ def _run(layer: Layer, num_seqs: int, length: int, layout: Layout) -> None:
     batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen)
     layer.attend(batch._replace(interleaved=interleaved))
     turned = batch._replace(cos=None, sin=None)
-    if layer.gets_turned and layer.reads_turned(turned):
+    if layer.gets_turned and "turned" in layer.taken(turned):
         layer.attend(turned)

@@ -42,8 +42,9 @@ class _Quantizing(EpilogueGemm):
     """A GEMM that may write e4m3."""
 
     @cute.jit
-    def read(self, params, coords, first_row):
+    def read(self, params, coords, tile_coord_mnkl):
         """Return the reciprocals of the scales of what is written, or None."""
+        first_row = self.first_row(params, tile_coord_mnkl)
         scales = self.of_rows(params.out_scales, coords, first_row)
         found = None
         if const_expr(scales is not None):

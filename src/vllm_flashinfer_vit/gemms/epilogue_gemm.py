@@ -128,6 +128,7 @@ def compiled(
     out: torch.Tensor | None,
     read: Mapping[str, torch.Tensor],
     tile: Tile,
+    by_sequences: bool = False,
     **attributes: object,
 ) -> Kernel:
     """Compile a kernel, or load it from QuACK's folder, for seconds.
@@ -139,6 +140,8 @@ def compiled(
         read: What else the epilogue reads and writes. Of tensors nothing is asked for
             but dtypes, strides, and what the class makes constants of.
         tile: Its tile.
+        by_sequences: Whether tiles begin at sequences: it runs `with_sequences`, and
+            its weight is `[1, N, K]`.
         **attributes: The class's own.
 
     Raises:
@@ -155,7 +158,7 @@ def compiled(
         kernel,
         get_device_capacity(weight.device),
         weight[:1],
-        weight,
+        weight[None] if by_sequences else weight,
         out,
         None,
         epi_values={**like._asdict(), **read},
@@ -165,10 +168,25 @@ def compiled(
         cluster_N=tile.cluster[1],
         # Two groups of warps have a tile each, in turns.
         pingpong=True,
+        varlen_m=by_sequences,
         post_init_attrs=(*attributes.items(), ("revision", revision(module))),
     )
     schedule = plan.scheduler_static, make_varlen_args(None, None, None), None, None
     return Kernel(plan.compiled_fn, kernel.EpilogueArguments, schedule)
+
+
+def with_sequences(kernel: Kernel, cu_seqlens: torch.Tensor) -> Kernel:
+    """Return a kernel that was compiled `by_sequences` with a batch's.
+
+    Args:
+        kernel: From `compiled`.
+        cu_seqlens: `[N + 1]` int32, contiguous, at a multiple of 16 bytes.
+    """
+    from quack.gemm_tvm_ffi_utils import make_varlen_args
+
+    options, _, *others = kernel.schedule
+    offsets = make_varlen_args(cu_seqlens, None, None)
+    return kernel._replace(schedule=(options, offsets, *others))
 
 
 def project(x: torch.Tensor, layer: Layer) -> torch.Tensor:
@@ -211,7 +229,8 @@ def with_row_scales(layer: Layer, rows: int) -> Layer:
 def revision(module: str) -> str:
     """Name a kernel's sources: QuACK's folder may hold another one's results."""
     found = hashlib.sha256()
-    for name in (module, "epilogue_kernel"):
+    # Of what kernels derive from, too.
+    for name in (module, "turning_kernel", "epilogue_kernel"):
         spec = importlib.util.find_spec(_ROOM + name)
         assert spec is not None and spec.origin is not None
         found.update(Path(spec.origin).read_bytes())

@@ -110,10 +110,10 @@ class EpilogueGemm(ComposableEpiMixin, GemmSm90):
         tile_m, tile_n = self.cta_tile_shape_mnk[0], self.cta_tile_shape_mnk[1]
         tile = cute.make_identity_tensor((tile_m, tile_n))
         coords = tiled_mma.get_slice(tidx).partition_C(tile)
-        first_row = tile_coord_mnkl[0] * tile_m
+        first_row = self.first_row(params, tile_coord_mnkl)
         first_col = tile_coord_mnkl[1] * tile_n
         # What is read is on its way at once, and not one wait after the other.
-        held = self.read(params, coords, first_row)
+        held = self.read(params, coords, tile_coord_mnkl)
         row_scales = self.of_rows(params.row_scales, coords, first_row)
         col_scales = self._of_columns(params.col_scales, first_col, True)
         bias = self._of_columns(params.bias, first_col, False)
@@ -139,7 +139,11 @@ class EpilogueGemm(ComposableEpiMixin, GemmSm90):
         self.finish(params, acc, coords, held, first_row, first_col)
         self._wait_to_store()
 
-    def read(self, params, coords, first_row):
+    def first_row(self, params, tile_coord_mnkl):
+        """Return a tile's first row."""
+        return tile_coord_mnkl[0] * self.cta_tile_shape_mnk[0]
+
+    def read(self, params, coords, tile_coord_mnkl):
         """Read what `finish` needs; for subclasses."""
         return None
 

@@ -26,13 +26,15 @@ from vllm_flashinfer_vit.gemms.epilogue_kernel import (
 )
 
 
-class _Table(Read):
+class Table(Read):
     """Cosines or sines, `[T, D / 2]`."""
 
     def host_arg_key(self, value: Any) -> tuple[Any, int]:
+        """Make a constant of D / 2."""
         return torch2cute_dtype_map[value.dtype], value.shape[1]
 
     def host_fake_arg(self, key: tuple[Any, int], fctx: Any) -> Any:
+        """Describe it for the compiler."""
         dtype, half = key
         return make_fake_tensor(
             dtype, (cute.sym_int(), half), leading_dim=1, divisibility=PAIR
@@ -63,9 +65,9 @@ class TurningGemm(EpilogueGemm):
     turned = 0
     is_interleaved = False
 
-    _epi_ops = (
-        _Table("cos"),
-        _Table("sin"),
+    _epi_ops: tuple[Read, ...] = (
+        Table("cos"),
+        Table("sin"),
         Vector("bias"),
         Vector("row_scales"),
         Vector("col_scales"),

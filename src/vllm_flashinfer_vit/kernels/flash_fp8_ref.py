@@ -36,29 +36,33 @@ def attention_fp8_ref(
     Returns:
         `[T, H, D]` contiguous, in `dtype`. Rows of no sequence are zeros.
     """
-    q, k, v = dequantize_ref(quantized, cu_seqlens, num_tokens, head_dim)
-    return attention_ref(q, k, v, cu_seqlens, max_seqlen, scale).to(dtype)
+    width = quantized.q.shape[2]
+    q, k, v = dequantize_ref(quantized, cu_seqlens, num_tokens, width)
+    v = torch.nn.functional.pad(v, (0, width - v.shape[2]))
+    out = attention_ref(q, k, v, cu_seqlens, max_seqlen, scale)
+    return out[..., :head_dim].to(dtype).contiguous()
 
 
 def dequantize_ref(
     quantized: QuantizedQKV, cu_seqlens: torch.Tensor, num_tokens: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q `[T, H, D]`, k and v `[T, H_kv, D]` in fp32, zeros in rows of no
-    sequence. The columns of q and k stay in their order, see `column_order`."""
+    sequence. The columns of q and k stay in their order: where some past D are none of
+    the padding, give `D_qk`, of which v has no more than `D_v`."""
     v = torch.empty_like(quantized.v)
     v[..., key_order(v.shape[2]).to(v.device)] = quantized.v
-    packed = (quantized.q, quantized.k, v.transpose(1, 2))
+    packed = (x[..., :head_dim] for x in (quantized.q, quantized.k, v.transpose(1, 2)))
     scales = (quantized.q_scale, quantized.k_scale, quantized.v_scale)
     offsets = cu_seqlens.clamp(max=num_tokens).tolist()
     outs = []
     for x8, x_scale in zip(packed, scales, strict=True):
-        shape = (num_tokens, x8.shape[0], head_dim)
+        shape = (num_tokens, x8.shape[0], x8.shape[2])
         out = torch.zeros(shape, dtype=torch.float32, device=x8.device)
         for n, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
             for i, first in enumerate(range(start, end, BLOCK)):
                 block = start // BLOCK + n + i
                 count = min(BLOCK, end - first)
-                rows = x8[:, block * BLOCK : block * BLOCK + count, :head_dim].float()
+                rows = x8[:, block * BLOCK : block * BLOCK + count].float()
                 rows = rows * x_scale[:, block, None, None]
                 out[first : first + count] = rows.transpose(0, 1)
         outs.append(out)

@@ -84,7 +84,8 @@ class QuantizedQKV(NamedTuple):
             and 2 j + 1 hold the pair j that the rotary embedding turns: columns j and
             j + R / 2 of the head, or for R / 2 <= j < D / 2, which it leaves, columns
             j + R / 2 and j + D / 2. Interleaved pairs lie as they did in the head.
-            Scores do not see an order that q and k share.
+            Scores do not see an order that q and k share: a projection that writes them
+            has another, also of the padding (`gemms.quantizing_gemm.column_order`).
         k: `[H_kv, Tp, D_qk]` like q.
         v: `[H_kv, D_v, Tp]` contiguous, D_v being D rounded up to 16, with the same
             zeros. Position 16 h + 4 l + 2 b + e of each 32 holds key 16 h + 8 b + 2 l +

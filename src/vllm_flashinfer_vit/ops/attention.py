@@ -15,8 +15,8 @@ from torch.library import Library
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
-from vllm_flashinfer_vit.kernels.formats import DeviceScales
-from vllm_flashinfer_vit.ops.batch import Batch, Ready, ready
+from vllm_flashinfer_vit.kernels.formats import DeviceScales, QuantizedQKV
+from vllm_flashinfer_vit.ops.batch import Batch, Ready, Taken, ready
 from vllm_flashinfer_vit.ops.plan import Plan
 
 # Takes the FP8 state of the layer that it runs for, where layers have one.
@@ -109,15 +109,19 @@ def kernel_for(batch: Batch, plan: Plan) -> str:
     return plan.kernel_for(batch.longest, batch.mean_len)
 
 
-def takes_turned(name: str) -> bool:
-    """Whether a kernel gets q and k that something has turned before it."""
+def taken_by(name: str, fp8: Fp8 | None) -> Taken | None:
+    """Return what a kernel takes of a projection that can do more than project.
+
+    Args:
+        name: The kernel's.
+        fp8: As for `attention`.
+    """
     record = KERNELS[name]
-    return not (record.rotates or record.is_fp8)
-
-
-def reads_turned(batch: Batch, plan: Plan) -> bool:
-    """Whether a batch's kernel `takes_turned` q and k."""
-    return takes_turned(kernel_for(batch, plan))
+    if not record.is_fp8:
+        return None if record.rotates else "turned"
+    # Scales of the blocks alone follow from what is projected.
+    is_alone = fp8 is not None and fp8.method == "block" and fp8.state is None
+    return "quantized" if is_alone and record.takes_block_scales else None
 
 
 def _run(batch: Batch, scale: float, plan: Plan, fp8: Fp8 | None) -> torch.Tensor:
@@ -138,6 +142,7 @@ def prepare(
     plan: Plan,
     fp8: Fp8 | None = None,
     is_clean: bool = False,
+    quantized: QuantizedQKV | None = None,
 ) -> Call:
     """Settle all of an attention but what its tensors hold.
 
@@ -153,6 +158,8 @@ def prepare(
         fp8: Where scales come from, and what the states of calls are like; None for
             attention in q's dtype.
         is_clean: Whether v's rows of no sequence are finite in every call; see `Ready`.
+        quantized: What is attended over, for a kernel that has `taken_by` a projection
+            what it quantised; q, k and v are not read then.
 
     Returns:
         The call, for the current stream, and for a graph's capture if there is one now.
@@ -174,6 +181,8 @@ def prepare(
         )(*state)
     inputs = ready(batch, is_clean)
     name = kernel_for(batch, plan)
+    if quantized is not None:
+        return _attend_blocks(name, inputs, scale, quantized)
     if fp8 is None:
         return _prepare(name, inputs, scale)
     return _prepare_fp8(name, inputs, scale, fp8)
@@ -250,12 +259,17 @@ def _attend_rows(
     )()
 
 
+def _attend_blocks(
+    name: str, inputs: Ready, scale: float, quantized: QuantizedQKV
+) -> Call:
+    num_tokens, _, head_dim = inputs.q.shape
+    sizes = num_tokens, inputs.longest, scale, head_dim, inputs.q.dtype
+    return _prepare_kernel(name)(quantized, inputs.cu_seqlens, *sizes)
+
+
 def _prepare_blocks(name: str, inputs: Ready, scale: float, fp8: Fp8) -> Call:
     """Prepare a call that takes what its quantiser is given; see `_GIVEN`."""
-    q, k, v, cos, sin, interleaved, cu_seqlens, longest, _ = inputs
-    num_tokens, _, head_dim = q.shape
-    kernel = _prepare_kernel(name)
-    rest = cu_seqlens, num_tokens, longest, scale, head_dim, q.dtype
+    q, k, v, cos, sin, interleaved, cu_seqlens, *_ = inputs
     read = q, k, v, cu_seqlens, cos, sin
     if not q.is_cuda:
         from vllm_flashinfer_vit.kernels.quantize_ref import quantize_blocks_ref
@@ -264,7 +278,7 @@ def _prepare_blocks(name: str, inputs: Ready, scale: float, fp8: Fp8) -> Call:
             scales: torch.Tensor | None = None, counts: torch.Tensor | None = None
         ) -> torch.Tensor:
             quantized = quantize_blocks_ref(*read, scales, interleaved, counts)
-            return kernel(quantized, *rest)()
+            return _attend_blocks(name, inputs, scale, quantized)()
 
         return plain
     from vllm_flashinfer_vit.kernels.quantize import prepare as prepare_quantizer
@@ -272,7 +286,7 @@ def _prepare_blocks(name: str, inputs: Ready, scale: float, fp8: Fp8) -> Call:
     like = () if fp8.state is None else _GIVEN[fp8.method](fp8.state)
     scales, counts = (*like, None, None)[:2]
     quantize, quantized = prepare_quantizer(*read, scales, interleaved, counts)
-    attend = kernel(quantized, *rest)
+    attend = _attend_blocks(name, inputs, scale, quantized)
     if not like:
         return _after(quantize, attend)
 

@@ -11,6 +11,10 @@ import torch
 Layout = Literal["views", "turned", "packed"]
 LAYOUTS: tuple[Layout, ...] = ("views", "turned", "packed")
 
+# What a projection may have done for attention: turned q and k, or also written all
+# three as `QuantizedQKV`.
+Taken = Literal["turned", "quantized"]
+
 
 class Turning(NamedTuple):
     """What q and k arrive with that are not turned yet.
