@@ -13,6 +13,7 @@ from csv_log import CsvLog, print_row, result_row
 from environment import Environment
 from failures import Failures
 from host_load import watched_load
+from remote import close_all
 from timing import rounds_within
 from tower_cases import NEW_SIZES, Grids
 from tower_worker import RemoteTower, build_towers, title_of
@@ -53,8 +54,7 @@ class Bench:
         try:
             yield remotes
         finally:
-            for remote in remotes:
-                remote.close()
+            close_all(remotes)
 
     def build(
         self, remotes: list[RemoteTower], model: str, depth: int | None

@@ -24,6 +24,7 @@ from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment, device
 from failures import Failures
 from model_names import any_model
+from remote import close_all
 from tower_cases import CASES, MODELS, SMOKE_CASES
 from tower_worker import RemoteTower, build_towers, title_of
 
@@ -108,8 +109,7 @@ def measure(
                 :12
             ]:
                 print(f"  {time_ms:9.4f} ms  {class_of(name):<18} {name[:80]}")
-    for remote in remotes:
-        remote.close()
+    close_all(remotes)
 
 
 def draw(source: Path, target: Path, vllm: str | None = None) -> None:

@@ -240,7 +240,7 @@ def _graphs(tower: Tower) -> str:
 def _fp8(head_dims: Sequence[int], *, turns: str) -> str:
     """Say from which length on FP8 attention runs, by head dim if that differs.
 
-    Projections turn whole heads, on an H200 with a vLLM that has QuACK 0.6.
+    Where rotary turns whole heads, projections quantise them, with QuACK 0.6.
     """
     texts: dict[str, list[str]] = {}
     for head_dim in head_dims:
@@ -256,7 +256,6 @@ def _fp8_of(head_dim: int, *, turns: str) -> str:
         fp8_choices_for,
         fp8_ranges,
         not_turned,
-        turned_by_projection,
     )
     from vllm_flashinfer_vit.kernels.catalog import KERNELS
     from vllm_flashinfer_vit.machine.stack import Gpu, Stack
@@ -266,8 +265,8 @@ def _fp8_of(head_dim: int, *, turns: str) -> str:
         return "refused"
     h200 = Stack(python="", gpus=(Gpu("NVIDIA H200", (9, 0), None),))
     choices = fp8_choices_for(h200, "bfloat16", head_dim)
-    if turns != "a part":
-        choices = (turned_by_projection if turns == "all" else not_turned)(choices)
+    if turns == "nothing":
+        choices = not_turned(choices)
     ranges = fp8_ranges(choices)
     return f"from {ranges[0][0]} tokens" if ranges else "not faster"
 

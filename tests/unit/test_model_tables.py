@@ -274,11 +274,11 @@ def test_cells_are_of_the_code_and_the_rows() -> None:
     assert qwen["encoder graphs"] == "exact: Qwen2_5_VL"
     assert "Qwen2.5-VL-72B" in qwen["by name"]
     assert qwen["gain"].startswith("Qwen2.5-VL-7B 1.")
-    assert qwen["FP8 on an H200"] == "from 3073 tokens"
+    assert qwen["FP8 on an H200"] == "from 2049 tokens"
     kimi = cells(model_tables.packed(), "kimi_k25_vit")
     assert kimi["head dims"] == "72, 128"
     assert kimi["by name"] == "Kimi-K2.5, Kimi-K3"
-    assert kimi["FP8 on an H200"] == "72: from 1793 tokens; 128: from 3073 tokens"
+    assert kimi["FP8 on an H200"] == "72: from 769 tokens; 128: from 2049 tokens"
     assert kimi["encoder graphs"].startswith("exact: KimiK25 from 0.28.0")
     gemma = cells(model_tables.transformers(), "gemma4_mm")
     assert gemma["head dims"] == "64, 72" and "`gemma4_blocks`" in gemma["blocks"]

@@ -17,7 +17,6 @@ import tower_cases
 from vllm_flashinfer_vit.choices.lookup import (
     fp8_choices_for,
     fp8_ranges,
-    turned_by_projection,
 )
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS, fp8_names
 from vllm_flashinfer_vit.machine.stack import Gpu, Stack
@@ -141,13 +140,12 @@ def test_pages_say_from_which_length_on_fp8_runs(gpu: str) -> None:
     stack = Stack(python="", vllm="0.33.0", gpus=(Gpu(gpu, (9, 0), None),))
     # Head dims of Qwen3-VL-8B, of Qwen2-VL and Qwen2.5-VL, of Qwen3-VL-2B and 4B.
     choices = [fp8_choices_for(stack, "bfloat16", dim) for dim in (72, 80, 64)]
-    first = [fp8_ranges(turned_by_projection(one))[0][0] for one in choices]
+    first = [fp8_ranges(one)[0][0] for one in choices]
     readme = "Hopper: from {} on with Qwen3-VL-8B, {} with Qwen2-VL and Qwen2.5-VL, {}"
     assert readme.format(*first) in text_of("README.md")
     serving = "from {} patches on (Qwen3-VL-8B), {} (Qwen2-VL) or {} (Qwen3-VL-2B"
     assert serving.format(*first) in text_of("serving.md")
-    measured = [fp8_ranges(one)[0][0] for one in choices]
-    assert f"from {measured[0]} to {measured[2]} tokens on" in text_of("choices.md")
+    assert f"from {first[0]} to {first[2]} tokens on" in text_of("choices.md")
 
 
 @pytest.mark.parametrize("vllm", ["0.25.1", "0.33.0"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of benchmarks: none stays when its benchmark is ended."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from _benchmarks import BENCHMARKS
 
-from remote import Remote, RemoteError
+from remote import Remote, RemoteError, close_all
 
 # Holds something whose making takes long, and starts a process meanwhile.
 BENCHMARK = """
@@ -70,3 +71,29 @@ def test_a_process_that_did_not_answer_in_time_is_gone() -> None:
     with pytest.raises(RemoteError, match="no answer within 0 s"):
         remote.wait()
     assert not remote.is_there
+
+
+class Nothing:
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def ready(self) -> None:
+        pass
+
+
+def test_no_process_waits_for_another_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    remotes = [Remote(Nothing, (), {}, 60.0) for _ in range(2)]
+    for remote in remotes:
+        remote.wait()
+    close = Remote.close
+
+    def close_last(self: Remote) -> None:
+        until = time.monotonic() + 30
+        while remotes[1].is_there and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not remotes[1].is_there
+        close(self)
+
+    monkeypatch.setattr(Remote, "close", close_last)
+    close_all(remotes)
+    assert not any(remote.is_there for remote in remotes)

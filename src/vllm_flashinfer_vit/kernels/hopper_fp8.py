@@ -117,10 +117,11 @@ _WEIGH_REGISTERS = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 32))
 
 
 @gluon.jit
-def _used(cu_ptr, num_seqs, BLOCK_M: gl.constexpr):
+def _used(cu_ptr, num_seqs, num_tokens, BLOCK_M: gl.constexpr):
     """Return how many sequences, and how many of a head's tiles, there are to look at.
 
     A graph has room for many more: after the last sequence with rows all are empty.
+    Offsets beyond all rows end there.
     """
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     offs = gl.arange(0, 512, layout=layout)
@@ -131,6 +132,7 @@ def _used(cu_ptr, num_seqs, BLOCK_M: gl.constexpr):
         mask = offs_n < num_seqs
         start = gl.load(cu_ptr + offs_n, mask=mask, other=0)
         end = gl.load(cu_ptr + offs_n + 1, mask=mask, other=0)
+        end = gl.minimum(end, num_tokens)
         tile = start // BLOCK_M + offs_n + gl.cdiv(end - start, BLOCK_M)
         seqs = gl.maximum(seqs, gl.max(gl.where(end > start, offs_n + 1, 0), axis=0))
         tiles = gl.maximum(tiles, gl.max(gl.where(end > start, tile, 0), axis=0))
@@ -629,7 +631,7 @@ def _hopper_fp8_kernel(
     descs = (q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc)
     scale_ptrs = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
     num_blocks = num_tokens // BLOCK_N + num_seqs
-    seqs, tiles_per_head = _used(cu_ptr, num_seqs, 64 * GROUPS)
+    seqs, tiles_per_head = _used(cu_ptr, num_seqs, num_tokens, 64 * GROUPS)
     sizes = (seqs, num_tokens, H * tiles_per_head, tiles_per_head, num_blocks)
     tensors = (tiles, barriers, scale_ptrs, cu_ptr, out_ptr, sizes, scale_log2e)
     gl.warp_specialize(
