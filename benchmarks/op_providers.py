@@ -31,7 +31,8 @@ def layer_plan(
         is_fp8: Whether the layer attends in FP8.
         turns: Whether its attention turns q and k.
     """
-    from vllm_flashinfer_vit.choices.lookup import not_turned, plan_of
+    from vllm_flashinfer_vit.choices.arrival import not_turned
+    from vllm_flashinfer_vit.choices.lookup import plan_of
     from vllm_flashinfer_vit.engine.selection import resolve
     from vllm_flashinfer_vit.fp8.policy import resolve_fp8
     from vllm_flashinfer_vit.settings import Settings

@@ -240,7 +240,7 @@ def _graphs(tower: Tower) -> str:
 def _fp8(head_dims: Sequence[int], *, turns: str) -> str:
     """Say from which length on FP8 attention runs, by head dim if that differs.
 
-    Where rotary turns whole heads, projections quantise them, with QuACK 0.6.
+    Where rotary turns whole heads, of sequences of 512 rows and more in the mean.
     """
     texts: dict[str, list[str]] = {}
     for head_dim in head_dims:
@@ -251,11 +251,11 @@ def _fp8(head_dims: Sequence[int], *, turns: str) -> str:
 
 
 def _fp8_of(head_dim: int, *, turns: str) -> str:
+    from vllm_flashinfer_vit.choices.arrival import not_turned
     from vllm_flashinfer_vit.choices.lookup import (
         PORTABLE_FP8,
         fp8_choices_for,
         fp8_ranges,
-        not_turned,
     )
     from vllm_flashinfer_vit.kernels.catalog import KERNELS
     from vllm_flashinfer_vit.machine.stack import Gpu, Stack

@@ -5,6 +5,7 @@ A plain stand-in computes on the CPU what QuACK's kernel computes on a Hopper GP
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,9 @@ from _blocks import (
     quantized,
     without,
 )
+from _encoders import DENSE
 from _fp8_layers import SCHEMES, in_16_bits, served
-from _models import noise
+from _models import CONTEXT, Call, encode, noise
 from _towers import cpu_only
 
 from cases import relative_error
@@ -287,6 +289,81 @@ def test_projections_in_fp8(
     exact = outputs(in_16_bits(family, tower))
     assert relative_error(found, expected) < 2 * TOLERANCE
     assert relative_error(found, exact) < 1.1 * relative_error(expected, exact)
+
+
+ROWS = 256
+
+
+def run_blocks(tower: Tower, **given: Any) -> torch.Tensor:
+    """Return what a tower's blocks make of one sequence, or of what is given."""
+    random = torch.Generator().manual_seed(0)
+    layer = next(iter(tower.attention_layers().values()))
+    width = tower.visual.get_submodule("blocks.0").norm1.weight.shape[0]
+    x = torch.randn(ROWS, 1, width, generator=random).bfloat16()
+    angles = torch.rand(ROWS, layer.head_size // 2, generator=random)
+    inputs = {
+        "cu_seqlens": torch.tensor([0, ROWS], dtype=torch.int32),
+        "rotary_pos_emb_cos": angles.cos().bfloat16(),
+        "rotary_pos_emb_sin": angles.sin().bfloat16(),
+        "max_seqlen": torch.tensor(ROWS, dtype=torch.int32),
+    }
+    with tower.running(), torch.inference_mode():
+        for block in tower.visual.get_submodule("blocks"):
+            x = block(x, **(inputs | given))
+    return x
+
+
+def perception_encoder(module: Any) -> tuple[torch.nn.Module, Call]:
+    tower = module.PerceptionEncoderVisionTransformer(
+        192,
+        layers=2,
+        heads=2,
+        max_grid_height=16,
+        max_grid_width=16,
+        mlp_ratio=1.0,
+        act_layer=module.get_act_fn("quick_gelu"),
+        use_cls_token=False,
+        ls_init_value=0.1,
+    )
+    return tower, lambda: [tower(noise(3, 256, 192), grid_hw=(16, 16))]
+
+
+@cpu_only
+def test_a_dense_batch_is_quantised(calls: list[int]) -> None:
+    def encoded() -> torch.Tensor:
+        options = {"backend": "FLASHINFER", "device": "cpu", "attn_dtype": "fp8"}
+        tower = build_tower(CONTEXT, dtype=torch.bfloat16, **options)
+        calls.clear()
+        encoder = replace(DENSE["step_vl"], build=perception_encoder)
+        return encode(encoder, tower).out
+
+    found = encoded()
+    # A trial as it is built, and three images in each of two blocks.
+    assert calls == [16, 768, 768]
+    with without("quack_quantize"):
+        expected = encoded()
+    assert not calls
+    assert relative_error(found, expected) < TOLERANCE
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        torch.tensor([0, ROWS]),
+        torch.zeros(1, dtype=torch.int32),
+        torch.tensor([0, 0, ROWS, ROWS], dtype=torch.int32)[::2],
+    ],
+    ids=["int64", "no sequence", "strided"],
+)
+def test_nothing_is_projected_by_offsets_that_attention_refuses(
+    offsets: torch.Tensor, calls: list[int]
+) -> None:
+    tower = build_bf16("qwen2_vl")
+    calls.clear()
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        run_blocks(tower, cu_seqlens=offsets)
+    assert not calls
 
 
 STATE = DeviceScales.on("cpu")

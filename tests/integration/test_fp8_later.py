@@ -7,12 +7,13 @@ from _layers import build
 from _models import engine
 from _towers import SMALL, cpu_only
 
-from vllm_flashinfer_vit.choices.lookup import (
-    Choice,
+from vllm_flashinfer_vit.blocks.quack_quantize import MIN_MEAN_ROWS
+from vllm_flashinfer_vit.choices.arrival import (
     not_turned,
-    plan_of,
+    quantized_by_projection,
     turned_by_projection,
 )
+from vllm_flashinfer_vit.choices.lookup import Choice, plan_of
 from vllm_flashinfer_vit.engine import advice
 from vllm_flashinfer_vit.engine import layer as layers
 from vllm_flashinfer_vit.ops.batch import Turning
@@ -26,6 +27,10 @@ pytestmark = pytest.mark.usefixtures("plain_kernel")
 MEASURED = "512:triton,768:flash_attn_4/triton,1024:triton_fp8,*:hopper_fp8"
 LATER = "512:triton,2816:flash_attn_4/triton,*:hopper_fp8"
 PROJECTED = "512:triton,1792:flash_attn_4/triton,*:hopper_fp8"
+QUANTIZED = (
+    "512:triton,768:flash_attn_4/triton,1024:triton_fp8/triton,1792:hopper_fp8/triton,"
+    "*:hopper_fp8"
+)
 
 
 def choices_of(text: str) -> tuple[Choice, ...]:
@@ -78,6 +83,37 @@ def test_it_begins_less_late_behind_a_projection_that_turns(
     assert plan_of(turned_by_projection(choices_of(before))).text == after
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (MEASURED, QUANTIZED),
+        (
+            "2048:flash_attn_4/flash_attn,*:hopper_fp8",
+            "2048:flash_attn_4/flash_attn,3072:hopper_fp8/flash_attn,*:hopper_fp8",
+        ),
+        (
+            "2048:flash_attn_4,*:hopper_fp8/triton_fp8",
+            "2048:flash_attn_4,3072:hopper_fp8/flash_attn_4,*:hopper_fp8/triton_fp8",
+        ),
+        ("*:hopper_fp8", "*:hopper_fp8"),
+        ("128:triton_window,*:flash_attn_4", "128:triton_window,*:flash_attn_4"),
+        ("128:reference,*:reference_fp8", "128:reference,*:reference_fp8"),
+    ],
+)
+def test_where_the_projection_quantises_many_sequences_alone_wait(
+    before: str, after: str
+) -> None:
+    choices = choices_of(before)
+    found = plan_of(quantized_by_projection(choices))
+    assert found.text == after
+    # What runs is the table's where the projection quantises, else what is later.
+    measured, later = plan_of(choices), plan_of(turned_by_projection(choices))
+    for length in (100, 600, 769, 1024, 1500, 1793, 2049, 3000, 3073, 40000):
+        for mean in (MIN_MEAN_ROWS - 1, MIN_MEAN_ROWS):
+            one = measured if mean == MIN_MEAN_ROWS else later
+            assert found.kernel_for(length, mean) == one.kernel_for(length, mean)
+
+
 @cpu_only
 def test_a_layer_chooses_once_its_blocks_are_known(
     monkeypatch: pytest.MonkeyPatch,
@@ -95,7 +131,7 @@ def test_a_layer_chooses_once_its_blocks_are_known(
     assert layer.kernel_for(1024) == "triton_fp8"
     for turns, quantizes, plan, words in (
         (True, False, PROJECTED, "turned by their projection, so"),
-        (True, True, MEASURED, None),
+        (True, True, QUANTIZED, "in batches of fewer than 512 rows to a sequence, so"),
         (False, False, MEASURED, None),
         (False, True, MEASURED, None),
     ):
@@ -111,7 +147,7 @@ def test_a_layer_chooses_once_its_blocks_are_known(
         assert layer._plan.text == layer.counts.plan.text == LATER
     assert layer.kernel_for(1024) == "flash_attn_4"
     assert layer.bounds == (512, 2816)
-    assert "as they attend, so FP8 saves no pass that turns them" in said[0]
+    assert "as they attend, so FP8 saves no pass that turns them there" in said[0]
     assert "it runs for sequences of 2817 tokens or more" in said[0]
 
 

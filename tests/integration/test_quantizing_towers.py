@@ -97,6 +97,9 @@ class TestOnAGpu:
         expected = tower.encode(pixels, RAGGED[0])
         pixels[:2280] = float("nan")
         found = tower.encode(pixels, RAGGED[0])
+        with without("quack_quantize"):
+            apart = self.build(model)
+        assert not torch.equal(apart.encode(pixels, RAGGED[0])[570:], expected[570:])
         assert found[:570].isnan().all() and not expected.isnan().any()
         assert torch.equal(found[570:], expected[570:])
 
@@ -154,3 +157,8 @@ class TestOnAGpu:
                 expected = run(apart, held.clone())
                 if tokens:
                     assert relative_error(out[:tokens], expected[:tokens]) < 0.03
+                if tokens == rows or rows == 1024:
+                    # There is room for four, so 1024 rows are many sequences.
+                    assert torch.equal(out[:tokens], expected[:tokens]) is (
+                        rows == 1024
+                    )

@@ -219,6 +219,9 @@ def test_which_batches_it_reads(rows, table, columns, first, expected, monkeypat
     tables = torch.empty(rows, columns, dtype=table)
     offsets = torch.zeros(8, dtype=torch.int32)[first:]
     assert kernels.reads(rows, tables, tables, offsets) is expected
+    # Attention refuses these, and names the layer.
+    wrong = offsets.long(), offsets.repeat(2)[::2], offsets[:1], offsets.to("meta")
+    assert not any(kernels.reads(rows, tables, tables, one) for one in wrong)
 
 
 @pytest.mark.skipif(not HAS_RUNTIME, reason="needs QuACK 0.6")
@@ -232,9 +235,8 @@ def test_kernels_are_found_by_all_that_they_compute(kernel_keys):
         (Layer(weight, bias), H80, BF16),
         (Layer(weight, bias), H80._replace(is_interleaved=True), torch.float32),
         (Layer(weight, bias), Heads(80, 32, 8, False), torch.float32),
-        (Layer(weight, bias), Heads(120, 16, 8, False), torch.float32),
     ]
-    for layer, heads, table in variants[:-1]:
+    for layer, heads, table in variants:
         with pytest.raises(RuntimeError, match="compiled"):
             compiled(layer, heads, table, BF16)
-    assert len(set(kernel_keys)) == len(variants) - 1
+    assert len(set(kernel_keys)) == len(variants)

@@ -163,6 +163,17 @@ def test_blocks_stay_apart(tower):
     assert is_same(before, after, lengths)
 
 
+@pytest.mark.parametrize("beyond", [1000, 2**31 - 1])
+@pytest.mark.parametrize("tower", TOWERS[:3], ids=str)
+def test_offsets_beyond_all_rows_end_there(tower, beyond):
+    case = Case("two", (70, 170))
+    *inputs, cu_seqlens, heads = make(case, tower)
+    expected = run(*inputs, cu_seqlens, heads, filler=0x55)
+    cu_seqlens[-1] = beyond
+    found = run(*inputs, cu_seqlens, heads, filler=0x55)
+    assert all(map(torch.equal, map(bits, found), map(bits, expected)))
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("tower", TOWERS[:3], ids=str)
 def test_blocks_of_no_sequence_stay(tower, case):

@@ -19,7 +19,7 @@ from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled
 from vllm_flashinfer_vit.gemms.quantizing_gemm import Heads
 from vllm_flashinfer_vit.kernels.formats import QuantizedQKV
-from vllm_flashinfer_vit.ops.batch import Batch, Taken, Turning
+from vllm_flashinfer_vit.ops.batch import Batch, Taken, Turning, ready
 
 # Of tables that a pass has settled attention for: two with windows, for two batches.
 _MAX_TABLES = 4
@@ -174,7 +174,12 @@ class Attention:
         read: tuple[Any, ...],
         given: Mapping[str, Any],
     ) -> Projected:
-        """Settle a projection that turns q and k, where attention would have to."""
+        """Settle a projection that does for attention what that would have to do.
+
+        Returns:
+            What projects, if another step than the block's own does, and what it writes
+            in place of `now.qkv`, if it does.
+        """
         turning, quantizing = self.qkv.turning, self.qkv.quantizing
         cu_seqlens, cos, sin, max_seqlen = read
         # Offsets in elements are attention's to read.
@@ -191,10 +196,11 @@ class Attention:
                 place = turning.rows(now), cos, sin, now.qkv
                 return turning.kernels.prepare(*place), None
         elif quantizing is not None and taken == "quantized":
+            offsets = ready(batch).cu_seqlens
             # Who watches a layer sees q, k and v.
-            can_run = cu_seqlens is not None and not self.layer.is_watched
-            if can_run and quantizing.kernels.reads(rows, cos, sin, cu_seqlens):
-                place = quantizing.rows(now), cos, sin, cu_seqlens
+            can_run = not self.layer.is_watched
+            if can_run and quantizing.kernels.reads(rows, cos, sin, offsets):
+                place = quantizing.rows(now), cos, sin, offsets
                 return quantizing.kernels.prepare(*place)
         return None, None
 

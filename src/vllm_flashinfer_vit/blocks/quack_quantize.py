@@ -10,12 +10,14 @@ from vllm_flashinfer_vit.blocks.linear import Weights
 from vllm_flashinfer_vit.blocks.quack_turn import Projection, as_layer
 from vllm_flashinfer_vit.gemms import epilogue_gemm, quantizing_gemm
 from vllm_flashinfer_vit.gemms.quantizing_gemm import Heads
+from vllm_flashinfer_vit.ops.plan import LEAST_MEAN_LEN
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
 # From how many rows to a sequence on it is faster on an H200 than another GEMM and the
 # quantiser: of shorter ones too much of the last tile is empty (docs/experiments.md).
-MIN_MEAN_ROWS = 512
+# Choices rely on it, see `arrival.quantized_by_projection`.
+MIN_MEAN_ROWS = LEAST_MEAN_LEN
 
 
 def resolve(

@@ -6,7 +6,6 @@ Nothing is measured at run time: choices come from the user's file, from the fil
 the package has for the GPU, or from its compute capability. See `docs/choices.md`.
 """
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -75,11 +74,6 @@ _OTHER_ABOVE_96 = (_OTHER[0]._replace(max_len=64), *_OTHER[1:])
 # The longest sequence that stays in the activations' dtype where nothing is measured:
 # quantising then costs about what the faster matmuls save.
 _FP8_ABOVE = 4095
-
-# So many tokens later FP8 is worth it where q and k arrive as they attend, and where
-# their projection turns them: by rows of an H200, see docs/choices.md.
-_NOT_TURNED = 2048
-_TURNED_BY_PROJECTION = 1024
 
 # What attends in FP8 on every GPU that can.
 PORTABLE_FP8 = "triton_fp8"
@@ -391,46 +385,6 @@ def without(choices: Iterable[Choice], kernel: str) -> tuple[Choice, ...]:
     takes_all = last.many is None or KERNELS[last.many].max_len is None
     kept[-1] = last._replace(max_len=None, many=last.many if takes_all else None)
     return tuple(kept)
-
-
-def not_turned(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices of a layer that gets q and k as they attend.
-
-    Measurements have them turned: by FP8's quantiser on its way, and by a pass in front
-    of other kernels, which such a layer does without. The pass takes its time by the
-    token, and what FP8 saves of a token's grows with the sequence: the shortest
-    sequence that FP8 is worth it for has more tokens.
-    """
-    return _fp8_later(choices, _NOT_TURNED)
-
-
-def turned_by_projection(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices of a layer whose projection turns q and k for other kernels.
-
-    It takes less time for that than the pass of `not_turned` does. One that quantises
-    for FP8, too, leaves both without a pass: its layer has what was measured.
-    """
-    return _fp8_later(choices, _TURNED_BY_PROJECTION)
-
-
-def _fp8_later(choices: Iterable[Choice], tokens: int) -> tuple[Choice, ...]:
-    """Have FP8 begin so many tokens later than it was measured to be worth it."""
-    kept = tuple(choices)
-    for place, (short, long) in enumerate(itertools.pairwise(kept)):
-        fp8 = KERNELS[long.kernel]
-        if not fp8.is_fp8 or fp8.is_reference or KERNELS[short.kernel].is_fp8:
-            continue
-        if any(KERNELS[name].max_len is not None for name in short.kernels):
-            continue
-        assert short.max_len is not None
-        end = short.max_len + tokens
-        _, last = next(r for r in fp8_ranges(kept) if r[0] == short.max_len + 1)
-        if last is not None:
-            # Where another kernel is faster than FP8, it stays.
-            end = min(end, last)
-        longer = [c for c in kept[place:] if c.max_len is None or c.max_len > end]
-        return (*kept[:place], short._replace(max_len=end), *longer)
-    return kept
 
 
 def replaced(choices: Iterable[Choice], kernel: str, by: str) -> tuple[Choice, ...]:

@@ -48,19 +48,19 @@ def served_by(
         )
 
 
-def fp8_later(choices: Sequence[Choice], head_dim: int, arrive: str) -> str:
+def fp8_later(choices: Sequence[Choice], head_dim: int, how: str) -> str:
     """Say which lengths are left to FP8 where no pass would turn q and k.
 
     Args:
-        choices: The layers', see `not_turned` and `turned_by_projection`.
+        choices: The layers', see `Arrival.later`.
         head_dim: Head dim in elements.
-        arrive: How q and k do.
+        how: See `Arrival`.
     """
     lengths = fp8_lengths(choices)
     served = f"sequences {lengths}" if lengths else "no length"
     return (
-        f"attention of head dim {head_dim} gets q and k {arrive}, so FP8 saves no pass "
-        f"that turns them: it runs for {served}"
+        f"attention of head dim {head_dim} gets q and k {how}, so FP8 saves no pass "
+        f"that turns them there: it runs for {served}"
     )
 
 

@@ -18,12 +18,8 @@ from vllm.platforms import current_platform
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.blocks.attach import attach, mark_served, spec_of
 from vllm_flashinfer_vit.blocks.program import BlockProgram
-from vllm_flashinfer_vit.choices.lookup import (
-    Choice,
-    not_turned,
-    plan_of,
-    turned_by_projection,
-)
+from vllm_flashinfer_vit.choices.arrival import arrival_of
+from vllm_flashinfer_vit.choices.lookup import Choice, plan_of
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.engine.advice import fp8_later, graphs_off, ignored, served_by
 from vllm_flashinfer_vit.engine.batch_check import check
@@ -170,14 +166,11 @@ class FlashInferViTAttention(MMEncoderAttention):
 
     def _settle_plan(self) -> None:
         """Choose by what turns q and k, which is known with the blocks."""
-        choices, arrive = self._choices, "turned by their projection"
-        if self.turning is None:
-            choices, arrive = not_turned(choices), "as they attend"
-        elif self.gets_turned and not self._gets_quantized:
-            choices = turned_by_projection(choices)
+        needs = self.turning is not None, self.gets_turned, self._gets_quantized
+        choices, later, how = arrival_of(self._choices, *needs)
         self._plan = self.counts.plan = plan_of(choices)
-        if choices != self._choices:
-            logger.info_once("%s", fp8_later(choices, self.head_size, arrive))
+        if later != self._choices:
+            logger.info_once("%s", fp8_later(later, self.head_size, how))
 
     def settle_projection(self, turns: bool, quantizes: bool) -> None:
         """Take what is known once the projection's weights are loaded.

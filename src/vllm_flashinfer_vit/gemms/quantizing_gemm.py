@@ -293,13 +293,20 @@ class Kernels:
     def reads(
         self, rows: int, cos: torch.Tensor, sin: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> bool:
-        """Whether it runs a batch of so many rows, with these tensors."""
-        is_long = rows >= self._min_mean_rows * (len(cu_seqlens) - 1)
-        is_aligned = cu_seqlens.data_ptr() % _ALIGNMENT == 0
+        """Whether it runs a batch of so many rows, with these tensors.
+
+        Not with offsets that attention refuses: that names the layer.
+        """
+        sequences = len(cu_seqlens) - 1
+        is_kind = cu_seqlens.dtype == torch.int32 and cu_seqlens.device == cos.device
+        is_place = cu_seqlens.dim() == 1 and cu_seqlens.is_contiguous()
+        is_place = is_place and cu_seqlens.data_ptr() % _ALIGNMENT == 0
+        is_long = sequences > 0 and rows >= self._min_mean_rows * sequences
         shape = rows, self._heads.head_dim // 2
         return (
-            is_long
-            and is_aligned
+            is_kind
+            and is_place
+            and is_long
             and all(
                 x.dtype == self._table and x.shape == shape and turning_gemm.reads(x)
                 for x in (cos, sin)

@@ -127,9 +127,20 @@ def _finite(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 class _Sequences(VarlenMTileScheduler):
     """Hands out the tiles of sequences."""
 
-    def _get_num_m_blocks(self, *args: Any, **options: Any) -> Int32:
-        # One that ends before it starts is empty.
-        return cutlass.max(super()._get_num_m_blocks(*args, **options), Int32(0))
+    @cute.jit
+    def _get_num_m_blocks(self, lane, bidb_start, block_size):
+        # Offsets beyond all rows end there; one that ends before it starts is empty.
+        num_seqs = self.params.problem_shape_ncluster_mnl[2]
+        sequence = lane + bidb_start
+        start = Int32(0)
+        if sequence <= num_seqs:
+            offset = self.params.cu_seqlens_m[sequence]
+            start = cutlass.min(offset, self.params.total_m)
+        end = cute.arch.shuffle_sync_down(start, offset=1)
+        blocks = cutlass.max(cute.ceil_div(end - start, block_size), Int32(0))
+        # The last lane knows no end.
+        has_end = (sequence < num_seqs) & (lane < cute.arch.WARP_SIZE - 1)
+        return cutlass.select_(has_end, blocks, Int32(0))
 
     def _delinearize_work_idx(self, *args: Any, **options: Any) -> WorkTileInfo:
         found = super()._delinearize_work_idx(*args, **options)

@@ -192,7 +192,7 @@ def prepare(
     """Settle attention within each sequence of a packed batch that is quantised.
 
     Args:
-        quantized: What `quantize.prepare` has returned for these `cu_seqlens`.
+        quantized: What `quantize.prepare` or a projection writes for `cu_seqlens`.
         cu_seqlens: `[N + 1]` int32, contiguous, token prefix sums from 0. Where it does
             not rise is an empty sequence, so it may end in zeros.
         num_tokens: T.

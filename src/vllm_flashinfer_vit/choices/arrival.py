@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From which length on FP8 pays, by what attention gets of the projection before it.
+
+Measurements have q and k turned by who attends: by FP8's quantiser on its way, and by a
+pass in front of other kernels. A layer knows once its blocks are built what it will
+get. See `docs/choices.md`.
+"""
+
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vllm_flashinfer_vit.choices.lookup import Choice, fp8_ranges
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
+from vllm_flashinfer_vit.ops.plan import LEAST_MEAN_LEN
+
+# So many tokens later FP8 is worth it where q and k arrive as they attend, and where
+# their projection turns them: by rows of an H200, see docs/choices.md.
+_NOT_TURNED = 2048
+_TURNED_BY_PROJECTION = 1024
+
+
+class Arrival(NamedTuple):
+    """What serves a layer by how q and k arrive.
+
+    Attributes:
+        choices: The layer's.
+        later: Those in which FP8 begins later than it was measured to be worth it, of
+            all batches or of some; else as measured.
+        how: In which batches q and k arrive so, and how, for people to read.
+    """
+
+    choices: tuple[Choice, ...]
+    later: tuple[Choice, ...]
+    how: str
+
+
+def arrival_of(
+    choices: tuple[Choice, ...], is_turned: bool, is_projected: bool, is_quantized: bool
+) -> Arrival:
+    """Return what serves a layer.
+
+    Args:
+        choices: As measured.
+        is_turned: Whether who attends has to turn q and k, unless something does.
+        is_projected: Whether the projection turns them then, for other kernels.
+        is_quantized: Whether it also quantises for FP8.
+    """
+    if not is_turned:
+        later = not_turned(choices)
+        return Arrival(later, later, "as they attend")
+    if not is_projected:
+        return Arrival(choices, choices, "")
+    later, how = turned_by_projection(choices), "turned by their projection"
+    if not is_quantized:
+        return Arrival(later, later, how)
+    how += f" in batches of fewer than {LEAST_MEAN_LEN} rows to a sequence"
+    return Arrival(quantized_by_projection(choices), later, how)
+
+
+def not_turned(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """Return the choices of a layer that gets q and k as they attend.
+
+    Measurements have them turned: by FP8's quantiser on its way, and by a pass in front
+    of other kernels, which such a layer does without. The pass takes its time by the
+    token, and what FP8 saves of a token's grows with the sequence: the shortest
+    sequence that FP8 is worth it for has more tokens.
+    """
+    return _fp8_later(choices, _NOT_TURNED)
+
+
+def turned_by_projection(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """Return the choices of a layer whose projection turns q and k for other kernels.
+
+    It takes less time for that than the pass of `not_turned` does.
+    """
+    return _fp8_later(choices, _TURNED_BY_PROJECTION)
+
+
+def quantized_by_projection(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """Return the choices of a layer whose projection also quantises for FP8.
+
+    Neither has a pass then, and FP8 begins where it was measured to. Batches of many
+    sequences, as graphs with room for many are, are not quantised by the projection:
+    they have what `turned_by_projection` gives them.
+    """
+    few = tuple(choices)
+    many = turned_by_projection(few)
+    ends = {c.max_len for c in (*few, *many) if c.max_len is not None}
+    found = []
+    for end in (*sorted(ends), None):
+        one, other = _class_of(few, end), _class_of(many, end)
+        kernel = other.many or other.kernel
+        found.append(
+            one._replace(max_len=end, many=None if kernel == one.kernel else kernel)
+        )
+    return tuple(found)
+
+
+def _class_of(choices: Iterable[Choice], length: int | None) -> Choice:
+    """Return the choice of sequences of a length, None for more than any bound."""
+    return next(
+        choice
+        for choice in choices
+        if choice.max_len is None or (length is not None and length <= choice.max_len)
+    )
+
+
+def _fp8_later(choices: Iterable[Choice], tokens: int) -> tuple[Choice, ...]:
+    """Have FP8 begin so many tokens later than it was measured to be worth it."""
+    kept = tuple(choices)
+    for place, (short, long) in enumerate(itertools.pairwise(kept)):
+        fp8 = KERNELS[long.kernel]
+        if not fp8.is_fp8 or fp8.is_reference or KERNELS[short.kernel].is_fp8:
+            continue
+        if any(KERNELS[name].max_len is not None for name in short.kernels):
+            continue
+        assert short.max_len is not None
+        end = short.max_len + tokens
+        _, last = next(r for r in fp8_ranges(kept) if r[0] == short.max_len + 1)
+        if last is not None:
+            # Where another kernel is faster than FP8, it stays.
+            end = min(end, last)
+        longer = [c for c in kept[place:] if c.max_len is None or c.max_len > end]
+        return (*kept[:place], short._replace(max_len=end), *longer)
+    return kept
