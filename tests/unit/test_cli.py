@@ -57,6 +57,15 @@ def encode(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     return fake
 
 
+@pytest.mark.parametrize("command", ["encode", "calibrate"])
+def test_an_empty_path_is_not_the_current_folder(
+    command: str, encode: types.SimpleNamespace
+) -> None:
+    result = runner.invoke(main, [command, "", "--model", "a model"])
+    assert result.exit_code == 2 and "folder is empty" in result.output
+    assert encode.options is None
+
+
 def test_version() -> None:
     result = runner.invoke(main, ["--version"])
     assert result.exit_code == 0

@@ -67,11 +67,19 @@ def _root(
     pass
 
 
+def _image(text: str) -> Path:
+    # Of an unset variable of a shell: as a path it would be the current folder.
+    if not text:
+        raise typer.BadParameter("the path of an image or folder is empty")
+    return Path(text)
+
+
 _Images = Annotated[
     list[Path],
     typer.Argument(
+        parser=_image,
         help="Image files, or folders of them: of a folder AVIF, BMP, GIF, JPEG, PNG, "
-        "TIFF and WebP, not of folders below it."
+        "TIFF and WebP, not of folders below it.",
     ),
 ]
 _Model = Annotated[
