@@ -139,7 +139,7 @@ class TestTurning:
         with without("quack_turn"):
             expected = outputs(build_bf16(family))
         calls.clear()
-        monkeypatch.setattr(FlashInferViTAttention, "taken", lambda self, batch: {None})
+        monkeypatch.setattr(FlashInferViTAttention, "taken", lambda self, batch: None)
         assert torch.equal(outputs(served), expected)
         assert not calls
 

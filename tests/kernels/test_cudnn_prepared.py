@@ -54,7 +54,7 @@ def _layer(**attributes):
             "kernel_for": plan.kernel_for,
             "turning": None,
             "gets_turned": False,
-            "taken": lambda batch: {"turned"},
+            "taken": lambda batch: "turned",
             "num_heads": 4,
             "num_kv_heads": 2,
             "head_size": 72,

@@ -215,7 +215,7 @@ def test_kernels_also_run_on_what_their_projection_turns(
         batches,
         turning=Turning(torch.float32, 16),
         gets_turned=gets_turned,
-        taken=lambda batch: {taken},
+        taken=lambda batch: taken,
     )
     monkeypatch.setattr(warmup, "_DEVICE", "cpu")
     warmup._run(layer, 1, 300, "views")

@@ -163,7 +163,7 @@ class Attention:
         turning = self.layer.turning
         if turning is None or turning.dim != head_dim or self._split is not None:
             return None
-        if taken not in self.layer.taken():
+        if taken not in self.layer.takes:
             return None
         return Heads(head_dim, heads, kv_heads, turning.interleaved), turning.dtype
 
@@ -190,7 +190,7 @@ class Attention:
         lengths = self._inputs.lengths(x, cu_seqlens, max_seqlen)
         q, k, v = self._heads_of(now.qkv)
         batch = Batch(q, k, v, None, None, *lengths)
-        (taken,), rows = self.layer.taken(batch), len(now.qkv)
+        taken, rows = self.layer.taken(batch), len(now.qkv)
         if turning is not None and taken == "turned":
             if turning.kernels.turns(rows, cos, sin):
                 place = turning.rows(now), cos, sin, now.qkv

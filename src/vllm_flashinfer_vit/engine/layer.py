@@ -301,10 +301,14 @@ class FlashInferViTAttention(MMEncoderAttention):
         given = self.scale, self._plan, self._fp8()
         return ops.prepare(batch, *given, is_clean, quantized)
 
-    def taken(self, batch: Batch | None = None) -> set[Taken | None]:
-        """Return what kernels take, a batch's or all; see `ops.taken_by`."""
-        names = {ops.kernel_for(batch, self._plan)} if batch else self._plan.kernels
-        return {ops.taken_by(name, self._fp8()) for name in names}
+    @property
+    def takes(self) -> set[Taken | None]:
+        """What the plan's kernels take; see `ops.taken_by`."""
+        return {ops.taken_by(name, self._fp8()) for name in self._plan.kernels}
+
+    def taken(self, batch: Batch) -> Taken | None:
+        """Return what a batch's kernel takes; see `ops.taken_by`."""
+        return ops.taken_by(ops.kernel_for(batch, self._plan), self._fp8())
 
     @property
     def is_watched(self) -> bool:

@@ -57,7 +57,7 @@ class Layer(Protocol):
 
     def kernel_for(self, max_seqlen: int, mean_len: float | None = None) -> str: ...
 
-    def taken(self, batch: Batch | None = None) -> set[Taken | None]: ...
+    def taken(self, batch: Batch) -> Taken | None: ...
 
     def attend(self, batch: Batch) -> torch.Tensor: ...
 
@@ -262,5 +262,5 @@ def _run(layer: Layer, num_seqs: int, length: int, layout: Layout) -> None:
     batch = Batch(q, k, v, cos, sin, cu_seqlens, max_seqlen)
     layer.attend(batch._replace(interleaved=interleaved))
     turned = batch._replace(cos=None, sin=None)
-    if layer.gets_turned and "turned" in layer.taken(turned):
+    if layer.gets_turned and layer.taken(turned) == "turned":
         layer.attend(turned)
