@@ -76,6 +76,35 @@ def test_the_page_says_what_flashattention_4_brings_stock() -> None:
     ) in text_of(PAGE)
 
 
+def test_the_page_says_what_compiled_blocks_with_this_attention_take() -> None:
+    model = tower_cases.MODELS[2]
+    times: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows("encoder", "0.33.0"):
+        if row["model"] == model and row["mode"].endswith("graph"):
+            is_stock = row["provider"].startswith("stock")
+            name = "stock" if is_stock else f"{row['provider']} {row['mode']}"
+            found = times[name]
+            before = found.get(row["case"], float("inf"))
+            found[row["case"]] = min(before, float(row["p50_ms"]))
+    less = {
+        name: 100
+        - 100
+        * statistics.geometric_mean(
+            by_case[case] / times["stock"][case] for case in by_case
+        )
+        for name, by_case in times.items()
+    }
+    compiled, compiled_fp8, own, own_fp8 = (
+        f"{less[f'{provider} {mode}']:.0f} %"
+        for mode in ("compiled_graph", "graph")
+        for provider in (chosen_rows.PLUGIN, chosen_rows.PLUGIN_FP8)
+    )
+    text = text_of(PAGE)
+    assert f"take {compiled} less than stock's best for Qwen3-VL" in text
+    assert f"{compiled_fp8} with FP8 attention)" in text
+    assert f"the block programs {own} and {own_fp8} less" in text
+
+
 def test_the_page_says_how_far_the_towers_are_off() -> None:
     errors: dict[str, list[float]] = defaultdict(list)
     dots: dict[str, dict[str, float]] = defaultdict(dict)
