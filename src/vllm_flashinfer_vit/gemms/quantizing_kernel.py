@@ -29,12 +29,7 @@ from quack.gemm_base import NamedBarrierGemm
 from quack.layout_utils import expand
 from quack.tile_scheduler import VarlenMTileScheduler, WorkTileInfo
 
-from vllm_flashinfer_vit.gemms.epilogue_kernel import (
-    GROUP,
-    PAIR,
-    Read,
-    Vector,
-)
+from vllm_flashinfer_vit.gemms.epilogue_kernel import GROUP, PAIR, Read, Vector
 from vllm_flashinfer_vit.gemms.turning_kernel import Table, TurningGemm
 from vllm_flashinfer_vit.kernels.formats import BLOCK, E4M3_MAX, FP32_TINY, qk_max
 
