@@ -83,6 +83,8 @@ def lines(draw: st.DrawFn) -> Line:
         expected["images"] = [Path(image) for image in images]
         if not images:
             bad.add("argument 'images")
+        if "" in images:
+            bad.add("for 'images")
         if command == "calibrate" and "model" not in expected:
             bad.add("--model")
     return Line(words, expected, bad)
