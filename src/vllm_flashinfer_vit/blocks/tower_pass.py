@@ -37,8 +37,8 @@ class TowerProgram:
         trials: Why a kernel cannot run layers of some sizes, None if it can, by the
             kernel's name and the sizes.
         tuned_dir: Folder of the user's measurements, or None to ignore them.
-        gemms: The `Gemms` of layers in FP8, the `Kernels` of projections that turn q
-            and k, and the kernels of `activating_gemm`, by what layers have alike.
+        gemms: The `Gemms` of layers in FP8, the `Kernels` of projections that turn or
+            quantise, and the kernels of `activating_gemm`, by what layers have alike.
         bounds: The factors of blocks' activations; see `Bound`.
         now: The pass that a block has handed on and none has taken yet.
         told: The longest lengths of the tower's call by blocks' places, `[] int32` on
@@ -147,8 +147,8 @@ class Settled(NamedTuple):
 
     Attributes:
         read: `cu_seqlens`, cosines, sines and the longest length that it reads.
-        project: Projects and turns q and k, given a layer's views; None where a block's
-            own projection does not turn them.
+        project: Projects and turns q and k, given a layer's parameters; None where a
+            block's own projection runs.
         quantized: What `project` writes in place of `Pass.qkv`, or None.
         turn: Normalises and turns q and k first, given the norms' weights; or None.
         attend: Returns the context, given a layer's `own_scales` if it has any.

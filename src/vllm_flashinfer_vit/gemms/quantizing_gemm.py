@@ -17,9 +17,6 @@ from vllm_flashinfer_vit.kernels import quantize_ref
 from vllm_flashinfer_vit.kernels.flash_fp8_ref import dequantize_ref
 from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV
 
-# Columns of a tile are multiples, and no more than in QuACK's own on Hopper.
-_TILE_UNIT = 16
-_MAX_TILE = 192
 # Where cu_seqlens starts is a multiple of so many bytes.
 _ALIGNMENT = 16
 # e4m3 rounds by 1/16 of a value at most; sums that cancel differ by more.
@@ -49,14 +46,12 @@ class Heads(NamedTuple):
 
     def tile(self) -> Tile | None:
         """Return the kernel's tile, a block of whole heads of one kind, or None."""
-        for heads in range(_MAX_TILE // self.head_dim, 0, -1):
-            columns = heads * self.head_dim
-            is_whole = self.queries % heads == 0 and self.keys % heads == 0
-            if columns % _TILE_UNIT == 0 and is_whole:
-                tiles = (self.queries + 2 * self.keys) // heads
-                # Two beside each other share rows, so sequences may end anywhere.
-                return Tile(BLOCK, columns, (1, 1 + (tiles % 2 == 0)))
-        return None
+        heads = turning_gemm.heads_of_tile(self.head_dim, self.queries, self.keys)
+        if not heads:
+            return None
+        tiles = (self.queries + 2 * self.keys) // heads
+        # Two beside each other share rows, so sequences may end anywhere.
+        return Tile(BLOCK, heads * self.head_dim, (1, 1 + (tiles % 2 == 0)))
 
     def empty(self, num_blocks: int, device: torch.device | str) -> QuantizedQKV:
         """Return what the kernel writes, for so many blocks; nothing need be in it."""
@@ -192,8 +187,7 @@ def build(
         # The last block of a sequence is not full, and an empty one ends at zero.
         ends = torch.tensor([0, tokens // 2, tokens, 0], dtype=torch.int32)
         ends = ends.to(device)
-        angles = torch.linspace(0, 6, tokens * half, device=device).view(-1, half)
-        cos, sin = angles.cos().to(table), angles.sin().to(table)
+        cos, sin = turning_gemm.trial_tables(tokens, half, table, device)
         out = heads.empty(tokens // BLOCK + 3, device)
         prepare(compiled(like, heads, table, dtype), x, cos, sin, ends, out)(like)
         right = quantized(epilogue_gemm.project(x, like), cos, sin, ends, heads)
@@ -302,15 +296,12 @@ class Kernels:
         is_place = cu_seqlens.dim() == 1 and cu_seqlens.is_contiguous()
         is_place = is_place and cu_seqlens.data_ptr() % _ALIGNMENT == 0
         is_long = sequences > 0 and rows >= self._min_mean_rows * sequences
-        shape = rows, self._heads.head_dim // 2
+        half = self._heads.head_dim // 2
         return (
             is_kind
             and is_place
             and is_long
-            and all(
-                x.dtype == self._table and x.shape == shape and turning_gemm.reads(x)
-                for x in (cos, sin)
-            )
+            and turning_gemm.reads_tables(cos, sin, rows, half, self._table)
         )
 
     def prepare(

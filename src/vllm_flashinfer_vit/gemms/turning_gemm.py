@@ -47,13 +47,26 @@ class Heads(NamedTuple):
         Args:
             dtype: The weight's.
         """
-        for heads in range(_MAX_TILE // self.head_dim, 0, -1):
-            columns = heads * self.head_dim
-            if columns % _TILE_UNIT == 0 and self.turned % heads == 0:
-                usual = Tile(128, columns, (2, 1))
-                has_tall = columns == 128 and dtype != FP8
-                return (Tile(192, 128, (1, 2)), usual) if has_tall else (usual,)
-        return ()
+        columns = self.head_dim * heads_of_tile(self.head_dim, self.turned)
+        if not columns:
+            return ()
+        usual = Tile(128, columns, (2, 1))
+        has_tall = columns == 128 and dtype != FP8
+        return (Tile(192, 128, (1, 2)), usual) if has_tall else (usual,)
+
+
+def heads_of_tile(head_dim: int, *counts: int) -> int:
+    """Return how many heads the widest tile has, 0 if there is none.
+
+    Args:
+        head_dim: D.
+        *counts: Numbers of heads that tiles divide.
+    """
+    for heads in range(_MAX_TILE // head_dim, 0, -1):
+        is_whole = all(count % heads == 0 for count in counts)
+        if is_whole and heads * head_dim % _TILE_UNIT == 0:
+            return heads
+    return 0
 
 
 def fits(like: Layer, heads: Heads, table: torch.dtype, dtype: torch.dtype) -> bool:
@@ -79,6 +92,23 @@ def reads(table: torch.Tensor) -> bool:
     is_paired = table.stride(0) % _PAIR == 0
     address = table.data_ptr() % (_PAIR * table.element_size())
     return table.stride(1) == 1 and is_paired and address == 0
+
+
+def reads_tables(
+    cos: torch.Tensor, sin: torch.Tensor, rows: int, half: int, dtype: torch.dtype
+) -> bool:
+    """Whether the kernel `reads` both, and they are `[rows, half]` of a dtype."""
+    return all(
+        x.dtype == dtype and x.shape == (rows, half) and reads(x) for x in (cos, sin)
+    )
+
+
+def trial_tables(
+    rows: int, half: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines, `[rows, half]`, to try a kernel with."""
+    angles = torch.linspace(0, 6, rows * half, device=device).view(-1, half)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def compiled(
@@ -160,9 +190,7 @@ def build(
         tiles = heads.tiles(like.weight.dtype)
         x = epilogue_gemm.trial_rows(like.weight, max(tiles))
         like = epilogue_gemm.with_row_scales(like, len(x))
-        half = heads.head_dim // 2
-        angles = torch.linspace(0, 6, len(x) * half, device=x.device).view(-1, half)
-        cos, sin = angles.cos().to(table), angles.sin().to(table)
+        cos, sin = trial_tables(len(x), heads.head_dim // 2, table, x.device)
         right = turned(project(x, like), cos, sin, heads).to(dtype)
         for tile in tiles:
             out = torch.empty_like(right)
@@ -232,9 +260,8 @@ class Kernels:
 
     def turns(self, rows: int, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         """Whether it runs a batch of so many rows, with these cosines and sines."""
-        return rows >= self._min_rows and all(
-            x.dtype == self._table and x.shape == (rows, self._half) and reads(x)
-            for x in (cos, sin)
+        return rows >= self._min_rows and reads_tables(
+            cos, sin, rows, self._half, self._table
         )
 
     def prepare(
