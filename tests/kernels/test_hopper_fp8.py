@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the Hopper kernel alone must do; see test_flash_fp8.py for the rest."""
 
+import math
 import os
 import re
 import subprocess
@@ -32,8 +33,7 @@ attention = once(hopper_fp8.prepare)
 def test_hopper_fp8_fits_its_registers(head_dim):
     """Gluon changes between releases; no GPU is needed to see whether it still fits.
 
-    Scalars may spill. Up to head dim 80 they are two (Triton 3.8): one is loaded once a
-    tile, one once a block; above, up to eleven (Triton 3.6), most of them once a tile.
+    Scalars may spill, up to eleven (Triton 3.6), most of them once a tile.
     """
     script = Path(__file__).with_name("compile_hopper_fp8.py")
     env = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -44,7 +44,7 @@ def test_hopper_fp8_fits_its_registers(head_dim):
         r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr
     )
     assert spills, done.stderr
-    assert max(map(int, spills.groups())) <= (8 if head_dim <= 80 else 44)
+    assert max(map(int, spills.groups())) <= (0 if 56 <= head_dim <= 80 else 44)
     # The compiler's word for waiting after every product.
     assert "serialized" not in done.stderr
 
@@ -78,6 +78,37 @@ def test_hopper_fp8_loses_no_small_terms_of_a_long_sum(head_dim):
     args = quantized, cu_seqlens, case.rows, case.max_seqlen, scale, head_dim
     expected = attention_fp8_ref(*args, torch.float32)
     assert relative_error(attention(*args, torch.bfloat16), expected) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
+@pytest.mark.parametrize("octaves", [1.5, 6.5, 12.5, 40])
+def test_hopper_fp8_of_one_large_weight_and_many_small_ones(head_dim, octaves):
+    """Together, thousands of weights of 2^-12 are worth more than the largest one."""
+    case = Case("long", (8192,))
+    _, k, v = make_qkv(case, 1, head_dim, torch.bfloat16, device="cuda")
+    q, k = torch.ones_like(k), torch.zeros_like(k)
+    k[5000] = octaves * math.log(2) / head_dim
+    v[5000] = 40.0
+    cu_seqlens = case.cu_seqlens("cuda")
+    quantized = quantize_blocks(q, k, v + 1, cu_seqlens)
+    args = quantized, cu_seqlens, case.rows, case.max_seqlen, 1.0, head_dim
+    expected = attention_fp8_ref(*args, torch.float32)
+    assert relative_error(attention(*args, torch.bfloat16), expected) < 0.08
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_hopper_fp8_weighs_as_well_as_codes_can(head_dim):
+    """Weights of N(0, 1) are off by 3 %, scores rounded to fp16 bring some 0.5 %."""
+    case = Case("two", (1000, 3000))
+    q, k, v = make_qkv(case, 2, head_dim, torch.bfloat16, device="cuda")
+    cu_seqlens = case.cu_seqlens("cuda")
+    quantized = quantize_blocks(q, k, v, cu_seqlens)
+    scale = head_dim**-0.5
+    args = quantized, cu_seqlens, case.rows, case.max_seqlen, scale, head_dim
+    expected = attention_fp8_ref(*args, torch.float32)
+    assert relative_error(attention(*args, torch.bfloat16), expected) < 0.035
 
 
 @pytest.mark.gpu

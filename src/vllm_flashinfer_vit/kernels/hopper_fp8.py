@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 attention with block scales, specialised by warps for Hopper; long sequences.
 
-Three warp groups each hold 64 queries of a head and walk over the keys of their
-sequence, one warp feeds them through a ring of TMA loads: while one group computes
-weights, others multiply. The quantised tensors (`kernels/quantize.py`) are padded per
-sequence, so nothing but the scores of a sequence's last block is masked.
+Four warp groups, or three, each hold 64 queries of a head and walk over the keys of
+their sequence, one warp feeds them through a ring of TMA loads: while one group
+computes weights, others multiply. The quantised tensors (`kernels/quantize.py`) are
+padded per sequence, so nothing but the scores of a sequence's last block is masked.
 
 The instructions around the products are what takes the time (FlashAttention-4,
-arXiv:2603.05451, says so of Blackwell), so scores and weights are pairs of fp16: q and
-k are quantised such that no score overflows. Some of the exponentials are polynomials,
-since the multiprocessor has a quarter as many units for exponentials as for products.
-The tensor cores sum the rows: more columns of v, of ones, which share an instruction
-with the last ones, since a small product of their own takes longer. At head dims 96 and
-128 they have one, where sharing would double the last ones.
+arXiv:2603.05451, says so of Blackwell), so there are few. Scores are pairs of fp16: q
+and k are quantised such that no score overflows. A weight needs no exponential: a
+number's code in e4m3 is 8 times its power of two, and its three bits of mantissa go
+linearly to the next one, so a score, scaled and rounded to an integer, is the code of
+its weight (Schraudolph, A Fast, Compact Approximation of the Exponential Function,
+1999). The tensor cores sum the rows: more columns of v, of ones, which share an
+instruction with the last ones, since a small product of their own takes longer. At head
+dims 96 and 128 they have one, where sharing would double the last ones.
 
 Numerics: scores are rounded to fp16, an eighth of the error that q and k bring from
 e4m3; a row's largest is taken off before they are scaled, so that no size of scores is
-too large for fp16. Weights are scaled by 2^8, which the sum of the row takes out again,
-and rounded to e4m3; all else is fp32 and the output is rounded once. The tensor cores
-keep some 14 bits of a sum of e4m3 products, so each block's sum over v starts from 0
-and is added in fp32: in one long sum the terms of a v with a mean would be lost. That
-sum is kept in units of the current block's v scale, which costs nothing: the softmax
-rescales it anyway. A row's bits depend on its sequence alone.
+too large for fp16. A weight is off by at most 8 % of itself, 3.1 % in the root mean
+square, where rounding the exponential to e4m3 makes 2.7 %; what all weights of a row
+are off by, their sum takes out again. Weights below 2^-15.7 of the largest so far are
+0. All else is fp32 and the output is rounded once. The tensor cores keep some 14 bits
+of a sum of e4m3 products, so each block's sum over v starts from 0 and is added in
+fp32: in one long sum the terms of a v with a mean would be lost. That sum is kept in
+units of the current block's v scale, which costs nothing: the softmax rescales it
+anyway. A row's bits depend on its sequence alone.
 """
 
 import struct
@@ -45,65 +49,39 @@ from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, return
 from vllm_flashinfer_vit.kernels._triton import LOG2_E, split_width
 from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV, check_blocks
 
-_GROUPS = 3
-_BLOCK_M = 64 * _GROUPS
-_STAGES = 3
-# Of 65536 per multiprocessor; the loading warp has 24.
-_REGISTERS = 160
-# Above it the accumulators leave registers for one part of a product with v at a time.
-# Two groups of 240 registers spill nothing, and take 2 to 12 % longer where FP8 pays:
-# 16 heads of 15376 tokens at D=128 on an H200, 2249 us in place of 1999.
-_WIDEST_AT_ONCE = 80
-# Of 8 pairs of exponentials, those that are polynomials.
-_POLYNOMIALS = 2
-# 2^r, |r| <= 1/2, fitted in fp16: c0 + c1 r + c2 r^2.
-_C0, _C1, _C2 = 1.0, 0.703125, 0.23876953125
+# Up to this head dim the accumulators of four groups have room, above it of three.
+# Four take 4 to 19 % less time than three for sequences of 4096 tokens and more.
+_WIDEST_OF_FOUR = 80
+# Of a thread; the first group has what the others and the loading warp, 24, leave.
+_REGISTERS = {4: 104, 3: 160}
+_STAGES = {4: 4, 3: 3}
+# The code of the largest number in e4m3.
+_LARGEST = 126.0
 
+# Codes are in parts of the largest; a power of two is so many, and 1 so many powers.
+_CODE = gl.constexpr(8 / _LARGEST)
+_POWERS = gl.constexpr(_LARGEST / 8)
 _FP16_MAX = gl.constexpr(65504.0)
 _FP16_TINY = gl.constexpr(2.0**-24)
 _PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 _MAX = gl.constexpr("max.NaN.f16x2 $0, $1, $2;")
 
 
-def _weigh_asm(polynomials: int) -> str:
+def _weigh_asm() -> str:
     """Return PTX for 16 weights in e4m3: 4 registers from 8 of each operand.
 
-    A weight is 2^x, x = (score - best) * factor + offset, which is at most 8. It is
-    what an instruction gives or, for the last pairs, made from x = n + r with
-    |r| <= 1/2: the sum of x and 1536 holds n in its low bits, a polynomial of second
-    degree gives 2^r to 0.2 %, and n is added to the exponent (Cody and Waite, 1980).
-    Below -14 the result is 0 in e4m3 either way.
+    A weight's code is `_LARGEST` times (score - best) * factor + offset, which the
+    instruction ends at 0 and 1. The sum of a code and 1024 in fp16 has it, rounded to
+    an integer, in its low byte.
     """
-    lines = [".reg .b32 x, n, c1, c0, least, magic;", ".reg .b32 h<8>;"]
-    lines += [".reg .b16 lo, hi;"]
-    if polynomials:
-        lines += [f"mov.b32 least, {_pair(-14.0)};", f"mov.b32 magic, {_pair(1536.0)};"]
-        lines += [f"mov.b32 c1, {_pair(_C1)};", f"mov.b32 c0, {_pair(_C0)};"]
+    lines = [".reg .b32 x, largest, magic;", ".reg .b32 h<8>;"]
+    lines += [f"mov.b32 largest, {_pair(_LARGEST)};", f"mov.b32 magic, {_pair(1024)};"]
     for i in range(8):
         lines += [f"sub.rn.f16x2 x, ${4 + i}, ${12 + i};"]
-        lines += [f"fma.rn.f16x2 x, x, ${20 + i}, ${28 + i};"]
-        if i < 8 - polynomials:
-            lines += [f"ex2.approx.f16x2 h{i}, x;"]
-            continue
-        lines += [
-            "max.f16x2 x, x, least;",
-            "add.rn.f16x2 n, x, magic;",
-            f"sub.rn.f16x2 h{i}, n, magic;",
-            f"sub.rn.f16x2 x, x, h{i};",
-            f"mov.b32 h{i}, {_pair(_C2)};",
-            f"fma.rn.f16x2 h{i}, h{i}, x, c1;",
-            f"fma.rn.f16x2 h{i}, h{i}, x, c0;",
-            "shl.b32 n, n, 10;",
-            f"add.u32 h{i}, h{i}, n;",
-            # What the low half of 1536 has shifted into the high one.
-            f"sub.u32 h{i}, h{i}, 0x1980000;",
-        ]
+        lines += [f"fma.rn.sat.f16x2 x, x, ${20 + i}, ${28 + i};"]
+        lines += [f"fma.rn.f16x2 h{i}, x, largest, magic;"]
     for i in range(4):
-        lines += [
-            f"cvt.rn.satfinite.e4m3x2.f16x2 lo, h{2 * i};",
-            f"cvt.rn.satfinite.e4m3x2.f16x2 hi, h{2 * i + 1};",
-            f"mov.b32 ${i}, {{lo, hi}};",
-        ]
+        lines += [f"prmt.b32 ${i}, h{2 * i}, h{2 * i + 1}, 0x6420;"]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -112,7 +90,7 @@ def _pair(value: float) -> str:
     return "0x" + struct.pack(">e", value).hex() * 2
 
 
-_WEIGH = gl.constexpr(_weigh_asm(_POLYNOMIALS))
+_WEIGH = gl.constexpr(_weigh_asm())
 _WEIGH_REGISTERS = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 32))
 
 
@@ -347,7 +325,6 @@ def _attend_to_block(
     length,
     QK_HI: gl.constexpr,
     V_HI: gl.constexpr,
-    IN_TURN: gl.constexpr,
 ):
     """Go on to block n of the keys; with a length, mask what lies after it.
 
@@ -365,7 +342,7 @@ def _attend_to_block(
     stage = step % STAGES
     # Loaded ahead of the wait. A factor of 0 would turn the mask into NaN.
     factor = q_factor * gl.load(k_scale_ptr + n)
-    factor = gl.maximum(gl.minimum(factor, _FP16_MAX), _FP16_TINY)
+    factor = gl.maximum(gl.minimum(factor * _CODE, _FP16_MAX), _FP16_TINY)
     factor = gl.full([64], factor, gl.float32, row_layout).to(gl.float16)
     next_v_scale = gl.load(v_scale_ptr + n)
     mbarrier.wait(full.index(stage), (step // STAGES) & 1)
@@ -376,34 +353,27 @@ def _attend_to_block(
         scores = gl.where(is_key[None, :], scores, float("-inf"))
     # 2^8 times the weights, and so their sum: both cancel.
     best = _row_max(scores)
-    best_weight = best * factor.to(gl.float32)
-    next_top = _larger(top, best_weight - 8.0)
+    best_code = best * factor.to(gl.float32)
+    next_top = _larger(top, best_code - 1.0)
     # Both may be large, and lose their last bits.
-    offset = gl.minimum(best_weight - next_top, 8.0, propagate_nan=_PROPAGATE_NAN)
+    offset = gl.minimum(best_code - next_top, 1.0, propagate_nan=_PROPAGATE_NAN)
     weights = _weigh(
         scores, best.to(gl.float16), factor, offset.to(gl.float16), operand_layout
     )
     part_lo = _start(weights, v_lo.index(stage))
-    if not IN_TURN:
-        part_hi = _start(weights, v_hi.index(stage))
-    decay = gl.exp2(top - next_top)
+    decay = gl.exp2((top - next_top) * _POWERS)
     acc_decay = decay * (v_scale / next_v_scale)
-    if IN_TURN:
-        part_lo = warpgroup_mma_wait(0, deps=[part_lo])
-        acc_lo = _scaled(acc_lo, acc_decay) + part_lo
-        part_hi = _start(weights, v_hi.index(stage))
-        if v_hi.shape[1] == V_HI:
-            part_sum = _start(weights, v_ones.index(0))
-            part_hi, part_sum = warpgroup_mma_wait(0, deps=[part_hi, part_sum])
-        else:
-            part_hi = warpgroup_mma_wait(0, deps=[part_hi])
-            part_sum = part_hi
+    # One part after the other: both at once would spill registers.
+    part_lo = warpgroup_mma_wait(0, deps=[part_lo])
+    acc_lo = _scaled(acc_lo, acc_decay) + part_lo
+    part_hi = _start(weights, v_hi.index(stage))
+    if v_hi.shape[1] == V_HI:
+        part_sum = _start(weights, v_ones.index(0))
+        part_hi, part_sum = warpgroup_mma_wait(0, deps=[part_hi, part_sum])
     else:
-        part_lo, part_hi = warpgroup_mma_wait(0, deps=[part_lo, part_hi])
+        part_hi = warpgroup_mma_wait(0, deps=[part_hi])
         part_sum = part_hi
     mbarrier.arrive(empty.index(stage))
-    if not IN_TURN:
-        acc_lo = _scaled(acc_lo, acc_decay) + part_lo
     if v_hi.shape[1] == 2 * V_HI:
         part_hi, part_sum = _halves(part_hi)
     if V_HI > 0:
@@ -411,8 +381,8 @@ def _attend_to_block(
         acc_hi = _scaled(acc_hi, acc_decay) + part_hi
     for _ in gl.static_range(_log2(part_sum.shape[1]) - 3):
         _, part_sum = _halves(part_sum)
-    if IN_TURN:
-        part_sum, _ = gl.split(part_sum.reshape([64, 4, 2]))
+    # Two neighbours are the same.
+    part_sum, _ = gl.split(part_sum.reshape([64, 4, 2]))
     part_sum = gl.convert_layout(part_sum, total.type.layout, assert_trivial=True)
     total = _scaled(total, decay) + part_sum
     return next_top, next_v_scale, acc_lo, acc_hi, total
@@ -427,7 +397,6 @@ def _attend(
     D: gl.constexpr,
     QK_HI: gl.constexpr,
     V_HI: gl.constexpr,
-    IN_TURN: gl.constexpr,
 ):
     """A warp group: 64 rows of every tile, from the last block of keys to the first."""
     tiles, barriers, scale_ptrs, cu_ptr, out_ptr, sizes, scale_log2e = tensors
@@ -474,8 +443,7 @@ def _attend(
             acc_lo = gl.zeros([64, V_LO], gl.float32, lo_layout)
             acc_hi = gl.zeros([64, HI], gl.float32, hi_layout)
             total = gl.zeros([64, 8], gl.float32, sum_layout)
-            if IN_TURN:
-                total, _ = gl.split(total.reshape([64, 4, 2]))
+            total, _ = gl.split(total.reshape([64, 4, 2]))
             state = (top, gl.cast(1.0, gl.float32), acc_lo, acc_hi, total)
             mbarrier.wait(q_full.index(GROUP), done & 1)
             state = _attend_to_block(
@@ -489,7 +457,6 @@ def _attend(
                 length,
                 QK_HI,
                 V_HI,
-                IN_TURN,
             )
             for n in range(count - 2, -1, -1):
                 step += 1
@@ -504,7 +471,6 @@ def _attend(
                     None,
                     QK_HI,
                     V_HI,
-                    IN_TURN,
                 )
             step += 1
             _, v_scale, acc_lo, acc_hi, total = state
@@ -583,7 +549,6 @@ def _hopper_fp8_kernel(
     QK_HI: gl.constexpr,
     V_HI: gl.constexpr,
     ONES: gl.constexpr,
-    IN_TURN: gl.constexpr,
     GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -634,16 +599,29 @@ def _hopper_fp8_kernel(
     seqs, tiles_per_head = _used(cu_ptr, num_seqs, num_tokens, 64 * GROUPS)
     sizes = (seqs, num_tokens, H * tiles_per_head, tiles_per_head, num_blocks)
     tensors = (tiles, barriers, scale_ptrs, cu_ptr, out_ptr, sizes, scale_log2e)
-    gl.warp_specialize(
-        [
-            (_attend, (0, tensors, H, H_RATIO, D, QK_HI, V_HI, IN_TURN)),
-            (_attend, (1, tensors, H, H_RATIO, D, QK_HI, V_HI, IN_TURN)),
-            (_attend, (2, tensors, H, H_RATIO, D, QK_HI, V_HI, IN_TURN)),
-            (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
-        ],
-        [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
-    )
+    if GROUPS == 4:
+        gl.warp_specialize(
+            [
+                (_attend, (0, tensors, H, H_RATIO, D, QK_HI, V_HI)),
+                (_attend, (1, tensors, H, H_RATIO, D, QK_HI, V_HI)),
+                (_attend, (2, tensors, H, H_RATIO, D, QK_HI, V_HI)),
+                (_attend, (3, tensors, H, H_RATIO, D, QK_HI, V_HI)),
+                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (0, tensors, H, H_RATIO, D, QK_HI, V_HI)),
+                (_attend, (1, tensors, H, H_RATIO, D, QK_HI, V_HI)),
+                (_attend, (2, tensors, H, H_RATIO, D, QK_HI, V_HI)),
+                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
 
 
 def prepare(
@@ -706,7 +684,7 @@ def _plan(
     num_seqs = cu_seqlens.numel() - 1
     check_blocks(q, v, num_tokens, num_seqs, head_dim, scale)
     constants, boxes = _form(head_dim)
-    most_tiles = heads * (num_tokens // _BLOCK_M + num_seqs)
+    most_tiles = heads * (num_tokens // (64 * constants["GROUPS"]) + num_seqs)
     launch = Launch(
         _hopper_fp8_kernel,
         min(most_tiles, torch.cuda.get_device_properties(device).multi_processor_count),
@@ -730,9 +708,9 @@ def _form(head_dim: int) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
     part of v has ones for the sums of the rows: as many as make a power of two, or none
     if it is one; a narrow head dim doubles it.
     """
-    in_turn = head_dim > _WIDEST_AT_ONCE
+    groups = 4 if head_dim <= _WIDEST_OF_FOUR else 3
     qk_lo, qk_hi = split_width(-(-head_dim // 32) * 32, 32)
-    if in_turn:
+    if groups == 3:
         v_lo, v_hi = 64, head_dim - 64
         ones = (1 << (v_hi - 1).bit_length()) - v_hi
     else:
@@ -743,11 +721,10 @@ def _form(head_dim: int) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
         "QK_HI": qk_hi,
         "V_HI": v_hi,
         "ONES": ones,
-        "IN_TURN": in_turn,
-        "GROUPS": _GROUPS,
+        "GROUPS": groups,
         "BLOCK_N": BLOCK,
-        "STAGES": _STAGES,
-        "REGISTERS": _REGISTERS,
+        "STAGES": _STAGES[groups],
+        "REGISTERS": _REGISTERS[groups],
     }
     boxes = (
         (64, qk_lo),
