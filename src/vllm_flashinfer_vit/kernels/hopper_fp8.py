@@ -2,7 +2,7 @@
 """FP8 attention with block scales, specialised by warps for Hopper; long sequences.
 
 Four warp groups, or three, each hold 64 queries of a head and walk over the keys of
-their sequence, one warp feeds them through a ring of TMA loads: while one group
+their sequence, another one feeds them through a ring of TMA loads: while one group
 computes weights, others multiply. The quantised tensors (`kernels/quantize.py`) are
 padded per sequence, so nothing but the scores of a sequence's last block is masked.
 
@@ -50,10 +50,11 @@ from vllm_flashinfer_vit.kernels._triton import LOG2_E, split_width
 from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV, check_blocks
 
 # Up to this head dim the accumulators of four groups have room, above it of three.
-# Four take 4 to 19 % less time than three for sequences of 4096 tokens and more.
-_WIDEST_OF_FOUR = 80
-# Of a thread; the first group has what the others and the loading warp, 24, leave.
-_REGISTERS = {4: 104, 3: 160}
+_WIDEST_OF_FOUR = 96
+# Up to this one the second part of v has as many ones as columns.
+_WIDEST_WITH_ONES = 80
+# Of a thread. Those that load have what is left, 32.
+_REGISTERS = {4: 112, 3: 160}
 _STAGES = {4: 4, 3: 3}
 # The code of the largest number in e4m3.
 _LARGEST = 126.0
@@ -176,7 +177,7 @@ def _load(
     QK_HI: gl.constexpr,
     V_HI: gl.constexpr,
 ):
-    """The loading warp: queries once a tile, keys and values ahead of their use."""
+    """The group that loads: queries once a tile, keys and values ahead of their use."""
     q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc = descs
     q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, _ = tiles
     q_full, q_empty, full, empty = barriers
@@ -351,7 +352,7 @@ def _attend_to_block(
         offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout))
         is_key = offs_n < length - n * BLOCK_N
         scores = gl.where(is_key[None, :], scores, float("-inf"))
-    # 2^8 times the weights, and so their sum: both cancel.
+    # 2^8.75 times the weights, and so their sum: both cancel.
     best = _row_max(scores)
     best_code = best * factor.to(gl.float32)
     next_top = _larger(top, best_code - 1.0)
@@ -602,25 +603,25 @@ def _hopper_fp8_kernel(
     if GROUPS == 4:
         gl.warp_specialize(
             [
+                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
                 (_attend, (0, tensors, H, H_RATIO, D, QK_HI, V_HI)),
                 (_attend, (1, tensors, H, H_RATIO, D, QK_HI, V_HI)),
                 (_attend, (2, tensors, H, H_RATIO, D, QK_HI, V_HI)),
                 (_attend, (3, tensors, H, H_RATIO, D, QK_HI, V_HI)),
-                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
             ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, 24],
+            [4, 4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
+                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
                 (_attend, (0, tensors, H, H_RATIO, D, QK_HI, V_HI)),
                 (_attend, (1, tensors, H, H_RATIO, D, QK_HI, V_HI)),
                 (_attend, (2, tensors, H, H_RATIO, D, QK_HI, V_HI)),
-                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
             ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS],
         )
 
 
@@ -710,7 +711,7 @@ def _form(head_dim: int) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
     """
     groups = 4 if head_dim <= _WIDEST_OF_FOUR else 3
     qk_lo, qk_hi = split_width(-(-head_dim // 32) * 32, 32)
-    if groups == 3:
+    if head_dim > _WIDEST_WITH_ONES:
         v_lo, v_hi = 64, head_dim - 64
         ones = (1 << (v_hi - 1).bit_length()) - v_hi
     else:
