@@ -28,12 +28,12 @@ attention = once(hopper_fp8.prepare)
 
 
 @pytest.mark.parametrize(
-    "head_dim", values([72, 128], extended=[56, 64, 80, 88, 96, 112])
+    "head_dim", values([72, 128], extended=[32, 48, 64, 80, 88, 96, 112])
 )
 def test_hopper_fp8_fits_its_registers(head_dim):
     """Gluon changes between releases; no GPU is needed to see whether it still fits.
 
-    Scalars may spill, up to eleven (Triton 3.6), most of them once a tile.
+    Scalars may spill, up to four: one at head dim 128, loaded once a tile.
     """
     script = Path(__file__).with_name("compile_hopper_fp8.py")
     env = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -44,7 +44,7 @@ def test_hopper_fp8_fits_its_registers(head_dim):
         r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr
     )
     assert spills, done.stderr
-    assert max(map(int, spills.groups())) <= (0 if 56 <= head_dim <= 80 else 44)
+    assert max(map(int, spills.groups())) <= 16
     # The compiler's word for waiting after every product.
     assert "serialized" not in done.stderr
 
@@ -82,9 +82,9 @@ def test_hopper_fp8_loses_no_small_terms_of_a_long_sum(head_dim):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
-@pytest.mark.parametrize("octaves", [1.5, 6.5, 12.5, 40])
+@pytest.mark.parametrize("octaves", [1.5, 6.5, 12.5, 14.5, 40])
 def test_hopper_fp8_of_one_large_weight_and_many_small_ones(head_dim, octaves):
-    """Together, thousands of weights of 2^-12 are worth more than the largest one."""
+    """Thousands of weights of 2^-12 are together worth more than the largest one."""
     case = Case("long", (8192,))
     _, k, v = make_qkv(case, 1, head_dim, torch.bfloat16, device="cuda")
     q, k = torch.ones_like(k), torch.zeros_like(k)
@@ -94,13 +94,28 @@ def test_hopper_fp8_of_one_large_weight_and_many_small_ones(head_dim, octaves):
     quantized = quantize_blocks(q, k, v + 1, cu_seqlens)
     args = quantized, cu_seqlens, case.rows, case.max_seqlen, 1.0, head_dim
     expected = attention_fp8_ref(*args, torch.float32)
-    assert relative_error(attention(*args, torch.bfloat16), expected) < 0.08
+    assert relative_error(attention(*args, torch.bfloat16), expected) < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sign", [1, -1])
+def test_hopper_fp8_of_scores_beyond_the_codes_of_fp32(sign):
+    """Scores of 10^11: the code before the best one's is the same in fp32."""
+    case = Case("one", (600,))
+    q, k, v = make_qkv(case, 1, 72, torch.float32, device="cuda")
+    q[[5, 77, 300, 599]] *= 1e5
+    k[[5, 77, 300, 599]] *= 1e5 * sign
+    cu_seqlens = case.cu_seqlens("cuda")
+    quantized = quantize_blocks(q, k, v, cu_seqlens)
+    args = quantized, cu_seqlens, case.rows, case.max_seqlen, 72**-0.5, 72
+    expected = attention_fp8_ref(*args, torch.float32)
+    assert relative_error(attention(*args, torch.bfloat16), expected) < 1 / 16
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_hopper_fp8_weighs_as_well_as_codes_can(head_dim):
-    """Weights of N(0, 1) are off by 3 %, scores rounded to fp16 bring some 0.5 %."""
+    """Weights, of q and k from N(0, 1), are off by 3 %."""
     case = Case("two", (1000, 3000))
     q, k, v = make_qkv(case, 2, head_dim, torch.bfloat16, device="cuda")
     cu_seqlens = case.cu_seqlens("cuda")

@@ -42,8 +42,8 @@ STACK_BYTES = {
     # It has 255, and a sum over v of each block beside that of all.
     "triton_fp8": (0, 0, 80, 0, 1040, 112),
     "triton_fp8 128": (0, 0, 240, 80, 688, 272),
-    # Scalars of a block; see `_WIDEST_OF_FOUR`.
-    "hopper_fp8 128": (0, 0, 0, 32, 0, 0),
+    # Scalars of a block.
+    "hopper_fp8 128": (0, 0, 0, 16, 0, 0),
     "quantize_rows 128": (0, 0, 16, 0, 0, 0),
     # Two values that no head changes are read again for each.
     "quantize 72 interleaved": (0, 0, 16, 16, 16, 32),

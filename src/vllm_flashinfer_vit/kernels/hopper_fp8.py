@@ -17,15 +17,15 @@ instruction with the last ones, since a small product of their own takes longer.
 dims 96 and 128 they have one, where sharing would double the last ones.
 
 Numerics: scores are rounded to fp16, an eighth of the error that q and k bring from
-e4m3; a row's largest is taken off before they are scaled, so that no size of scores is
-too large for fp16. A weight is off by at most 8 % of itself, 3.1 % in the root mean
-square, where rounding the exponential to e4m3 makes 2.7 %; what all weights of a row
-are off by, their sum takes out again. Weights below 2^-15.7 of the largest so far are
-0. All else is fp32 and the output is rounded once. The tensor cores keep some 14 bits
-of a sum of e4m3 products, so each block's sum over v starts from 0 and is added in
-fp32: in one long sum the terms of a v with a mean would be lost. That sum is kept in
-units of the current block's v scale, which costs nothing: the softmax rescales it
-anyway. A row's bits depend on its sequence alone.
+e4m3; a row's largest is taken off before they are scaled, so that scores may be of any
+size. Down to 2^-14.7 of the largest so far, a weight is off by at most 8 % of itself,
+3.1 % in the root mean square, where rounding the exponential to e4m3 makes 2.7 %; what
+all weights of a row are off by, their sum takes out again. Smaller ones are too small,
+and 0 from 2^-15.7 on. All else is fp32 and the output is rounded once. The tensor cores
+keep some 14 bits of a sum of e4m3 products, so each block's sum over v starts from 0
+and is added in fp32: in one long sum the terms of a v with a mean would be lost. That
+sum is kept in units of the current block's v scale, which costs nothing: the softmax
+rescales it anyway. A row's bits depend on its sequence alone.
 """
 
 import struct
@@ -49,17 +49,16 @@ from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, return
 from vllm_flashinfer_vit.kernels._triton import LOG2_E, split_width
 from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV, check_blocks
 
-# Up to this head dim the accumulators of four groups have room, above it of three.
-_WIDEST_OF_FOUR = 96
-# Up to this one the second part of v has as many ones as columns.
-_WIDEST_WITH_ONES = 80
+# Up to this head dim four groups share a multiprocessor's registers, above it three.
+_WIDEST_OF_FOUR = 80
 # Of a thread. Those that load have what is left, 32.
 _REGISTERS = {4: 112, 3: 160}
 _STAGES = {4: 4, 3: 3}
 # The code of the largest number in e4m3.
 _LARGEST = 126.0
 
-# Codes are in parts of the largest; a power of two is so many, and 1 so many powers.
+# Scores are scaled so that 1 is the largest code: an octave is the first of these, and
+# 1 is so many octaves as the second.
 _CODE = gl.constexpr(8 / _LARGEST)
 _POWERS = gl.constexpr(_LARGEST / 8)
 _FP16_MAX = gl.constexpr(65504.0)
@@ -71,9 +70,9 @@ _MAX = gl.constexpr("max.NaN.f16x2 $0, $1, $2;")
 def _weigh_asm() -> str:
     """Return PTX for 16 weights in e4m3: 4 registers from 8 of each operand.
 
-    A weight's code is `_LARGEST` times (score - best) * factor + offset, which the
-    instruction ends at 0 and 1. The sum of a code and 1024 in fp16 has it, rounded to
-    an integer, in its low byte.
+    A weight's code is `_LARGEST` times x, x = (score - best) * factor + offset, cut off
+    at 0 and 1; NaN becomes 0, and shows in the row's top. The sum of a code and 1024 in
+    fp16 has it, rounded to an integer, in its low byte.
     """
     lines = [".reg .b32 x, largest, magic;", ".reg .b32 h<8>;"]
     lines += [f"mov.b32 largest, {_pair(_LARGEST)};", f"mov.b32 magic, {_pair(1024)};"]
@@ -329,8 +328,8 @@ def _attend_to_block(
 ):
     """Go on to block n of the keys; with a length, mask what lies after it.
 
-    The state is each row's offset of the exponents, the unit of its sum over v, this
-    sum in two parts, and the sum of its weights.
+    The state is what is taken off each row's scaled scores, the unit of its sum over v,
+    this sum in two parts, and the sum of its weights.
     """
     k_lo, k_hi, v_lo, v_hi, v_ones, full, empty = rings
     q_factor, k_scale_ptr, v_scale_ptr = scales
@@ -356,8 +355,9 @@ def _attend_to_block(
     best = _row_max(scores)
     best_code = best * factor.to(gl.float32)
     next_top = _larger(top, best_code - 1.0)
-    # Both may be large, and lose their last bits.
-    offset = gl.minimum(best_code - next_top, 1.0, propagate_nan=_PROPAGATE_NAN)
+    # Not by the next top: where scores are so large that it is the best one's code, no
+    # weight would be left.
+    offset = gl.minimum(best_code - top, 1.0, propagate_nan=_PROPAGATE_NAN)
     weights = _weigh(
         scores, best.to(gl.float16), factor, offset.to(gl.float16), operand_layout
     )
@@ -711,7 +711,7 @@ def _form(head_dim: int) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
     """
     groups = 4 if head_dim <= _WIDEST_OF_FOUR else 3
     qk_lo, qk_hi = split_width(-(-head_dim // 32) * 32, 32)
-    if head_dim > _WIDEST_WITH_ONES:
+    if groups == 3:
         v_lo, v_hi = 64, head_dim - 64
         ones = (1 << (v_hi - 1).bit_length()) - v_hi
     else:
