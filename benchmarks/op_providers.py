@@ -31,7 +31,7 @@ def layer_plan(
         is_fp8: Whether the layer attends in FP8.
         turns: Whether its attention turns q and k.
     """
-    from vllm_flashinfer_vit.choices.arrival import not_turned
+    from vllm_flashinfer_vit.choices.arrival import without_pass
     from vllm_flashinfer_vit.choices.lookup import plan_of
     from vllm_flashinfer_vit.engine.selection import resolve
     from vllm_flashinfer_vit.fp8.policy import resolve_fp8
@@ -39,7 +39,7 @@ def layer_plan(
 
     look_up = resolve_fp8 if is_fp8 else resolve
     choices = look_up(head_dim, dtype, forced, Settings.from_env().tuned_dir)
-    return plan_of(choices if turns else not_turned(choices))
+    return plan_of(choices if turns else without_pass(choices))
 
 
 def stock_attend(backend: str, problem: Problem) -> Callable[..., torch.Tensor]:

@@ -251,7 +251,7 @@ def _fp8(head_dims: Sequence[int], *, turns: str) -> str:
 
 
 def _fp8_of(head_dim: int, *, turns: str) -> str:
-    from vllm_flashinfer_vit.choices.arrival import not_turned
+    from vllm_flashinfer_vit.choices.arrival import without_pass
     from vllm_flashinfer_vit.choices.lookup import (
         PORTABLE_FP8,
         fp8_choices_for,
@@ -266,7 +266,7 @@ def _fp8_of(head_dim: int, *, turns: str) -> str:
     h200 = Stack(python="", gpus=(Gpu("NVIDIA H200", (9, 0), None),))
     choices = fp8_choices_for(h200, "bfloat16", head_dim)
     if turns == "nothing":
-        choices = not_turned(choices)
+        choices = without_pass(choices)
     ranges = fp8_ranges(choices)
     return f"from {ranges[0][0]} tokens" if ranges else "not faster"
 

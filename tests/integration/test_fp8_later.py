@@ -8,11 +8,7 @@ from _models import engine
 from _towers import SMALL, cpu_only
 
 from vllm_flashinfer_vit.blocks.quack_quantize import MIN_MEAN_ROWS
-from vllm_flashinfer_vit.choices.arrival import (
-    not_turned,
-    quantized_by_projection,
-    turned_by_projection,
-)
+from vllm_flashinfer_vit.choices.arrival import quantized_by_projection, without_pass
 from vllm_flashinfer_vit.choices.lookup import Choice, plan_of
 from vllm_flashinfer_vit.engine import advice
 from vllm_flashinfer_vit.engine import layer as layers
@@ -25,8 +21,7 @@ pytestmark = pytest.mark.usefixtures("plain_kernel")
 
 # Of an H200, head dim 72.
 MEASURED = "512:triton,768:flash_attn_4/triton,1024:triton_fp8,*:hopper_fp8"
-LATER = "512:triton,2816:flash_attn_4/triton,*:hopper_fp8"
-PROJECTED = "512:triton,1792:flash_attn_4/triton,*:hopper_fp8"
+LATER = "512:triton,1792:flash_attn_4/triton,*:hopper_fp8"
 QUANTIZED = (
     "512:triton,768:flash_attn_4/triton,1024:triton_fp8/triton,1792:hopper_fp8/triton,"
     "*:hopper_fp8"
@@ -44,7 +39,7 @@ def choices_of(text: str) -> tuple[Choice, ...]:
         (MEASURED, LATER),
         (
             "8192:flash_attn_4,16384:triton_fp8,*:hopper_fp8",
-            "10240:flash_attn_4,16384:triton_fp8,*:hopper_fp8",
+            "9216:flash_attn_4,16384:triton_fp8,*:hopper_fp8",
         ),
         # What is faster than FP8 of longer ones stays, wherever FP8 would begin.
         (
@@ -53,9 +48,10 @@ def choices_of(text: str) -> tuple[Choice, ...]:
         ),
         (
             "4096:flash_attn_4,8192:triton_fp8,*:triton",
-            "6144:flash_attn_4,8192:triton_fp8,*:triton",
+            "5120:flash_attn_4,8192:triton_fp8,*:triton",
         ),
         # All of it is FP8, or nothing.
+        ("2048:flash_attn_4,*:hopper_fp8", "3072:flash_attn_4,*:hopper_fp8"),
         ("*:hopper_fp8", "*:hopper_fp8"),
         ("128:triton_window,*:flash_attn_4", "128:triton_window,*:flash_attn_4"),
         # The kernel before, or that for many sequences, takes no longer ones.
@@ -66,21 +62,7 @@ def choices_of(text: str) -> tuple[Choice, ...]:
     ],
 )
 def test_fp8_begins_so_many_tokens_later(before: str, after: str) -> None:
-    assert plan_of(not_turned(choices_of(before))).text == after
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (MEASURED, PROJECTED),
-        ("2048:flash_attn_4,*:hopper_fp8", "3072:flash_attn_4,*:hopper_fp8"),
-        ("*:hopper_fp8", "*:hopper_fp8"),
-    ],
-)
-def test_it_begins_less_late_behind_a_projection_that_turns(
-    before: str, after: str
-) -> None:
-    assert plan_of(turned_by_projection(choices_of(before))).text == after
+    assert plan_of(without_pass(choices_of(before))).text == after
 
 
 @pytest.mark.parametrize(
@@ -107,7 +89,7 @@ def test_where_the_projection_quantises_many_sequences_alone_wait(
     found = plan_of(quantized_by_projection(choices))
     assert found.text == after
     # What runs is the table's where the projection quantises, else what is later.
-    measured, later = plan_of(choices), plan_of(turned_by_projection(choices))
+    measured, later = plan_of(choices), plan_of(without_pass(choices))
     for length in (100, 600, 769, 1024, 1500, 1793, 2049, 3000, 3073, 40000):
         for mean in (MIN_MEAN_ROWS - 1, MIN_MEAN_ROWS):
             one = measured if mean == MIN_MEAN_ROWS else later
@@ -130,7 +112,7 @@ def test_a_layer_chooses_once_its_blocks_are_known(
     assert (layer._plan.text, said) == (MEASURED, [])
     assert layer.kernel_for(1024) == "triton_fp8"
     for turns, quantizes, plan, words in (
-        (True, False, PROJECTED, "turned by their projection, so"),
+        (True, False, LATER, "turned by their projection, so"),
         (True, True, QUANTIZED, "in batches of fewer than 512 rows to a sequence, so"),
         (False, False, MEASURED, None),
         (False, True, MEASURED, None),
@@ -146,21 +128,21 @@ def test_a_layer_chooses_once_its_blocks_are_known(
         layer._settle_plan()
         assert layer._plan.text == layer.counts.plan.text == LATER
     assert layer.kernel_for(1024) == "flash_attn_4"
-    assert layer.bounds == (512, 2816)
+    assert layer.bounds == (512, 1792)
     assert "as they attend, so FP8 saves no pass that turns them there" in said[0]
-    assert "it runs for sequences of 2817 tokens or more" in said[0]
+    assert "it runs for sequences of 1793 tokens or more" in said[0]
 
 
 @pytest.mark.parametrize(
     ("before", "lengths"),
     [
-        (MEASURED, "sequences of 2817 tokens or more"),
-        ("4096:flash_attn_4,8192:triton_fp8,*:triton", "sequences of 6145 to 8192"),
+        (MEASURED, "sequences of 1793 tokens or more"),
+        ("4096:flash_attn_4,8192:triton_fp8,*:triton", "sequences of 5121 to 8192"),
         ("4096:flash_attn_4,5120:triton_fp8,*:triton", "no length"),
     ],
 )
 def test_what_is_left_to_fp8_is_said(before: str, lengths: str) -> None:
-    choices = not_turned(choices_of(before))
+    choices = without_pass(choices_of(before))
     said = advice.fp8_later(choices, 72, "as they attend")
     assert said.endswith(f": it runs for {lengths}")
 

@@ -14,10 +14,8 @@ from vllm_flashinfer_vit.choices.lookup import Choice, fp8_ranges
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.ops.plan import LEAST_MEAN_LEN
 
-# So many tokens later FP8 is worth it where q and k arrive as they attend, and where
-# their projection turns them: by rows of an H200, see docs/choices.md.
-_NOT_TURNED = 2048
-_TURNED_BY_PROJECTION = 1024
+# So many tokens later FP8 is worth it where it saves no pass, see docs/choices.md.
+_WITHOUT_PASS = 1024
 
 
 class Arrival(NamedTuple):
@@ -46,35 +44,27 @@ def arrival_of(
         is_projected: Whether the projection turns them then, for other kernels.
         is_quantized: Whether it also quantises for FP8.
     """
-    if not is_turned:
-        later = not_turned(choices)
-        return Arrival(later, later, "as they attend")
-    if not is_projected:
+    if is_turned and not is_projected:
         return Arrival(choices, choices, "")
-    later, how = turned_by_projection(choices), "turned by their projection"
+    later = without_pass(choices)
+    if not is_turned:
+        return Arrival(later, later, "as they attend")
+    how = "turned by their projection"
     if not is_quantized:
         return Arrival(later, later, how)
     how += f" in batches of fewer than {LEAST_MEAN_LEN} rows to a sequence"
     return Arrival(quantized_by_projection(choices), later, how)
 
 
-def not_turned(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices of a layer that gets q and k as they attend.
+def without_pass(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """Return the choices of a layer that gets q and k as they attend, or so turned.
 
     Measurements have them turned: by FP8's quantiser on its way, and by a pass in front
     of other kernels, which such a layer does without. The pass takes its time by the
     token, and what FP8 saves of a token's grows with the sequence: the shortest
     sequence that FP8 is worth it for has more tokens.
     """
-    return _fp8_later(choices, _NOT_TURNED)
-
-
-def turned_by_projection(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices of a layer whose projection turns q and k for other kernels.
-
-    It takes less time for that than the pass of `not_turned` does.
-    """
-    return _fp8_later(choices, _TURNED_BY_PROJECTION)
+    return _fp8_later(choices, _WITHOUT_PASS)
 
 
 def quantized_by_projection(choices: Iterable[Choice]) -> tuple[Choice, ...]:
@@ -82,10 +72,10 @@ def quantized_by_projection(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
     Neither has a pass then, and FP8 begins where it was measured to. Batches of many
     sequences, as graphs with room for many are, are not quantised by the projection:
-    they have what `turned_by_projection` gives them.
+    they have what `without_pass` gives them.
     """
     few = tuple(choices)
-    many = turned_by_projection(few)
+    many = without_pass(few)
     ends = {c.max_len for c in (*few, *many) if c.max_len is not None}
     found = []
     for end in (*sorted(ends), None):
