@@ -274,7 +274,7 @@ def test_cells_are_of_the_code_and_the_rows() -> None:
     assert qwen["encoder graphs"] == "exact: Qwen2_5_VL"
     assert "Qwen2.5-VL-72B" in qwen["by name"]
     assert qwen["gain"].startswith("Qwen2.5-VL-7B 1.")
-    assert qwen["FP8 on an H200"] == "from 2049 tokens"
+    assert qwen["FP8 on an H200"] == "from 1025 tokens"
     kimi = cells(model_tables.packed(), "kimi_k25_vit")
     assert kimi["head dims"] == "72, 128"
     assert kimi["by name"] == "Kimi-K2.5, Kimi-K3"
