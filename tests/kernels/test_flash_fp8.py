@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("nan_empty", "exact_fp8")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter truncates when it converts to bf16.
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
-# Weights have 3 bits of mantissa, an error of at most 1/16 each, of hopper_fp8's 8 %,
+# Weights have 3 bits of mantissa: an error of at most 1/16 each, in hopper_fp8 8 %, and
 # 1/64 to 1/32 in the mean; a sequence of one token has one weight, which is exact.
 TOLERANCE = 1 / 16
 

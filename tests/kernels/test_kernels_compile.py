@@ -42,7 +42,7 @@ STACK_BYTES = {
     # It has 255, and a sum over v of each block beside that of all.
     "triton_fp8": (0, 0, 80, 0, 1040, 112),
     "triton_fp8 128": (0, 0, 240, 80, 688, 272),
-    # Scalars of a block.
+    # Scalars, at most four; see test_hopper_fp8.py.
     "hopper_fp8 128": (0, 0, 0, 16, 0, 0),
     "quantize_rows 128": (0, 0, 16, 0, 0, 0),
     # Two values that no head changes are read again for each.

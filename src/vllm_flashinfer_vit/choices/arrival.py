@@ -57,7 +57,7 @@ def arrival_of(
 
 
 def without_pass(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices of a layer that gets q and k as they attend, or so turned.
+    """Return the choices of a layer whose q and k need no pass, whoever turned them.
 
     Measurements have them turned: by FP8's quantiser on its way, and by a pass in front
     of other kernels, which such a layer does without. The pass takes its time by the
