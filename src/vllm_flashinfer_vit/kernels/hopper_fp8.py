@@ -1,31 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 attention with block scales, specialised by warps for Hopper; long sequences.
 
-Four warp groups, or three, each hold 64 queries of a head and walk over the keys of
-their sequence, another one feeds them through a ring of TMA loads: while one group
-computes weights, others multiply. The quantised tensors (`kernels/quantize.py`) are
-padded per sequence, so nothing but the scores of a sequence's last block is masked.
+Warp groups each hold 64 queries of a head and walk over the keys of their sequence,
+another one feeds them through a ring of TMA loads: while one computes weights, others
+multiply. `docs/design/architecture.md` says why there is so little beside the products.
+Only the scores of a sequence's last block are masked.
 
-The instructions around the products are what takes the time (FlashAttention-4,
-arXiv:2603.05451, says so of Blackwell), so there are few. Scores are pairs of fp16: q
-and k are quantised such that no score overflows. A weight needs no exponential: a
-number's code in e4m3 is 8 times its power of two, and its three bits of mantissa go
-linearly to the next one, so a score, scaled and rounded to an integer, is the code of
-its weight (Schraudolph, A Fast, Compact Approximation of the Exponential Function,
-1999). The tensor cores sum the rows: more columns of v, of ones, which share an
-instruction with the last ones, since a small product of their own takes longer. At head
-dims 96 and 128 they have one, where sharing would double the last ones.
-
-Numerics: scores are rounded to fp16, an eighth of the error that q and k bring from
-e4m3; a row's largest is taken off before they are scaled, so that scores may be of any
-size. Down to 2^-14.7 of the largest so far, a weight is off by at most 8 % of itself,
-3.1 % in the root mean square, where rounding the exponential to e4m3 makes 2.7 %; what
-all weights of a row are off by, their sum takes out again. Smaller ones are too small,
-and 0 from 2^-15.7 on. All else is fp32 and the output is rounded once. The tensor cores
-keep some 14 bits of a sum of e4m3 products, so each block's sum over v starts from 0
-and is added in fp32: in one long sum the terms of a v with a mean would be lost. That
-sum is kept in units of the current block's v scale, which costs nothing: the softmax
-rescales it anyway. A row's bits depend on its sequence alone.
+Numerics: scores are fp16, weights e4m3, all else is fp32, the output is rounded once. A
+weight is the code of e4m3 that its scaled score rounds to (Schraudolph, 1999): off by
+at most 8 % of itself, 3.1 % in the root mean square; below 2^-14.7 of the largest so
+far too small, and 0 from 2^-15.7 on. The tensor cores keep some 14 bits of a sum of
+e4m3 products, so each block's sum over v starts from 0 and is added in fp32, in units
+of the block's v scale. A row's bits depend on its sequence alone.
 """
 
 import struct
