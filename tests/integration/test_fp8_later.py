@@ -41,6 +41,7 @@ def choices_of(text: str) -> tuple[Choice, ...]:
             "8192:flash_attn_4,16384:triton_fp8,*:hopper_fp8",
             "9216:flash_attn_4,16384:triton_fp8,*:hopper_fp8",
         ),
+        ("2048:flash_attn_4,*:hopper_fp8", "3072:flash_attn_4,*:hopper_fp8"),
         # What is faster than FP8 of longer ones stays, wherever FP8 would begin.
         (
             "4096:flash_attn_4,5120:triton_fp8,*:triton",
@@ -51,7 +52,6 @@ def choices_of(text: str) -> tuple[Choice, ...]:
             "5120:flash_attn_4,8192:triton_fp8,*:triton",
         ),
         # All of it is FP8, or nothing.
-        ("2048:flash_attn_4,*:hopper_fp8", "3072:flash_attn_4,*:hopper_fp8"),
         ("*:hopper_fp8", "*:hopper_fp8"),
         ("128:triton_window,*:flash_attn_4", "128:triton_window,*:flash_attn_4"),
         # The kernel before, or that for many sequences, takes no longer ones.

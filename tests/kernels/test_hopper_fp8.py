@@ -28,12 +28,12 @@ attention = once(hopper_fp8.prepare)
 
 
 @pytest.mark.parametrize(
-    "head_dim", values([72, 128], extended=[32, 48, 64, 80, 88, 96, 112])
+    "head_dim", values([72, 128], extended=[32, 48, 56, 64, 80, 88, 96, 112])
 )
 def test_hopper_fp8_fits_its_registers(head_dim):
     """Gluon changes between releases; no GPU is needed to see whether it still fits.
 
-    Scalars may spill, up to four: one at head dim 128, loaded once a tile.
+    Scalars may spill at two head dims (Triton 3.8), three or four, once a tile.
     """
     script = Path(__file__).with_name("compile_hopper_fp8.py")
     env = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -44,7 +44,7 @@ def test_hopper_fp8_fits_its_registers(head_dim):
         r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr
     )
     assert spills, done.stderr
-    assert max(map(int, spills.groups())) <= 16
+    assert max(map(int, spills.groups())) <= {48: 16, 128: 12}.get(head_dim, 0)
     # The compiler's word for waiting after every product.
     assert "serialized" not in done.stderr
 

@@ -43,10 +43,9 @@ _STAGES = {4: 4, 3: 3}
 # The code of the largest number in e4m3.
 _LARGEST = 126.0
 
-# Scores are scaled so that 1 is the largest code: an octave is the first of these, and
-# 1 is so many octaves as the second.
-_CODE = gl.constexpr(8 / _LARGEST)
-_POWERS = gl.constexpr(_LARGEST / 8)
+# Scores are scaled so that 1 is the largest code: what an octave is, and how many 1 is.
+_OCTAVE = gl.constexpr(8 / _LARGEST)
+_OCTAVES = gl.constexpr(_LARGEST / 8)
 _FP16_MAX = gl.constexpr(65504.0)
 _FP16_TINY = gl.constexpr(2.0**-24)
 _PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
@@ -328,7 +327,7 @@ def _attend_to_block(
     stage = step % STAGES
     # Loaded ahead of the wait. A factor of 0 would turn the mask into NaN.
     factor = q_factor * gl.load(k_scale_ptr + n)
-    factor = gl.maximum(gl.minimum(factor * _CODE, _FP16_MAX), _FP16_TINY)
+    factor = gl.maximum(gl.minimum(factor * _OCTAVE, _FP16_MAX), _FP16_TINY)
     factor = gl.full([64], factor, gl.float32, row_layout).to(gl.float16)
     next_v_scale = gl.load(v_scale_ptr + n)
     mbarrier.wait(full.index(stage), (step // STAGES) & 1)
@@ -348,7 +347,7 @@ def _attend_to_block(
         scores, best.to(gl.float16), factor, offset.to(gl.float16), operand_layout
     )
     part_lo = _start(weights, v_lo.index(stage))
-    decay = gl.exp2((top - next_top) * _POWERS)
+    decay = gl.exp2((top - next_top) * _OCTAVES)
     acc_decay = decay * (v_scale / next_v_scale)
     # One part after the other: both at once would spill registers.
     part_lo = warpgroup_mma_wait(0, deps=[part_lo])
