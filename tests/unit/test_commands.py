@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands in the pages are ones that their programs take, as they are written.
+"""Commands in the pages, and of measurements.toml, are taken as they are written.
 
 Those that need no GPU also run in CI: `make`'s in `.ci/run`, tables' when pages are
 generated, smoke runs of benchmarks and the examples in tests of their own.
@@ -18,6 +18,7 @@ from _benchmarks import BENCHMARKS
 from _vllm_serve import serve_arguments
 from packaging.version import Version
 
+from measure import PLAN, read_plan
 from page_commands import PAGES, commands, words
 from vllm_flashinfer_vit.commands.cli import main as command
 
@@ -124,6 +125,11 @@ FOUND = [
     for page in PAGES
     for line in commands(page, (*TAKE, *ELSEWHERE))
     if is_taken(line)
+]
+
+
+FOUND += [
+    pytest.param(one.command, id=f"{PLAN.name}-{one.name}") for one in read_plan(PLAN)
 ]
 
 

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What measure.py begins when, and what it says of steps that fail or take too long."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from _benchmarks import BENCHMARKS
+
+import measure
+from measure import PLAN, Runner, Step, read_plan
+
+assert Path(measure.__file__).parent == BENCHMARKS
+
+# Writes when it began and ended, its GPUs and its cores, and ends with a status.
+SCRIPT = """
+import json, os, sys, time
+name, seconds, status = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+begun = time.monotonic()
+time.sleep(seconds)
+gpus = os.environ["CUDA_VISIBLE_DEVICES"]
+said = [begun, time.monotonic(), gpus, sorted(os.sched_getaffinity(0))]
+open(name, "w").write(json.dumps(said))
+sys.exit(status)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.setattr(measure, "_POLL_S", 0.02)
+    monkeypatch.setenv("BENCH_COMMIT", "abc1234")
+    return tmp_path
+
+
+def step(folder, name, *, seconds=0.0, status=0, **others):
+    command = f"python {folder / 'script.py'} {folder / name} {seconds} {status}"
+    return Step(name, "A question?", command, **{"minutes": 1.0, **others})
+
+
+def run(folder, steps, *, gpus=("0",), seconds=100.0):
+    runner = Runner(gpus, folder, folder / "logs", time.monotonic() + seconds)
+    outcomes = runner.run(steps)
+    for name, outcome in outcomes.items():
+        assert outcome.failed == outcome.text.startswith(("ended with", "stopped"))
+        assert name in {one.name for one in steps}
+    return {name: outcome.text for name, outcome in outcomes.items()}
+
+
+def said(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+def overlap(folder, first, second):
+    begun, ended = said(folder, first)[:2]
+    other_begun, other_ended = said(folder, second)[:2]
+    return begun < other_ended and other_begun < ended
+
+
+def test_steps_share_gpus_and_cores_among_them(folder):
+    steps = [step(folder, name, seconds=1) for name in "ab"]
+    outcomes = run(folder, steps, gpus=("0", "3"))
+    assert all(outcome.startswith("ended well") for outcome in outcomes.values())
+    assert overlap(folder, "a", "b")
+    assert {said(folder, name)[2] for name in "ab"} == {"0", "3"}
+    cores = [set(said(folder, name)[3]) for name in "ab"]
+    assert cores[0] and cores[1] and not cores[0] & cores[1]
+
+
+def test_one_gpu_runs_one_step_at_a_time(folder):
+    run(folder, [step(folder, name, seconds=0.1) for name in "ab"])
+    assert not overlap(folder, "a", "b")
+    assert said(folder, "a")[1] <= said(folder, "b")[0]
+
+
+def test_a_step_that_times_the_host_runs_alone(folder):
+    steps = [step(folder, "a", seconds=0.3), step(folder, "b", quiet=True)]
+    steps.append(step(folder, "c"))
+    run(folder, steps, gpus=("0", "1"))
+    assert said(folder, "a")[1] <= said(folder, "b")[0]
+    assert said(folder, "b")[1] <= said(folder, "c")[0]
+    assert len(said(folder, "b")[3]) == len(measure.os.sched_getaffinity(0))
+
+
+def test_a_step_gets_the_gpus_that_it_needs(folder):
+    outcomes = run(
+        folder,
+        [step(folder, "a", gpus=2), step(folder, "b", gpus=3)],
+        gpus=("0", "1"),
+    )
+    assert said(folder, "a")[2] == "0,1"
+    assert outcomes["b"] == "needs 3 GPUs"
+    assert not (folder / "b").exists()
+
+
+def test_a_step_whose_time_does_not_fit_is_not_begun(folder):
+    outcomes = run(
+        folder, [step(folder, "a", minutes=2), step(folder, "b")], seconds=90
+    )
+    assert outcomes["a"] == "its time did not fit"
+    assert outcomes["b"].startswith("ended well")
+    assert not (folder / "a").exists()
+
+
+def test_a_step_that_fails_or_takes_too_long_is_said(folder):
+    steps = [step(folder, "a", status=3), step(folder, "b", seconds=60, minutes=0.01)]
+    outcomes = run(folder, steps)
+    assert outcomes["a"].startswith("ended with 3")
+    assert outcomes["b"] == "stopped after 0.01 minutes"
+    assert not (folder / "b").exists()
+
+
+def test_what_ended_well_with_this_commit_is_not_run_again(folder, monkeypatch):
+    steps = [step(folder, "a"), step(folder, "b", status=1)]
+    run(folder, steps)
+    (folder / "a").unlink()
+    outcomes = run(folder, steps)
+    assert outcomes["a"] == "had ended well with abc1234"
+    assert outcomes["b"].startswith("ended with 1")
+    assert not (folder / "a").exists()
+    monkeypatch.setenv("BENCH_COMMIT", "def5678")
+    assert run(folder, steps)["a"].startswith("ended well")
+
+
+def test_with_changes_in_the_tree_all_runs_again(folder, monkeypatch):
+    monkeypatch.setenv("BENCH_COMMIT", "abc1234+dirty")
+    for _ in range(2):
+        assert run(folder, [step(folder, "a")])["a"].startswith("ended well")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("name = 'a'\nanswers = ''\ncommand = 'rm -r x'\nminutes = 1", "runs rm"),
+        ("name = 'a'\ncommand = 'python x'\nminutes = 1", "answers"),
+        ("name = 'a'\nanswers = ''\ncommand = 'python x'\nhours = 1", "hours"),
+    ],
+)
+def test_a_wrong_plan_is_refused(tmp_path, text, problem):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f"[[step]]\n{text}\n")
+    with pytest.raises(SystemExit, match=problem):
+        read_plan(plan)
+
+
+def test_only_takes_patterns_and_refuses_what_fits_nothing():
+    assert {one.name for one in read_plan(PLAN, ["towers-*", "doctor"])} == {
+        *("doctor", "towers-qwen2", "towers-qwen2.5", "towers-qwen3"),
+    }
+    with pytest.raises(SystemExit, match="no step is called so"):
+        read_plan(PLAN, ["tower"])
+
+
+def test_commands_run_by_this_python_and_know_where_rows_go(tmp_path):
+    (quantized,) = read_plan(PLAN, ["quantized-qwen2"])
+    words = quantized.words(tmp_path)
+    assert words[0] == sys.executable
+    assert words[-1] == f"{tmp_path}/encoder_quantized.csv"
