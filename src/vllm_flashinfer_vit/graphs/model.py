@@ -2,6 +2,7 @@
 """A model as the manager of exact graphs sees it: exact buffers, all in one memory."""
 
 import itertools
+import math
 import weakref
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -17,6 +18,7 @@ from vllm_flashinfer_vit.graphs.sizes import (
     is_cu_seqlens,
     max_sequences,
     max_windows,
+    real_first,
     usual_frames,
 )
 
@@ -228,6 +230,13 @@ class ExactModel:
                     f"pixels of this batch are {values.dtype}, the CUDA graph was "
                     f"captured with {held.dtype}; give images of 8 bits"
                 )
+        if self.layout.by_width and "video_frame_counts" in mm_kwargs:
+            # vLLM leaves the padding of frames between them, where prompts have none.
+            counts = torch.as_tensor(mm_kwargs["video_frame_counts"], device="cpu")
+            side = math.isqrt(self.layout.patches_per_token(self.wrapped))
+            replay.values["gather_indices"] = real_first(
+                replay.values["pixel_position_ids"], counts.flatten(), side
+            )
         return replay
 
     def encoder_cudagraph_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

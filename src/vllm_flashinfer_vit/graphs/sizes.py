@@ -138,6 +138,29 @@ def even_split(num_tokens: int, num_seqs: int) -> list[int]:
     return [num_tokens * n // num_seqs for n in range(num_seqs + 1)]
 
 
+def real_first(places: torch.Tensor, counts: torch.Tensor, side: int) -> torch.Tensor:
+    """Return the tokens of videos in an order that has each video's padding at its end.
+
+    Args:
+        places: `[F, P, 2] int64`, column and row of each patch of F frames; -1 is
+            padding. What lies in a square of patches becomes a token, row by row.
+        counts: `[N]` integers on the host, frames of each video.
+        side: Patches of a square's side.
+
+    Returns:
+        `[F * P / side^2] int64` on the same device, which is not waited for; a frame
+        has P / side^2 tokens, padding included.
+    """
+    frames, patches, _ = places.shape
+    x, y = places.clamp(min=0).unbind(-1)
+    columns = (x.amax(1, keepdim=True) + 1) // side
+    is_real = places.new_zeros(frames, patches // side**2, dtype=torch.bool)
+    is_real.scatter_(1, x // side + columns * (y // side), True)
+    video = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+    video = video.to(places.device, non_blocking=True)
+    return (2 * video[:, None] + ~is_real).flatten().argsort(stable=True)
+
+
 def is_cu_seqlens(key: str) -> bool:
     """Return whether a buffer of vLLM's models holds prefix sums of lengths."""
     return key.startswith("cu_") and key.endswith("seqlens")
