@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from _graph_models import built, noise
-from _graphs import patched  # noqa: F401
+from _graphs import as_two_ranks, patched  # noqa: F401
 from _towers import cpu_only
 from torch.nn.utils.rnn import pad_sequence
 
@@ -95,3 +95,24 @@ def test_images() -> None:
 )
 def test_frames(frames: list[list[tuple[int, int]]]) -> None:
     check(videos(frames), True, max_items=4)
+
+
+def test_images_without_a_graph() -> None:
+    check(images(280, [(16, 17), (13, 21), (14, 20)]), False)
+
+
+def test_frames_without_a_graph() -> None:
+    check(videos([[(6, 11)] * 2, [(8, 8)] * 2]), False, max_items=2, max_frames=3)
+
+
+def test_ranks_without_a_graph() -> None:
+    tower = built(NAME)
+    inputs = images(280, [(16, 17), (13, 21), (14, 20), (14, 19)])
+    with simulated_graphs():
+        manager = build_manager(tower, max_tokens=980, data_parallel=True)
+        capture(manager, tower)
+        found = as_two_ranks(manager, tower, dict(inputs)).split(280)
+    with tower.running(), torch.inference_mode():
+        expected = tower.visual.embed_multimodal(**inputs)
+    for item, real in zip(found, expected, strict=True):
+        torch.testing.assert_close(item[: len(real)], real, rtol=1e-5, atol=1e-5)

@@ -250,11 +250,29 @@ class ExactModel:
         self._output[: output.shape[0]].copy_(output)
         return output[:0]
 
-    def encoder_eager_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def encoder_eager_forward(
+        self, mm_kwargs: dict[str, Any], **kwargs: Any
+    ) -> torch.Tensor:
         """Run a batch without a graph, and note that its result is whole."""
-        output = self.wrapped.encoder_eager_forward(*args, **kwargs)
+        if self.layout.by_width:
+            output = self._whole_rows(mm_kwargs)
+        else:
+            output = self.wrapped.encoder_eager_forward(mm_kwargs, **kwargs)
         # vLLM before 0.27 never asks for it.
         self._eager = weakref.ref(output)
+        return output
+
+    def _whole_rows(self, mm_kwargs: dict[str, Any]) -> torch.Tensor:
+        """Encode items, each with zeros at its end for what is padding in its rows.
+
+        The model leaves padding out, by which managers cut items, and ranks gather.
+        """
+        specs = self.wrapped.get_encoder_cudagraph_item_specs(mm_kwargs)
+        items = self.wrapped.embed_multimodal(**mm_kwargs)
+        tokens = [spec.output_tokens for spec in specs]
+        output = items[0].new_zeros(sum(tokens), items[0].shape[1])
+        for rows, item in zip(output.split(tokens), items, strict=True):
+            rows[: len(item)].copy_(item)
         return output
 
     def postprocess_encoder_output(
