@@ -3,7 +3,6 @@
 
 import gc
 import inspect
-import json
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -66,16 +65,6 @@ def test_triton_kernels_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     finally:
         knobs.runtime.jit_post_compile_hook = before
         warmup._triton_count.cache_clear()
-
-
-def test_counters_are_one_line_of_json() -> None:
-    text = warmup.Counters(1, 2, 3).to_json()
-    assert json.loads(text) == {
-        "schema": warmup.SCHEMA,
-        "triton_kernels": 1,
-        "cudnn_plans": 2,
-        "workspace_bytes": 3,
-    }
 
 
 # A count of sequences, the longest length, how q, k and v lie, and what turns q and k.

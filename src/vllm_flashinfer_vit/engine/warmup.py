@@ -7,7 +7,6 @@ vLLM's measurement of memory, and before the first graph is captured.
 """
 
 import functools
-import json
 import logging
 import time
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +21,6 @@ from vllm_flashinfer_vit.ops.batch import Batch, Layout, Taken, Turning
 
 logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
-SCHEMA = "vllm-flashinfer-vit/counters/1"
 _PACKAGE = f"{__name__.partition('.')[0]}."
 # The shortest length that a kernel has a variant for, and where none but the last
 # class is left.
@@ -75,10 +73,6 @@ class Counters(NamedTuple):
     triton_kernels: int
     cudnn_plans: int
     workspace_bytes: int
-
-    def to_json(self) -> str:
-        """Return one line for the log."""
-        return json.dumps({"schema": SCHEMA, **self._asdict()})
 
 
 class _TritonCount:
@@ -191,8 +185,7 @@ class WarmUp(PerEngine):
             after.triton_kernels - before.triton_kernels,
             after.cudnn_plans - before.cudnn_plans,
         )
-        logger.debug("before warm-up: %s", before.to_json())
-        logger.debug("after warm-up: %s", after.to_json())
+        logger.debug("before warm-up: %s; after it: %s", before, after)
 
 
 def shapes_of(layer: Layer) -> list[tuple[int, int, Layout]]:
