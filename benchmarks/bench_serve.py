@@ -48,7 +48,12 @@ from failures import Failures
 from gpu_use import noted_use, utilisation
 from make_checkpoint import make_checkpoint
 from serve_inputs import NAME, WORKLOADS, image_tokens, write_dataset
-from server_process import START_TIMEOUT_S, ServerProcess, stop_as_by_ctrl_c
+from server_process import (
+    START_TIMEOUT_S,
+    ServerProcess,
+    check_free,
+    stop_as_by_ctrl_c,
+)
 from setups import SETUPS, Setup, setup_option, with_variables
 from tower_cases import MODELS
 from vllm_flashinfer_vit.choices.clock import order_of_turn
@@ -231,13 +236,18 @@ def serving(
     args: argparse.Namespace,
     failures: Failures,
 ) -> Iterator[list[Server]]:
-    """Hold the servers of a model; those that do not come up are noted and left out."""
+    """Hold the servers of a model; those that do not come up are noted and left out.
+
+    Raises:
+        RuntimeError: Something else listens at one of their ports.
+    """
     logs = Path(args.logs or checkpoint).absolute()
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         started = []
         gpus = itertools.cycle(gpus_to_use(args.gpus) if args.gpus else ())
         for port, setup in enumerate(setups, args.port):
+            check_free(port)
             more = shlex.split(args.serve_args)
             command = server_command(setup, checkpoint, model, vllm, port, more)
             stem = f"{model.rpartition('/')[2]}.{str(setup).replace(':', '.')}"

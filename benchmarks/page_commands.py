@@ -36,6 +36,7 @@ from server_process import (
     START_TIMEOUT_S,
     GroupProcess,
     ServerProcess,
+    check_free,
     stop_as_by_ctrl_c,
 )
 from soak_checkpoint import write_weights
@@ -198,8 +199,10 @@ def serve(line: str, folder: Path, environment: Mapping[str, str], log: Path) ->
         log: The file that gets all it prints.
 
     Raises:
-        RuntimeError: It does not come up, does not answer, or another backend serves.
+        RuntimeError: It does not come up, does not answer, or another backend serves;
+            or something else has its port.
     """
+    check_free(PORT)
     server = ServerProcess(["/bin/sh", "-c", line], PORT, log, environment, folder)
     try:
         server.wait(time.monotonic() + START_TIMEOUT_S)

@@ -3,6 +3,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import time
 import urllib.request
@@ -125,6 +126,19 @@ class ServerProcess(GroupProcess):
     def _last_error(self) -> str:
         errors = [line for line in self.log().splitlines() if "Error" in line]
         return errors[-1].strip() if errors else f"no error in {self._log}"
+
+
+def check_free(port: int) -> None:
+    """Check that nobody listens at a port where a server is to start.
+
+    vLLM would share the port with another server of this user, and its requests, too.
+
+    Raises:
+        RuntimeError: Somebody does.
+    """
+    with socket.socket() as other:
+        if other.connect_ex(("127.0.0.1", port)) == 0:
+            raise RuntimeError(f"something listens at port {port} already: end it")
 
 
 def stop_as_by_ctrl_c() -> None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from bench_serve import Server, server_command
-from server_process import START_TIMEOUT_S
+from server_process import START_TIMEOUT_S, check_free
 from setups import Setup
 
 SETUP = Setup.of("plugin-fp8:graph")
@@ -76,7 +76,7 @@ def serving(
     """Hold a model's servers, the judge last.
 
     Raises:
-        RuntimeError: One of them does not come up.
+        RuntimeError: One of them does not come up, or something else has its port.
     """
     logs = Path(args.logs or checkpoint).absolute()
     logs.mkdir(parents=True, exist_ok=True)
@@ -84,6 +84,7 @@ def serving(
     with ExitStack() as stack:
         servers = []
         for setup, port, command in commands(checkpoint, model, vllm, args):
+            check_free(port)
             stem = f"soak.{model.rpartition('/')[2]}.{port}"
             server = Server(setup, command, port, logs / f"{stem}.log")
             stack.callback(server.stop)

@@ -297,6 +297,17 @@ def test_a_server_is_waited_for_and_ended(answering: int, tmp_path: Path) -> Non
     assert server._process.poll() is not None
 
 
+def test_no_server_is_started_where_another_listens(
+    answering: int, tmp_path: Path
+) -> None:
+    args = bench_serve.parse_args(["--port", str(answering), "--logs", str(tmp_path)])
+    setups = [Setup.of("plugin:eager")]
+    held = bench_serve.serving(setups, tmp_path, MODEL, "0.33.0", args, Failures())
+    with pytest.raises(RuntimeError, match=rf"port {answering} already"), held:
+        raise AssertionError("it has started a server there")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_servers_are_spread_over_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
