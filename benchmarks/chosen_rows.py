@@ -81,8 +81,12 @@ def of_last_run(
 
 
 def of_servers(rows: Iterable[Row]) -> list[Row]:
-    """Return servers' newest rows: of a workload those of its last commit alone."""
-    return of_last_run(rows, SERVER_KEYS, ("provider", "mode"))
+    """Return servers' newest rows: of a workload those of its last commit alone.
+
+    Of a commit each run stays whole: to leave out what a later one measured again would
+    take the server from it that its others are compared with.
+    """
+    return of_last_run(rows, SERVER_KEYS, ("command", "provider", "mode"))
 
 
 def setups_of(rows: Iterable[Row]) -> list[tuple[str, str]]:

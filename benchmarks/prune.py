@@ -3,7 +3,8 @@
 
 A row is replaced by a later one that measured the same thing with the same GPU, vLLM,
 torch, Triton, FlashInfer, QuACK and cuDNN. A version that one of the two does not know
-counts as equal. The history of the file keeps what is dropped.
+counts as equal. The history of the file keeps what is dropped. Servers are compared
+within a run, so that all rows of a run and a workload stay while one of them does.
 `--commits` also drops the rows of every other commit, for contenders that nobody
 measured again and that have changed since.
 
@@ -18,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from chosen_rows import SERVER_KEYS
 from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS
 
 # What was measured, in the columns that a file has of these.
@@ -61,15 +63,39 @@ def newest_rows(rows: Sequence[Row], commits: Collection[str] = ()) -> list[Row]
         rows: Oldest first.
         commits: Whose rows stay at all; empty for every commit.
     """
+    wanted = [row for row in rows if not commits or row["commit"] in commits]
+    kept = _not_replaced(wanted)
+    runs = {run_of(row) for row in kept if is_of_server(row)}
+    if not runs:
+        return kept
+    by_run: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in wanted:
+        if is_of_server(row) and run_of(row) in runs:
+            by_run[run_of(row)].append(row)
+    whole = [row for run in by_run.values() for row in _not_replaced(run)]
+    stay = {id(row) for row in (*kept, *whole)}
+    return [row for row in wanted if id(row) in stay]
+
+
+def _not_replaced(rows: Sequence[Row]) -> list[Row]:
     newer: dict[tuple[str | None, ...], list[Row]] = defaultdict(list)
     kept = []
     for row in reversed(rows):
         same = newer[tuple(row.get(name) for name in IDENTITY)]
-        is_wanted = not commits or row["commit"] in commits
-        if is_wanted and not any(is_same_stack(row, other) for other in same):
+        if not any(is_same_stack(row, other) for other in same):
             same.append(row)
             kept.append(row)
     return kept[::-1]
+
+
+def is_of_server(row: Row) -> bool:
+    """Whether a row is of bench_serve.py."""
+    return row.keys() >= {*SERVER_KEYS}
+
+
+def run_of(row: Row) -> tuple[str, ...]:
+    """Return what rows of servers have alike that are compared with each other."""
+    return tuple(row[name] for name in (*SERVER_KEYS, *ENVIRONMENT_COLUMNS))
 
 
 def is_same_stack(one: Row, other: Row) -> bool:

@@ -145,3 +145,27 @@ def test_a_line_is_of_the_commit_that_measured_it_last() -> None:
     assert "graph | stock-flash_attn eager | plugin graph |" in head
     assert busy.endswith("| 12.00 | - | 30.00 | 2.50 |")
     assert alone.endswith("| - | 100.0 (200.0) | - |  |")
+
+
+def test_a_run_of_servers_stays_whole() -> None:
+    own = dataclasses.asdict(ENVIRONMENT)
+    first = {"command": "python benchmarks/bench_serve.py --port 8200"}
+    once = [
+        serve_row("stock-flash_attn:graph", 64, 10, 90, **first),
+        serve_row("plugin:graph", 64, 15, 60, **first),
+    ]
+    again = [
+        serve_row("stock-flash_attn:graph", 64, 12, 80),
+        serve_row("plugin-fp8:graph", 64, 18, 60),
+    ]
+    table = engine_tables.serve_table([*once, *again]).splitlines()
+    assert [line.split("|")[-2].strip() for line in table[2:]] == ["1.50", "1.50"]
+    rows = [{**own, **row} for row in (*once, *again)]
+    assert prune.newest_rows(rows) == rows
+    # Once nothing of a run is new, it goes; so does what it measured twice.
+    newer = {**rows[1], "command": own["command"]}
+    assert prune.newest_rows([*rows, newer]) == [*rows[2:], newer]
+    assert prune.newest_rows([{**rows[1]}, *rows]) == rows
+    old = [{**row, "commit": "0000000"} for row in rows[:2]]
+    assert prune.newest_rows([*old, *rows[2:]]) == [*old, *rows[2:]]
+    assert prune.newest_rows([*old, *rows[2:]], [own["commit"]]) == rows[2:]
