@@ -182,18 +182,23 @@ def measure(
 ) -> None:
     """Check and time all providers on one case, and write their rows."""
     head_dim = problem.q.shape[2]
+    what = f"{case} D={head_dim} {dtype}"
     ready: dict[str, Provider] = {}
-    errors: dict[str, float] = {}
     for name in args.providers:
-        with failures.noted(f"{case} D={head_dim} {dtype} {name}"):
+        with failures.noted(f"{what} {name}"):
             provider = setup(name, problem)
-            errors[name] = error(provider, problem, name)
+            error(provider, problem, name)
             ready[name] = provider
     for mode in args.modes:
-        runs: dict[str, Run] = {
-            name: capture(provider.run) if mode == "graph" else provider.run
-            for name, provider in ready.items()
-        }
+        runs: dict[str, Run] = {}
+        errors: dict[str, float] = {}
+        for name, provider in ready.items():
+            with failures.noted(f"{what} {name} {mode}"):
+                run = capture(provider.run) if mode == "graph" else provider.run
+                errors[name] = error(provider._replace(run=run), problem, name)
+                runs[name] = run
+        if not runs:
+            continue
         samples = take_turns(clock, runs, mode, args.budget_s)
         for name, taken in samples.items():
             row = result_row(
