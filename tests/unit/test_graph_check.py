@@ -290,6 +290,11 @@ def test_finished_engines_are_not_started_again(tmp_path: Path) -> None:
     # What was wrong is to be seen again.
     log.add({**row, "case": "after start", "triton_kernels": 2})
     assert graph_check.finished(path, ENVIRONMENT) == set()
+    # What is wrong with stock is a result, and would be so again.
+    stock = dataclasses.replace(job, provider="stock-flash_attn")
+    row |= {"provider": stock.provider, "same_kernel_rel_err": "nan"}
+    log.add({**row, "case": "random mixtures"})
+    assert graph_check.finished(path, ENVIRONMENT) == {stock}
 
 
 def test_stock_is_timed_where_it_is_right() -> None:
