@@ -165,10 +165,13 @@ def quantize_table(rows: Iterable[Row]) -> str:
         found[row["head_dim"], row["case"]][row["provider"]] = row
     lines = table_head(["head_dim", "case", *providers, "blocks over copy"])
     for key, by_provider in found.items():
-        speeds = {p: float(row["tb_per_s"]) for p, row in by_provider.items()}
-        cells = [f"{speeds[p]:.2f}" if p in speeds else "-" for p in providers]
-        share = "-"
-        if {"plugin-blocks", "copy"} <= speeds.keys():
-            share = f"{100 * speeds['plugin-blocks'] / speeds['copy']:.0f} %"
+        mine = [by_provider.get(provider) for provider in providers]
+        cells = [
+            "-" if row is None else f"{float(row['tb_per_s']):.2f}" for row in mine
+        ]
+        blocks, copy = by_provider.get("plugin-blocks"), by_provider.get("copy")
+        # Over the copy's: more bytes a second are more.
+        ratio = speed_up(blocks, copy, "tb_per_s")
+        share = "-" if ratio is None else f"{100 * ratio:.0f} %"
         lines.append(table_line([*key, *cells, share]))
     return written(lines)

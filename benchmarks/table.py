@@ -51,7 +51,7 @@ _DEFAULT_MODES = {
     "host": "host",
 }
 # Kinds whose file also has rows of benches that are read by their names.
-_DEFAULT_BENCHES = {"host": "host"}
+_DEFAULT_BENCHES = {"host": "host", "attention": "qkv_attention"}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -66,7 +66,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm", help="rows of this version; needed if there are more")
     parser.add_argument("--mode", help="default: graph, where one mode is compared")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--bench", help="default: host, for the table of that name")
+    parser.add_argument(
+        "--bench", help="default: host or qkv_attention, for host and attention"
+    )
     parser.add_argument("--models", nargs="+")
     parser.add_argument("--cases", nargs="+")
     parser.add_argument("--providers", nargs="+")

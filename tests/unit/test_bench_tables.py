@@ -351,8 +351,20 @@ def test_names_that_a_file_has_no_rows_of_are_said_with_those_that_it_has(tmp_pa
 
 
 def test_quantisers_that_were_left_out_have_no_share():
-    row = {"head_dim": "72", "case": "1x4096", "tb_per_s": "2.50"}
+    row = {"head_dim": "72", "case": "1x4096", "tb_per_s": "2.50", "commit": "new"}
     copy, blocks = ({**row, "provider": name} for name in ("copy", "plugin-blocks"))
     line = bench_tables.quantize_table([copy]).splitlines()[2]
     assert line == "| 72 | 1x4096 | 2.50 | - |"
     assert bench_tables.quantize_table([copy, blocks]).endswith("| 100 % |")
+    old = {**blocks, "commit": "old"}
+    assert bench_tables.quantize_table([old, copy]).endswith("| 2.50 | 2.50 | - |")
+
+
+def test_attention_table_is_of_one_bench(tmp_path):
+    given = {"provider": "stock-flash_attn", "samples_ms": [4.0]}
+    rows = [make_row(bench="qkv_attention", **given), make_row(bench="attention")]
+    path = str(write_rows(tmp_path / "attention.csv", rows))
+    lines = table.render(["attention", path]).splitlines()
+    assert lines[2] == "| 72 | 1x4096 | 4 |"
+    shown = table.render(["attention", path, "--bench", "attention"])
+    assert "| 72 | 1x4096 | 2 |" in shown
