@@ -10,6 +10,7 @@ from cases import Case, make_cos_sin, make_qkv
 from vllm_flashinfer_vit.kernels.attention_ref import attention_ref
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.kernels.formats import DeviceScales
+from vllm_flashinfer_vit.kernels.quantize_ref import quantize_blocks_ref
 from vllm_flashinfer_vit.kernels.rope_ref import halves, rope_ref
 from vllm_flashinfer_vit.ops import attention as ops
 from vllm_flashinfer_vit.ops.attention import Fp8, prepare
@@ -84,6 +85,19 @@ def test_another_d_stride_is_copied_by_every_call(name, monkeypatch) -> None:
     for tensors in seen:
         assert all(x.stride(2) == 1 for x in tensors)
     assert len(seen) == 2
+
+
+def test_what_a_projection_quantized_is_read_in_place_of_odd_strides() -> None:
+    batch = make_batch()
+    q, k, v, _, _, cu_seqlens, *_ = batch
+    assert cu_seqlens is not None
+    quantized = quantize_blocks_ref(q, k, v, cu_seqlens)
+    fp8 = Fp8("block")
+    want = prepare(batch, SCALE, REFERENCE_FP8, fp8)()
+    unread = torch.full((*q.shape, 2), float("nan"))[..., 0]
+    odd = batch._replace(q=unread, k=unread, v=unread)
+    found = prepare(odd, SCALE, REFERENCE_FP8, fp8, quantized=quantized)()
+    assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize("fp8", [None, Fp8("block")])

@@ -170,6 +170,9 @@ def prepare(
     if q.shape[0] == 0:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         return lambda *state: out
+    if quantized is not None:
+        inputs = ready(batch, is_clean)
+        return _attend_blocks(kernel_for(batch, plan), inputs, scale, quantized)
     if not q.stride(2) == k.stride(2) == v.stride(2) == 1:
         # Copies: made anew by every call.
         return lambda *state: prepare(
@@ -181,8 +184,6 @@ def prepare(
         )(*state)
     inputs = ready(batch, is_clean)
     name = kernel_for(batch, plan)
-    if quantized is not None:
-        return _attend_blocks(name, inputs, scale, quantized)
     if fp8 is None:
         return _prepare(name, inputs, scale)
     return _prepare_fp8(name, inputs, scale, fp8)
