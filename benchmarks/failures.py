@@ -16,7 +16,8 @@ class Failures:
 
     def add(self, what: str, reason: str) -> None:
         """Note and print one failure; a line of reason is enough."""
-        line = f"{what}: {reason.strip().splitlines()[0]}"
+        (first, *_) = reason.strip().splitlines() or ["no reason was given"]
+        line = f"{what}: {first}"
         self.lines.append(line)
         print(f"  not run: {line}", flush=True)
 

@@ -51,6 +51,11 @@ def choices_of(text: str) -> tuple[Choice, ...]:
             "4096:flash_attn_4,8192:triton_fp8,*:triton",
             "5120:flash_attn_4,8192:triton_fp8,*:triton",
         ),
+        # FP8 begins twice.
+        (
+            "2048:flash_attn_4,4096:triton_fp8,8192:triton,*:hopper_fp8",
+            "3072:flash_attn_4,4096:triton_fp8,9216:triton,*:hopper_fp8",
+        ),
         # All of it is FP8, or nothing.
         ("*:hopper_fp8", "*:hopper_fp8"),
         ("128:triton_window,*:flash_attn_4", "128:triton_window,*:flash_attn_4"),

@@ -48,6 +48,16 @@ def test_columns_are_the_published_ones():
     assert tuple(make_row()) == COLUMNS
 
 
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [("no room\nhere", "no room"), (" \n", "no reason was given")],
+)
+def test_a_failure_is_one_line(reason, said):
+    failures = Failures()
+    failures.add("a case", reason)
+    assert failures.lines == [f"a case: {said}"]
+
+
 # Each script whose option names what it runs; those that read rows have their own test.
 NAMING = [
     (path.stem, option)

@@ -98,19 +98,27 @@ def _class_of(choices: Iterable[Choice], length: int | None) -> Choice:
 
 def _fp8_later(choices: Iterable[Choice], tokens: int) -> tuple[Choice, ...]:
     """Have FP8 begin so many tokens later than it was measured to be worth it."""
-    kept = tuple(choices)
-    for place, (short, long) in enumerate(itertools.pairwise(kept)):
-        fp8 = KERNELS[long.kernel]
-        if not fp8.is_fp8 or fp8.is_reference or KERNELS[short.kernel].is_fp8:
-            continue
-        if any(KERNELS[name].max_len is not None for name in short.kernels):
-            continue
-        assert short.max_len is not None
-        end = short.max_len + tokens
-        _, last = next(r for r in fp8_ranges(kept) if r[0] == short.max_len + 1)
-        if last is not None:
-            # Where another kernel is faster than FP8, it stays.
-            end = min(end, last)
-        longer = [c for c in kept[place:] if c.max_len is None or c.max_len > end]
-        return (*kept[:place], short._replace(max_len=end), *longer)
-    return kept
+    measured = tuple(choices)
+    found = [*measured[:1]]
+    begin = 0
+    for short, choice in itertools.pairwise(measured):
+        if _begins_by_speed(short, choice):
+            assert short.max_len is not None
+            begin = short.max_len + tokens
+            _, last = next(r for r in fp8_ranges(measured) if r[0] == short.max_len + 1)
+            if last is not None:
+                # Where another kernel is faster than FP8, it stays.
+                begin = min(begin, last)
+            found[-1] = short._replace(max_len=begin)
+        if choice.max_len is None or choice.max_len > begin:
+            found.append(choice)
+    return tuple(found)
+
+
+def _begins_by_speed(short: Choice, long: Choice) -> bool:
+    """Whether FP8 begins with `long` since it is faster there than what is before."""
+    fp8 = KERNELS[long.kernel]
+    if not fp8.is_fp8 or fp8.is_reference or KERNELS[short.kernel].is_fp8:
+        return False
+    # A kernel that takes no longer sequences ends where it has to.
+    return all(KERNELS[name].max_len is None for name in short.kernels)
