@@ -199,23 +199,6 @@ def test_the_page_of_a_stack_says_what_stock_ran() -> None:
     assert compiled == {m for m in tower_cases.MODELS if "Qwen2-VL" not in m}
 
 
-def test_the_page_of_a_stack_has_the_errors_of_newer_towers() -> None:
-    errors: dict[str, list[float]] = defaultdict(list)
-    newer = [r for r in rows("encoder", "0.33.0") if r["commit"] == "228a8fb"]
-    for row in newer:
-        errors[row["provider"].partition("-flash")[0]].append(
-            100 * float(row["rel_err"])
-        )
-    assert len({row["model"] for row in newer}) == 6
-    bf16, fp8, stock = (errors[name] for name in ("plugin", "plugin-fp8", "stock"))
-    said = (
-        f"by {min(bf16):.2f} to {max(bf16):.2f} % in bf16 and by at most "
-        f"{max(fp8):.2f} % with FP8 attention, stock's by {min(stock):.2f} to "
-        f"{max(stock):.2f} %"
-    )
-    assert said in text_of("results_0.33.0.md")
-
-
 def test_pages_have_the_engines_of_a_stack() -> None:
     import engine_check
 
