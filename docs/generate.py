@@ -32,6 +32,7 @@ import version_table  # noqa: E402
 
 import chosen_rows  # noqa: E402
 import table as results  # noqa: E402
+from table_text import table_line  # noqa: E402
 
 _BLOCK = re.compile(r"(<!-- python (\S+) (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -117,15 +118,17 @@ def settings() -> str:
 
 
 def patches() -> str:
-    """Write a line for each patch, as `doctor` lists them."""
+    """Write a line for each reason, with the patches that have it, as `doctor` does."""
     from vllm_flashinfer_vit.plugin import all_patches
 
-    lines = ["| name | target | why | remove when |", "|---|---|---|---|"]
+    by_reason: dict[tuple[str, str], list[str]] = {}
     for patch in all_patches():
         target = patch.target.partition(":")[2]
-        lines.append(
-            f"| {patch.name} | `{target}` | {patch.why} | {patch.remove_when} |"
-        )
+        same = by_reason.setdefault((patch.why, patch.remove_when), [])
+        same.append(f"{patch.name}: `{target}`")
+    lines = ["| patches: targets | why | remove when |", "|---|---|---|"]
+    for reason, named in by_reason.items():
+        lines.append(table_line(["<br>".join(named), *reason]))
     return "\n".join(lines)
 
 
