@@ -77,7 +77,7 @@ def test_pages_say_what_servers_of_qwen3_gain() -> None:
     threads = [
         line for line in server_lines(RESULTS) if "OMP" in line["more arguments"]
     ]
-    older = f"(older rows {min(gains(threads, '1')):.2f})"
+    older = f"({min(gains(threads, '1')):.2f} with `OMP_NUM_THREADS=4`)"
     assert f"| at least {least:.2f} times as soon {older} |" in readme
     pair = [f"{of_setup(one['thumbnails'], own):.0f}" for own in reversed(ours)]
     assert "took {} and {} ms".format(*pair) in page
