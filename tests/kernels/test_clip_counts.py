@@ -111,6 +111,16 @@ def test_a_block_of_rows_is_128_rows_of_a_head():
     assert counts.tolist() == [[3 * 4, 3 * 2, 3 * 2], [1, 2, 1]]
 
 
+@pytest.mark.parametrize("head_dim", values([56], extended=[88, 104, 112, 120]))
+def test_a_block_of_rows_ends_before_the_next_one(head_dim):
+    """A program's tiles may have room for more rows than its own."""
+    inputs = ones((300,), head_dim=head_dim)
+    for x in inputs[:3]:
+        x[128] = 500
+    counts, _ = count("rows", inputs, make_scales(1, 1, 1))
+    assert counts.tolist() == [[3 * 2] * 3, [2] * 3]
+
+
 def test_one_token_and_none(kind):
     scales = make_scales(1, 1, 1)
     inputs = ones((1,))

@@ -99,7 +99,8 @@ def _quantize_rows_kernel(
     start = (pid // H).to(tl.int64) * BLOCK
     pid_h = (pid % H).to(tl.int64)
     end = last_row(cu_seqlens_ptr, num_seqs, num_tokens)
-    rows = tl.maximum(end - start, 0).to(tl.int32)
+    # The tiles may have room for more rows than a block.
+    rows = tl.minimum(tl.maximum(end - start, 0), BLOCK).to(tl.int32)
     # Rows after the end are stored, as zeros, but not read.
     rows_out = tl.minimum(num_tokens - start, BLOCK).to(tl.int32)
     if HAS_COUNTS:
