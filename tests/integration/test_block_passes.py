@@ -19,7 +19,7 @@ from _towers import cpu_only
 from cases import relative_error
 from vllm_flashinfer_vit.blocks import tower_pass
 from vllm_flashinfer_vit.blocks.mlp import Mlp
-from vllm_flashinfer_vit.blocks.tower_pass import Pass
+from vllm_flashinfer_vit.blocks.tower_pass import Pass, TowerProgram
 from vllm_flashinfer_vit.towers.tower import Tower
 
 pytestmark = cpu_only
@@ -127,6 +127,29 @@ class TestChain:
         stock, found = (encode(shorter, engine(backend)) for backend in backends)
         assert ran == [0]
         assert relative_error(found.out, stock.out) < TOLERANCE
+
+    def test_a_mask_is_read_in_its_pass_alone(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A pass that is kept neither holds its mask nor what follows from it."""
+        made: list[torch.Tensor] = []
+        kept: list[Pass] = []
+        offsets_of, end = tower_pass.row_offsets, TowerProgram.end
+
+        def row_offsets(tokens: torch.Tensor, length: int) -> torch.Tensor:
+            made.append(tokens)
+            return offsets_of(tokens, length)
+
+        def noting(self: TowerProgram, now: Pass) -> None:
+            end(self, now)
+            kept.append(now)
+
+        monkeypatch.setattr(tower_pass, "row_offsets", row_offsets)
+        monkeypatch.setattr(TowerProgram, "end", noting)
+        encode(DENSE["idefics2-masked"], engine("FLASHINFER"))
+        assert kept[0] is kept[1]
+        assert [tokens.tolist() for tokens in made] == [[9, 4, 7], [1, 9, 9]]
+        assert kept[0]._masked is None
 
     def test_other_images_after_a_block(self, qwen3: tuple[Tower, Tower]) -> None:
         """Of one pass all tables may be others, as windows' are."""

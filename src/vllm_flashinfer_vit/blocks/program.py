@@ -196,9 +196,10 @@ class BlockProgram:
         following = tower.blocks.get(self._index + 1)
         # One that was taken out of the tower is never built.
         if following is None or not following.is_ready:
-            tower.end(now)
+            # In front of the end, after which a pass holds nothing of its batch.
             if self._index:
                 self._count(now, x, given)
+            tower.end(now)
             return norms.add(x, (attended, out), scaled)
         norm, reader = following._norm1, following._attention.qkv.step
         # Its scale of rows, given in FP8, is read here already.
