@@ -69,6 +69,18 @@ class TestGemms:
         assert relative_error(found, outputs(stock)) < TOLERANCE
         assert torch.equal(outputs(served), found)
 
+    def test_a_replicated_second_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It has no size of a rank."""
+        from vllm.model_executor.layers.linear import ReplicatedLinear
+        from vllm.model_executor.models import qwen2_5_vl
+
+        monkeypatch.setattr(qwen2_5_vl, "RowParallelLinear", ReplicatedLinear)
+        served, stock = build(), build(backend="TORCH_SDPA")
+        assert isinstance(mlp(served).down_proj, ReplicatedLinear)
+        assert mlp(served).down_proj.weight.shape[1] == ALIGNED
+        assert kinds(served) == {("Gemm",) * 4}
+        assert relative_error(outputs(served), outputs(stock)) < TOLERANCE
+
     @pytest.mark.parametrize("family", SPECS)
     def test_every_value_is_written(self, family: str, nan_empty: None) -> None:
         assert not outputs(build(family)).isnan().any()

@@ -174,7 +174,7 @@ def align(first: Any, second: Any, parts: int) -> None:
         second: The one after it.
         parts: Stacked projections in `first`.
     """
-    size = second.input_size_per_partition
+    size = inputs_of(second)
     added = aligned_size(size) - size
     if not added:
         return
@@ -207,8 +207,14 @@ def writes_past_loaders() -> bool:
     return getattr(transfer, "backend", None) == "sharded_rdt"
 
 
+def inputs_of(layer: Any) -> int:
+    """Return how many values a row has that a layer takes, on this rank."""
+    # A ReplicatedLinear has one size alone.
+    return int(getattr(layer, "input_size_per_partition", layer.input_size))
+
+
 def padded_inputs(layer: Any) -> int:
     """Return how many values a row has that a layer takes, padding included."""
-    size: int = layer.input_size_per_partition
+    size = inputs_of(layer)
     is_padded = isinstance(layer.quant_method, AlignedLinearMethod)
     return aligned_size(size) if is_padded else size

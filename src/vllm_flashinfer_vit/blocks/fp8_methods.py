@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.linear import RowParallelLinear
 
+from vllm_flashinfer_vit.blocks.aligned_linear import inputs_of
 from vllm_flashinfer_vit.choices.gemm_table import GemmLayer
 from vllm_flashinfer_vit.gemms.catalog import scales_of
 from vllm_flashinfer_vit.gemms.scaled_mm import cutlass_op
@@ -114,8 +115,7 @@ def is_static(layer: Any) -> bool:
 
 def has_plain_inputs(layer: Any) -> bool:
     """Whether a layer's inputs are not padded."""
-    size = getattr(layer, "input_size_per_partition", layer.input_size)
-    return bool(sizes(layer)[0] == size)
+    return bool(sizes(layer)[0] == inputs_of(layer))
 
 
 def has_plain_outputs(layer: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_flashinfer_vit.blocks import fp8_linear, quack_act
+from vllm_flashinfer_vit.blocks.aligned_linear import inputs_of
 from vllm_flashinfer_vit.blocks.layers import Layers
 from vllm_flashinfer_vit.blocks.quack_act import QuackAct
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
@@ -31,7 +32,7 @@ class Fp8Mlp:
         self.first = layers.fp8(spec.first, with_bias=False)
         self.second = layers.fp8(spec.second)
         self.quantized = self.first, self.second
-        self._width = layers.part(spec.second).input_size_per_partition
+        self._width = inputs_of(layers.part(spec.second))
         self._activation = activation
         self._large = quack_act.resolve(layers, spec.first, *self.quantized, activation)
         self.activates = self._large is not None

@@ -15,6 +15,7 @@ from vllm.model_executor.kernels.linear.scaled_mm import CutlassFP8ScaledMMLinea
 from vllm.model_executor.utils import replace_parameter
 
 from vllm_flashinfer_vit.blocks.aligned_linear import (
+    inputs_of,
     into_room,
     offload_again,
     reserve_room,
@@ -61,7 +62,7 @@ def pad_to_tiles(layer: Any, holder: Any, name: str) -> None:
         holder: What holds its kernel, in the attribute `name`.
         name: See `holder`.
     """
-    kernel, size = getattr(holder, name), layer.input_size_per_partition
+    kernel, size = getattr(holder, name), inputs_of(layer)
     is_vllms = type(kernel) is CutlassFP8ScaledMMLinearKernel
     if not is_vllms or size % _TILE == 0 or writes_past_loaders():
         return
