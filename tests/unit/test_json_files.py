@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
+from vllm_flashinfer_vit.machine import json_files
 from vllm_flashinfer_vit.machine.json_files import read_json, validated
 
 
@@ -69,3 +70,20 @@ def test_a_file_of_another_kind_is_not_read_into_memory(tmp_path: Path) -> None:
     os.truncate(path, 2**40)
     with pytest.raises(ValueError, match="has 1,099,511,627,776 bytes, too many"):
         read_json(path)
+
+
+def test_no_more_than_a_json_file_is_read_of_what_has_no_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_files, "_MAX_BYTES", 100)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    # Both ends, so that neither waits for the other.
+    pipe = os.open(path, os.O_RDWR)
+    try:
+        # Without an end: whoever reads on waits.
+        os.write(pipe, b"0" * 101)
+        with pytest.raises(ValueError, match="has over 100 bytes, too many"):
+            read_json(path)
+    finally:
+        os.close(pipe)

@@ -37,7 +37,14 @@ def read_json(path: Path) -> Any:
     if (size := path.stat().st_size) > _MAX_BYTES:
         raise ValueError(f"it has {size:,} bytes, too many for a JSON file")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        # A device or a pipe has no size.
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ValueError(
+                f"it has over {_MAX_BYTES:,} bytes, too many for a JSON file"
+            )
+        return json.loads(content.decode())
     except RecursionError:
         raise ValueError("it is too deeply nested") from None
 
