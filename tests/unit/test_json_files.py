@@ -2,13 +2,15 @@
 """JSON files that are read: what the message of an unusable one says."""
 
 import os
+import subprocess
+import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_flashinfer_vit.machine import json_files
 from vllm_flashinfer_vit.machine.json_files import read_json, validated
 
 
@@ -72,18 +74,37 @@ def test_a_file_of_another_kind_is_not_read_into_memory(tmp_path: Path) -> None:
         read_json(path)
 
 
-def test_no_more_than_a_json_file_is_read_of_what_has_no_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(json_files, "_MAX_BYTES", 100)
+def test_no_more_than_a_json_file_is_read_of_what_has_no_size(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    # Both ends, so that neither waits for the other.
+    # Both ends, so that neither waits for the other, and the pipe has no end.
     pipe = os.open(path, os.O_RDWR)
+    code = (
+        "import sys, pathlib, vllm_flashinfer_vit.machine.json_files as j\n"
+        "j._MAX_BYTES = 100\n"
+        "j.read_json(pathlib.Path(sys.argv[1]))"
+    )
     try:
-        # Without an end: whoever reads on waits.
         os.write(pipe, b"0" * 101)
-        with pytest.raises(ValueError, match="has over 100 bytes, too many"):
-            read_json(path)
+        # Whoever reads on waits for ever.
+        child = subprocess.run(
+            [sys.executable, "-c", code, str(path)],
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
     finally:
         os.close(pipe)
+    assert "ValueError: it has over 100 bytes, too many" in child.stderr
+
+
+def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "small.json"
+    path.write_text("[1]")
+    tracemalloc.start()
+    try:
+        assert read_json(path) == [1]
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 2**24

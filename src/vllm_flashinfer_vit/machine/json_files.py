@@ -14,6 +14,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 # Far above an index of weights, the longest of what is read. More is another kind of
 # file, such as weights, and would fill the memory before it is found to be none.
 _MAX_BYTES = 2**28
+_CHUNK_BYTES = 2**20
 
 # pydantic's names for what JSON has others for.
 _WANTED = {
@@ -37,13 +38,16 @@ def read_json(path: Path) -> Any:
     if (size := path.stat().st_size) > _MAX_BYTES:
         raise ValueError(f"it has {size:,} bytes, too many for a JSON file")
     try:
-        # A device or a pipe has no size.
+        content = bytearray()
         with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            raise ValueError(
-                f"it has over {_MAX_BYTES:,} bytes, too many for a JSON file"
-            )
+            # One read of as much as the limit would allocate all of it for any file.
+            while chunk := file.read(min(_CHUNK_BYTES, _MAX_BYTES + 1 - len(content))):
+                content += chunk
+                # A device or a pipe has no size to ask for.
+                if len(content) > _MAX_BYTES:
+                    raise ValueError(
+                        f"it has over {_MAX_BYTES:,} bytes, too many for a JSON file"
+                    )
         return json.loads(content.decode())
     except RecursionError:
         raise ValueError("it is too deeply nested") from None
