@@ -2,6 +2,7 @@
 """The FP8 kernels that take blocks, against plain PyTorch on the same blocks."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +105,35 @@ def test_fp8_of_every_head_dim(attention, head_dim):
     _, quantized = _quantized(case, 2, head_dim, kv_heads=1)
     args = _args(case, head_dim)
     _assert_right(attention(quantized, *args), quantized, case, args)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+@pytest.mark.parametrize("head_dim", values([112], extended=[104]))
+def test_nothing_after_v_is_read(head_dim, monkeypatch):
+    """A tile of 128 columns has room for more than the 112 that v has."""
+    from triton.runtime import interpreter
+
+    case = Case("two", (40, 3))
+    _, quantized = _quantized(case, 1, head_dim)
+    v = quantized.v
+    memory = torch.zeros(2 * v.numel(), dtype=torch.uint8)
+    at_start = memory[: v.numel()].view(v.dtype).view(v.shape).copy_(v)
+    after = memory.data_ptr() + v.numel()
+    read: list[int] = []
+    compiled = interpreter._interpreter
+
+    def load(pointers, mask, *rest):
+        addresses = pointers[mask]
+        read.append(int(((addresses >= after) & (addresses < after + v.numel())).sum()))
+        return compiled.load(pointers, mask, *rest)
+
+    monkeypatch.setattr(
+        interpreter, "_interpreter", SimpleNamespace(load=load, store=compiled.store)
+    )
+    args = _args(case, head_dim)
+    out = once(flash_fp8.prepare)(quantized._replace(v=at_start), *args)
+    assert read and not any(read)
+    _assert_right(out, quantized, case, args)
 
 
 def test_fp8_of_grouped_heads(attention):

@@ -108,7 +108,11 @@ def _flash_fp8_kernel(
     if V_HI_PAD > 0:
         acc_hi = tl.zeros([BLOCK_M, V_HI_PAD], tl.float32)
         part_hi = tl.zeros([BLOCK_M, V_HI_PAD], tl.float32)
-        row_v_hi = (V_LO + tl.arange(0, V_HI_PAD)) * num_rows
+        col_v_hi = V_LO + tl.arange(0, V_HI_PAD)
+        if V_LO + V_HI_PAD > D_V:
+            # No column follows the last head's: those too many repeat its last one.
+            col_v_hi = tl.minimum(col_v_hi, D_V - 1)
+        row_v_hi = col_v_hi * num_rows
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     decay = tl.zeros([BLOCK_M], tl.float32)
     # Eight sums a row: adding columns of one thread needs no exchange between threads.
