@@ -15,6 +15,7 @@ host a fraction of what vLLM's interfaces take.
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +25,8 @@ import torch
 from vllm_flashinfer_vit.kernels._alignment import aligned
 from vllm_flashinfer_vit.kernels._launch import returning, say_unknown
 from vllm_flashinfer_vit.kernels.padding import mask_padding
+
+logger = logging.getLogger("vllm.plugins.flashinfer_vit")
 
 Run = Callable[..., None]
 # A compiled function and what it is called with.
@@ -80,12 +83,16 @@ _ARGUMENTS_3: Mapping[str, Any] = MappingProxyType(
 )
 
 
-@functools.cache
-def fa_version(head_dim: int) -> int:
-    """Return the FlashAttention version that vLLM picks for this GPU and head dim.
+# By head dim, what vLLM picked when it was asked last.
+_VERSIONS: dict[int, int] = {}
 
-    The first call decides. Made while vLLM builds a model, it follows the engine's
-    `attention_config.flash_attn_version`.
+
+def fa_version(head_dim: int) -> int:
+    """Ask vLLM which FlashAttention it picks for this GPU and head dim.
+
+    Asked while vLLM builds a layer, it follows the engine's
+    `attention_config.flash_attn_version`. What is prepared later runs the last answer:
+    of engines in one process, the one's that was built last.
 
     Raises:
         RuntimeError: vLLM has no FlashAttention for this GPU.
@@ -98,7 +105,23 @@ def fa_version(head_dim: int) -> int:
             f"vLLM has no FlashAttention for head dim {head_dim} on this GPU; choose "
             "another kernel with VLLM_FLASHINFER_VIT_KERNEL"
         )
+    before = _VERSIONS.get(head_dim, version)
+    if before != version:
+        logger.warning(
+            "Encoder attention of head dim %d now runs on FlashAttention %d in this "
+            "process, no longer on %d, as the engine picks that is being built. If "
+            "an earlier one still serves, give each a process of its own.",
+            head_dim,
+            version,
+            before,
+        )
+    _VERSIONS[head_dim] = version
     return version
+
+
+def _version(head_dim: int) -> int:
+    """Return the last answer: while an engine runs, no configuration is in force."""
+    return _VERSIONS.get(head_dim) or fa_version(head_dim)
 
 
 @functools.cache
@@ -250,7 +273,7 @@ def _prepare(
 
 
 def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> None:
-    _varlen_func()(q, k, v, fa_version=fa_version(q.shape[2]), **kwargs)
+    _varlen_func()(q, k, v, fa_version=_version(q.shape[2]), **kwargs)
 
 
 def _run_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> None:
@@ -263,7 +286,7 @@ def _settle(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, **kwargs: Any
 ) -> Callable[[], object]:
     """Return a call for what the tensors hold by then: the op itself if it is known."""
-    forward = _forward_3() if fa_version(q.shape[2]) == 3 else None
+    forward = _forward_3() if _version(q.shape[2]) == 3 else None
     if forward is None or any(x.stride(-1) != 1 for x in (q, k, v)):
         return functools.partial(_run, q, k, v, causal=causal, **kwargs)
     given = {"q": q, "k": k, "v": v, "is_causal": causal, **kwargs}
