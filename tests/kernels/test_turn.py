@@ -57,6 +57,21 @@ def test_few_tokens(tokens):
         torch.testing.assert_close(found, right, rtol=2e-3, atol=1e-3)
 
 
+@pytest.mark.extended
+def test_heads_that_are_far_apart():
+    """Heads as planes: their offsets are beyond int32, though no stride is."""
+    q, k, *rest = make_inputs(2, 64)
+    expected = expected_of(q, k, *rest)
+    stride = 2**30 + 8
+    # 10 GiB, of which few pages are touched. Offsets that wrap lie within, too.
+    storage = torch.UntypedStorage(2 * 5 * stride, device=DEVICE)
+    memory = torch.tensor([], dtype=q.dtype, device=DEVICE).set_(storage)
+    far = memory.as_strided(q.shape, (64, stride, 1), 2**31).copy_(q)
+    turn(far, k, *rest, EPS)
+    for found, right in zip((far, k), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=2e-3, atol=1e-3)
+
+
 def test_settled_calls_take_other_weights():
     q, k, cos, sin, weights = make_inputs(9, 64)
     call = prepare(q, k, cos, sin, weights, EPS)

@@ -107,7 +107,7 @@ def _turn_heads(
     SPAN: tl.constexpr,
 ):
     offs_h = tl.arange(0, H_PAD)
-    heads = row_ptr + (offs_h * stride_h)[:, None]
+    heads = row_ptr + (offs_h.to(tl.int64) * stride_h)[:, None]
     is_head = (offs_h < H)[:, None]
     offs_p = tl.arange(0, HALF_PAD)
     mask_p = offs_p < HALF
@@ -142,7 +142,7 @@ def _normalise_heads(
 ):
     offs_h = tl.arange(0, H_PAD)
     offs_d = tl.arange(0, 2 * HALF_PAD)
-    at = row_ptr + (offs_h * stride_h)[:, None] + offs_d[None]
+    at = row_ptr + (offs_h.to(tl.int64) * stride_h)[:, None] + offs_d[None]
     mask = (offs_h < H)[:, None] & (offs_d < 2 * HALF)[None]
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     root = tl.rsqrt(tl.sum(x * x, axis=1) / (2 * HALF) + eps)[:, None]
