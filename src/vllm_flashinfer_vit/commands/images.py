@@ -23,6 +23,7 @@ from vllm_flashinfer_vit.towers.spec import (
     not_allowed,
     wants_own_code,
 )
+from vllm_flashinfer_vit.towers.weights import is_out_of_memory
 from vllm_flashinfer_vit.towers.whole import ModelSpec
 
 # Of a folder's files. What else Pillow opens may be a film or a table of numbers, or
@@ -46,6 +47,8 @@ _PROCESSORS = {
 # Transformers takes any class of its own that a checkpoint names as image processor.
 # Its other Auto classes would ask again whether the checkpoint's code may run.
 _CLASS_NAME = re.compile(r"(?!Auto)\w+(ImageProcessor|FeatureExtractor)(Fast|Pil)?")
+
+_TOO_LARGE = "{} takes more memory than there is"
 
 
 class JobError(TowerError):
@@ -328,6 +331,13 @@ def _read_patches(
             frames, rows, columns = made["image_grid_thw"][0].tolist()
             grid = frames, rows, columns
             inputs = {"pixel_values": made["pixel_values"], "grid_thw": [grid]}
+    except MemoryError:
+        raise JobError(_TOO_LARGE.format(path)) from None
+    except RuntimeError as error:
+        # torch's own error on the CPU.
+        if not is_out_of_memory(error):
+            raise
+        raise JobError(_TOO_LARGE.format(path)) from None
     except ValueError as error:
         raise JobError(
             f"the image processor refuses {path}, {image.width} x {image.height} "
@@ -381,7 +391,7 @@ def _read_image(path: Path) -> Image.Image:
     except PermissionError:
         raise JobError(not_allowed(path)) from None
     except MemoryError:
-        raise JobError(f"{path} takes more memory than there is") from None
+        raise JobError(_TOO_LARGE.format(path)) from None
     except Image.DecompressionBombError as error:
         raise JobError(
             f"{path} has more pixels than Pillow decodes ({error}); shrink the image"
