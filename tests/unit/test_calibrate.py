@@ -4,6 +4,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -18,6 +19,7 @@ from vllm_flashinfer_vit.commands.calibrate_plot import draw, import_figure  # n
 from vllm_flashinfer_vit.commands.cli import main  # noqa: E402
 from vllm_flashinfer_vit.fp8 import scale_files as scales  # noqa: E402
 from vllm_flashinfer_vit.fp8.scale_files import QKV  # noqa: E402
+from vllm_flashinfer_vit.machine.files import FileError  # noqa: E402
 
 REPORT = Report(
     model="some/[b]model",
@@ -148,3 +150,26 @@ def test_a_plot_takes_any_name_of_a_model(name: str) -> None:
     ElementTree.fromstring(svg)
     shown = "".join(c if c.isprintable() else "?" for c in name)
     assert f"/models/{shown}, 3 images" in svg.decode()
+
+
+def test_a_plot_that_fails_in_the_end_does_not_hide_the_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, plot = tmp_path / "scales.json", tmp_path / "plot" / "p.svg"
+    plot.parent.mkdir()
+    made = scales.from_amax({"a.layer": (QKV(1, 2, 3), 64)}, 1.5, MADE_BY)
+
+    def compute(*_: Any) -> Any:
+        # Hours later.
+        plot.parent.rmdir()
+        return REPORT, made
+
+    monkeypatch.setattr(calibrate, "prepare", lambda _: SimpleNamespace(reads=[]))
+    monkeypatch.setattr(calibrate, "import_figure", lambda _: object())
+    monkeypatch.setattr(calibrate, "draw", lambda *_: b"<svg/>")
+    monkeypatch.setattr(calibrate, "_calibrate", compute)
+    options = Options(images=[], model="m", output=output, plot=plot)
+    with pytest.raises(FileError, match=r"p\.svg cannot be written: .*") as caught:
+        calibrate.run(options)
+    assert str(caught.value).endswith(f"the scales were saved to {output}")
+    assert scales.read(output).layers.keys() == {"a.layer"}

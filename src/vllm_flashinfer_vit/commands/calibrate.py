@@ -129,7 +129,8 @@ def run(options: Options, console: Console | None = None) -> Report:
     Raises:
         TowerError: An option, image or checkpoint cannot be used.
         FileError: A file cannot be written, another process is making it, or the
-            output holds something else than scales.
+            output holds something else than scales. The scales are there if it is the
+            plot that cannot be written in the end; the message says so.
         NotServedError: This machine cannot run FLASHINFER, or not in FP8.
         ScaleError: The margin or the file to merge cannot be used.
     """
@@ -147,7 +148,12 @@ def run(options: Options, console: Console | None = None) -> Report:
     if figure is not None and options.plot is not None:
         title = f"{report.model}, {report.images} images"
         amax = [layer.amax for layer in report.layers]
-        files.write(options.plot, draw(figure, title, amax))
+        try:
+            files.write(options.plot, draw(figure, title, amax))
+        except files.FileError as error:
+            raise files.FileError(
+                f"{error}; the scales were saved to {options.output}"
+            ) from error
     return report
 
 
