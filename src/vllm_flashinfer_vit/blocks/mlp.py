@@ -24,7 +24,7 @@ from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import MlpWidths, Pass
 from vllm_flashinfer_vit.gemms import quack
 from vllm_flashinfer_vit.kernels._vllm_ops import compiled_op
-from vllm_flashinfer_vit.kernels.formats import Activation
+from vllm_flashinfer_vit.kernels.formats import GELU_APPROXIMATE, Activation
 
 # From how many rows on QuACK is faster than cuBLAS and an activation on an H200
 # (docs/experiments.md).
@@ -182,7 +182,7 @@ def _act_into(act: Any, activation: Activation | None) -> Callable[..., Any] | N
         return compiled_op("silu_and_mul")
     if activation == "quick_gelu":
         return compiled_op("gelu_quick")
-    approximate = "tanh" if activation == "tanh_gelu" else "none"
+    approximate = GELU_APPROXIMATE[activation]
 
     def gelu_into(out: torch.Tensor, values: torch.Tensor) -> None:
         torch.ops.aten.gelu.out(values, approximate=approximate, out=out)

@@ -63,6 +63,7 @@ def _activated(
     elif ACTIVATION == "none":
         y = x
     else:
+        tl.static_assert(ACTIVATION == "tanh_gelu")
         y = gelu_tanh(x)
     return y
 

@@ -4,7 +4,7 @@
 import torch
 from torch.nn.functional import gelu, silu
 
-from vllm_flashinfer_vit.kernels.formats import Activation
+from vllm_flashinfer_vit.kernels.formats import GELU_APPROXIMATE, Activation
 
 
 def act_ref(
@@ -35,4 +35,4 @@ def act_ref(
         return silu(total[:, :width]) * total[:, width:]
     if activation == "quick_gelu":
         return total * torch.sigmoid(1.702 * total)
-    return gelu(total, approximate="tanh" if activation == "tanh_gelu" else "none")
+    return gelu(total, approximate=GELU_APPROXIMATE[activation])

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Of an MLP; `swiglu` takes stacked [gate; up].
 Activation = Literal["swiglu", "quick_gelu", "tanh_gelu", "gelu"]
+# What PyTorch calls these two.
+GELU_APPROXIMATE = {"tanh_gelu": "tanh", "gelu": "none"}
 # Scales of rows in e4m3: one for all, or each row, or each group of a row, its own.
 RowScales = Literal["one", "own", "groups"]
 # Tokens of a sequence that share a scale in `QuantizedQKV`.
