@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from vllm_flashinfer_vit.commands.image_files import image_files
 from vllm_flashinfer_vit.commands.images import (
     check_any,
+    image_files,
     image_processor,
     read_patches,
 )

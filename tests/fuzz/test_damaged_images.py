@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vllm_flashinfer_vit.commands.image_files import (
+from vllm_flashinfer_vit.commands.images import (
     IMAGE_SUFFIXES,
     ImageFile,
     JobError,
+    read_patches,
 )
-from vllm_flashinfer_vit.commands.images import read_patches
 
 WIDTH, HEIGHT = 16, 12
 MODES = ("RGB", "1", "L", "LA", "P", "RGBA", "CMYK")

@@ -17,7 +17,7 @@ from rich.console import Console
 from vllm_flashinfer_vit import plugin
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.commands import calibrate
-from vllm_flashinfer_vit.commands.image_files import JobError
+from vllm_flashinfer_vit.commands.images import JobError
 from vllm_flashinfer_vit.engine import selection
 from vllm_flashinfer_vit.fp8 import scale_files as scales
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError

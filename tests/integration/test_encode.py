@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from vllm_flashinfer_vit.commands import calibrate, images, job
 from vllm_flashinfer_vit.commands.encode import Options, render, run
-from vllm_flashinfer_vit.commands.image_files import ImageFile, JobError
+from vllm_flashinfer_vit.commands.images import ImageFile, JobError
 from vllm_flashinfer_vit.machine.files import FileError
 from vllm_flashinfer_vit.towers import spec as tower_spec
 from vllm_flashinfer_vit.towers.spec import TowerError

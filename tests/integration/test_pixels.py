@@ -28,8 +28,11 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from vllm_flashinfer_vit.commands import calibrate, encode  # noqa: E402
-from vllm_flashinfer_vit.commands.image_files import JobError  # noqa: E402
-from vllm_flashinfer_vit.commands.images import Patches, image_processor  # noqa: E402
+from vllm_flashinfer_vit.commands.images import (  # noqa: E402
+    JobError,
+    Patches,
+    image_processor,
+)
 from vllm_flashinfer_vit.towers import config, spec  # noqa: E402
 from vllm_flashinfer_vit.towers.spec import TowerError  # noqa: E402
 from vllm_flashinfer_vit.towers.tower import Tower  # noqa: E402

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
 
-from vllm_flashinfer_vit.commands import calibrate, image_files  # noqa: E402
+from vllm_flashinfer_vit.commands import calibrate  # noqa: E402
 from vllm_flashinfer_vit.commands.calibrate import LayerReport, Options, Report  # noqa: E402
 from vllm_flashinfer_vit.commands.calibrate_plot import draw, import_figure  # noqa: E402
 from vllm_flashinfer_vit.commands.cli import main  # noqa: E402
@@ -46,12 +46,6 @@ MADE_BY = {
     "model": "some/model",
     "method": "abs-max of 7 images",
 }
-
-
-@pytest.fixture(autouse=True)
-def images_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let names of images that the tests make up pass."""
-    monkeypatch.setattr(image_files, "image_files", lambda given: [])
 
 
 @pytest.fixture

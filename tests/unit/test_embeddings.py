@@ -11,7 +11,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from vllm_flashinfer_vit.commands import embeddings  # noqa: E402
-from vllm_flashinfer_vit.commands.image_files import JobError  # noqa: E402
+from vllm_flashinfer_vit.commands.images import JobError  # noqa: E402
 from vllm_flashinfer_vit.machine.files import FileError  # noqa: E402
 
 METADATA = {"model": "m", "weights": "w", "depth": "1 of 2", "backends": "FLASHINFER"}

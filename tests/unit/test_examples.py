@@ -23,7 +23,7 @@ from _vllm_serve import first_module, serve_arguments
 from PIL import Image
 
 from vllm_flashinfer_vit.commands.cli import main as command
-from vllm_flashinfer_vit.commands.image_files import JobError
+from vllm_flashinfer_vit.commands.images import JobError
 from vllm_flashinfer_vit.machine.versions import TESTED_VLLM
 from vllm_flashinfer_vit.towers import config
 from vllm_flashinfer_vit.towers import spec as tower_spec

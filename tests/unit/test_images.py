@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from vllm_flashinfer_vit.commands.image_files import ImageFile, JobError
-from vllm_flashinfer_vit.commands.images import read_patches
+from vllm_flashinfer_vit.commands.images import ImageFile, JobError, read_patches
 
 TOO_LARGE = [
     MemoryError(),

@@ -12,8 +12,7 @@ import transformers
 from transformers import dynamic_module_utils
 
 import vllm_flashinfer_vit
-from vllm_flashinfer_vit.commands.image_files import JobError
-from vllm_flashinfer_vit.commands.images import image_processor
+from vllm_flashinfer_vit.commands.images import JobError, image_processor
 from vllm_flashinfer_vit.towers.spec import CheckpointError, resolve_spec
 
 CONFIG = {"model_type": "qwen2_5_vl"}

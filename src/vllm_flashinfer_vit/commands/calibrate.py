@@ -22,8 +22,9 @@ from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices.lookup import PORTABLE_FP8
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.commands.calibrate_plot import draw, import_figure
-from vllm_flashinfer_vit.commands.image_files import ImageFile, JobError
 from vllm_flashinfer_vit.commands.images import (
+    ImageFile,
+    JobError,
     check_any,
     image_processor,
     read_patches,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_flashinfer_vit.commands.image_files import JobError
+from vllm_flashinfer_vit.commands.images import JobError
 from vllm_flashinfer_vit.fp8.scale_files import QKV
 
 

@@ -74,13 +74,6 @@ def _image(text: str) -> Path:
     return Path(text)
 
 
-def _look_at(images: list[Path]) -> None:
-    """Refuse images that are not there, before imports of seconds."""
-    from vllm_flashinfer_vit.commands.image_files import image_files
-
-    image_files(images)
-
-
 _Images = Annotated[
     list[Path],
     typer.Argument(
@@ -192,7 +185,6 @@ def encode(
     An image that is given by its own name must be readable.
     """
     with _command() as console:
-        _look_at(images)
         from vllm_flashinfer_vit.commands.encode import Options, render, run
 
         options = Options(
@@ -251,7 +243,6 @@ def calibrate(
     Exits with 1 then, with 2 if no scales could be made.
     """
     with _command() as console:
-        _look_at(images)
         from vllm_flashinfer_vit.commands.calibrate import Options, render, run
 
         options = Options(

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from vllm_flashinfer_vit.commands.image_files import JobError
+from vllm_flashinfer_vit.commands.images import JobError
 from vllm_flashinfer_vit.machine import files
 
 # What safetensors calls the metadata: a tensor of this name makes a file unreadable.

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_flashinfer_vit.commands import embeddings
-from vllm_flashinfer_vit.commands.image_files import JobError
 from vllm_flashinfer_vit.commands.images import (
+    JobError,
     Patches,
     check_any,
     image_processor,

@@ -15,12 +15,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from vllm_flashinfer_vit.commands.image_files import (
+from vllm_flashinfer_vit.commands.images import (
     ImageFile,
     JobError,
     image_files,
+    not_looked_at,
 )
-from vllm_flashinfer_vit.commands.images import not_looked_at
 from vllm_flashinfer_vit.kernels.formats import dtype_name
 from vllm_flashinfer_vit.towers import model_tower
 from vllm_flashinfer_vit.towers.built import Built
