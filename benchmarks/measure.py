@@ -129,7 +129,7 @@ class Runner:
         """Run nothing yet.
 
         Args:
-            gpus: Their names in CUDA_VISIBLE_DEVICES.
+            gpus: Their names in CUDA_VISIBLE_DEVICES, at least one.
             results: The folder for this GPU's rows.
             logs: Folder for what the steps print, and for what has ended well.
             until: When all ends, by `time.monotonic`.
@@ -137,7 +137,7 @@ class Runner:
         self._gpus = list(gpus)
         self._all_gpus = len(self._gpus)
         self._cores = sorted(os.sched_getaffinity(0))
-        self._cores_of_a_gpu = len(self._cores) // max(self._all_gpus, 1)
+        self._cores_of_a_gpu = len(self._cores) // self._all_gpus
         self._results = results
         self._logs = logs
         self._until = until
@@ -170,9 +170,9 @@ class Runner:
                     break
                 time.sleep(_POLL_S)
         finally:
+            # Only an interruption leaves any.
             for running in self._running:
                 running.process.stop()
-                outcomes[running.step.name] = Outcome("stopped", failed=True)
         return outcomes
 
     def _next(self, waiting: Sequence[Step]) -> Iterator[Step]:
