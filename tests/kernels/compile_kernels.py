@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every Triton kernel, and the one in Gluon, for GPUs that are not here.
+"""Compile every Triton kernel, and those in Gluon, for GPUs that are not here.
 
 A process of its own, since Triton interprets or compiles by how it was imported. The
 kernels' own functions run on tensors of the CPU; where they would launch, the kernel is
@@ -10,13 +10,12 @@ JSON for each: what it is, and what the assembler says that it takes.
 
 A minute for each capability leaves no room for all there is. Left out are:
 
-- fp16 at most head dims: the instructions are those of bf16 with another type. The head
-  dims of one part and of two, 128 and 80, are compiled in both.
+- fp16 but at 128 and 80, head dims of one part and of two: the instructions are those
+  of bf16 with another type.
 - Windows without rotary of 32 and 64 tokens: less code than with it.
 - Interleaved pairs but at the head dims of towers that have them, with their tables.
 - The quantiser in fp16 and fp32 at most head dims: as for fp16.
-- Other numbers of heads, and strides that no power of two divides: constants, and
-  loads of single elements.
+- Other numbers of heads, and strides that are odd: constants, and single elements.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from unittest import mock
 
 import torch
 import triton
-from compile_hopper_fp8 import compile_for as compile_hopper_fp8
+from compile_hopper import KERNELS as GLUON
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -49,13 +48,14 @@ from vllm_flashinfer_vit.kernels import (
     padding,
     quantize,
     quantize_rows,
+    redo,
     rope,
     seqlens,
     turn,
     window,
 )
 from vllm_flashinfer_vit.kernels._launch import Launch, Slot
-from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS
 from vllm_flashinfer_vit.kernels.formats import (
     Bound,
     DeviceScales,
@@ -75,7 +75,7 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-# Head dims of one part and of two, and the largest, that are compiled in every dtype.
+# Head dims that are compiled in every dtype.
 BOTH_TYPES = (80, 128)
 # Of scales of rows in e4m3.
 FORMS = get_args(RowScales)
@@ -168,7 +168,7 @@ def run_absmax(*given: Any) -> None:
 
 
 def of_attention(dim: int, dtype: torch.dtype) -> Iterator[Case]:
-    """Both kernels, in each class of lengths that has a configuration of its own."""
+    """All kernels, in each class of lengths that has a configuration of its own."""
     q, k, v = heads(dim, dtype)
     tables = angles(dim, dtype)
     scale, name = dim**-0.5, TYPES[dtype]
@@ -177,6 +177,10 @@ def of_attention(dim: int, dtype: torch.dtype) -> Iterator[Case]:
             f"triton {dim} {name} {length}",
             functools.partial(flash.prepare, q, k, v, offsets(), length, scale),
         )
+    if dtype == torch.bfloat16 and dim >= 64:
+        marks, out = torch.empty(redo.MARKS, dtype=torch.int32), torch.empty_like(q)
+        given = q, k, v, offsets(), marks, out, 4, scale
+        yield f"triton {dim} redo", functools.partial(redo.prepare, *given)
     for length, turns in ((16, 1), (32, 1), (64, 1), (128, 1), (16, 0), (128, 0)):
         given = tables if turns else ()
         yield (
@@ -199,10 +203,8 @@ def of_interleaved(dim: int, capability: int) -> Iterator[Case]:
     """What turns q and k, by fp32 tables of interleaved pairs."""
     q, k, v = heads(dim)
     tables = angles(dim, torch.float32)
-    yield (
-        f"rope {dim} interleaved",
-        functools.partial(rope.prepare, q, k, *tables, True),
-    )
+    run = functools.partial(rope.prepare, q, k, *tables, True)
+    yield f"rope {dim} interleaved", run
     for length in (16, 32, 64, 128):
         yield (
             f"triton_window {dim} interleaved {length}",
@@ -424,10 +426,9 @@ def compiled_for(capability: int) -> Iterator[tuple[str, str, Any]]:
             kernel = launch._kernel.fn.__name__
             yield name, kernel, compile_for(capability, launch, tensors)
     if capability == HOPPER:
-        least, most = KERNELS["hopper_fp8"].needs.head_dims or (0, 0)
-        for dim in (dim for dim in HEAD_DIMS if least <= dim <= most):
-            compiled = compile_hopper_fp8(dim)
-            yield f"hopper_fp8 {dim}", compiled.metadata.name, compiled
+        for name, dim in itertools.product(GLUON, HEAD_DIMS):
+            compiled = GLUON[name](dim)
+            yield f"{name} {dim}", compiled.metadata.name, compiled
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from cases import (
     values,
 )
 from vllm_flashinfer_vit.kernels import hopper_fp8
+from vllm_flashinfer_vit.kernels._hopper import describe, point
 from vllm_flashinfer_vit.kernels.flash_fp8_ref import attention_fp8_ref
 from vllm_flashinfer_vit.kernels.quantize import quantize_blocks
 
@@ -35,9 +36,9 @@ def test_hopper_fp8_fits_its_registers(head_dim):
 
     Scalars may spill at two head dims (Triton 3.8), three or four, once a tile.
     """
-    script = Path(__file__).with_name("compile_hopper_fp8.py")
+    script = Path(__file__).with_name("compile_hopper.py")
     env = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(script), str(head_dim)]
+    command = [sys.executable, str(script), "hopper_fp8", str(head_dim)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     spills = re.search(
@@ -51,7 +52,7 @@ def test_hopper_fp8_fits_its_registers(head_dim):
 
 def test_a_descriptor_of_another_tensor_is_like_a_new_one():
     x = torch.zeros(2, 128, 96, dtype=torch.float8_e4m3fn)
-    kept = hopper_fp8._describe(x, 64, 32)
+    kept = describe(x, 64, 32)
     # Later launches must not keep the memory of the first one's tensor.
     assert kept.base is None
     y = torch.zeros_like(x)
@@ -59,11 +60,11 @@ def test_a_descriptor_of_another_tensor_is_like_a_new_one():
     new = hopper_fp8.TensorDescriptor(
         y, [2, 128, 96], [12288, 96, 1], [1, 64, 32], layout
     )
-    pointed = hopper_fp8._point(kept, y)
+    pointed = point(kept, y)
     assert type(pointed) is type(new) and pointed.base is y
     assert vars(pointed) | {"base": None} == vars(new) | {"base": None}
     assert kept.base is None
-    assert hopper_fp8._point(hopper_fp8._describe(x, 64, 0), y) is None
+    assert point(describe(x, 64, 0), y) is None
 
 
 @pytest.mark.gpu

@@ -44,6 +44,9 @@ STACK_BYTES = {
     "triton_fp8 128": (0, 0, 240, 80, 688, 272),
     # Scalars, at most four; see test_hopper_fp8.py.
     "hopper_fp8 128": (0, 0, 0, 16, 0, 0),
+    # Scalars; two of them once a step at head dim 128.
+    "hopper_bf16": (0, 0, 0, 16, 0, 0),
+    "hopper_bf16 128": (0, 0, 0, 32, 0, 0),
     "quantize_rows 128": (0, 0, 16, 0, 0, 0),
     # Two values that no head changes are read again for each.
     "quantize 72 interleaved": (0, 0, 16, 16, 16, 32),
@@ -80,8 +83,8 @@ def jit_functions() -> Iterator[tuple[ast.FunctionDef, str]]:
 def kernels_of_the_sources(capability: int) -> set[str]:
     """Return the names of what is launched: no function on the device calls it.
 
-    Gluon's instructions are those of one generation. The package has one such kernel,
-    for Hopper, and its imports are of `gluon.language.nvidia.hopper`.
+    Gluon's instructions are those of one generation. The package's are for Hopper, and
+    their imports are of `gluon.language.nvidia.hopper`.
     """
     found = list(jit_functions())
     called = {
@@ -93,7 +96,7 @@ def kernels_of_the_sources(capability: int) -> set[str]:
     assert len(found) > 40
     kernels = {(f.name, of) for f, of in found if f.name not in called}
     gluon = {name for name, of in kernels if of == "gluon"}
-    assert gluon == {"_hopper_fp8_kernel"}
+    assert gluon == {"_hopper_bf16_kernel", "_hopper_fp8_kernel"}
     names = {name for name, _ in kernels}
     if capability != HOPPER:
         names -= gluon

@@ -19,7 +19,7 @@ from _stacks import (
 from vllm_flashinfer_vit.choices.usable import kernel_verdict
 from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
 from vllm_flashinfer_vit.machine.stack import Gpu
-from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE, HALF_DTYPES, Needs, judge
+from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE, Needs, judge
 from vllm_flashinfer_vit.settings import ENV_KERNEL
 
 
@@ -296,7 +296,7 @@ def test_the_bounds_of_the_catalog_are_those_of_the_verdict(kernel: str) -> None
     if needs.head_dims is None:
         return
     stack = replace(STACK, cudnn_backend=92300)
-    dtype = FP8_DTYPE if needs.is_fp8 else HALF_DTYPES[0]
+    dtype = FP8_DTYPE if needs.is_fp8 else "bfloat16"
     least, most = needs.head_dims
     found = {d for d in range(0, 300) if kernel_verdict(kernel, stack, d, dtype).ok}
     assert found == set(range(least, most + 1, 8))

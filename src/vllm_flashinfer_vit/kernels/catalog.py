@@ -179,6 +179,23 @@ KERNELS: dict[str, Kernel] = {
             clears=True,
         ),
         Kernel(
+            name="hopper_bf16",
+            summary="bf16 without a running maximum, its warps specialised for Hopper, "
+            "after one rotary pass",
+            sequences="long",
+            entry="hopper_bf16:prepare",
+            settles=True,
+            needs=Needs(
+                "triton",
+                dtypes=("bfloat16",),
+                head_dims=(64, 128),
+                major=9,
+                instead="VLLM_FLASHINFER_VIT_KERNEL=flash_attn_4",
+            ),
+            fallback="flash_attn_4",
+            needs_trial=True,
+        ),
+        Kernel(
             name="hopper_fp8",
             summary="FP8 with block scales, its warps specialised for Hopper",
             sequences="long",

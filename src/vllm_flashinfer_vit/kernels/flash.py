@@ -40,48 +40,37 @@ _MAXNREG = 128
 _MAX_STRIDE = 1 << 24
 
 
-class _Config(NamedTuple):
+class Config(NamedTuple):
+    """Rows of a block, and how it is launched."""
+
     block_m: int
     num_warps: int
     num_stages: int
 
 
-def _config(max_seqlen: int, head_dim: int) -> _Config:
+def _config(max_seqlen: int, head_dim: int) -> Config:
     """Choose by measurement on an H200, bf16, 16 heads; us at D=80 if not said."""
     if head_dim <= 64:
         # Room for a third stage: 20 x 400 takes 53, not 63 (blocks of 128 rows: 61).
-        return _Config(64, 4, num_stages=3)
+        return Config(64, 4, num_stages=3)
     if head_dim <= 80 and max_seqlen <= 512:
         # Fewer rows after the end: 20 x 400 takes 72, not 79; 60 x 144 56, not 68.
-        return _Config(64, 4, num_stages=2)
+        return Config(64, 4, num_stages=2)
     # Half the reads of k and v from the L2: 8 x 1024 takes 119, not 121 (D=72: 125, not
     # 136). Two stages take 128; at D=128 only they leave room for two blocks.
-    return _Config(128, 8, num_stages=3 if head_dim <= 96 else 2)
+    return Config(128, 8, num_stages=3 if head_dim <= 96 else 2)
 
 
-# Nothing but the model and the class of `max_seqlen` selects a variant: a call in a
-# graph's capture compiles nothing that an eager call of its class has not.
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens",
-        "num_seqs",
-        "stride_qt",
-        "stride_qh",
-        "stride_kt",
-        "stride_kh",
-        "stride_vt",
-        "stride_vh",
-    ],
-    do_not_specialize_on_alignment=["cu_seqlens_ptr"],
-)
-def _flash_kernel(
+@triton.jit
+def attend_block(
     q_ptr,
     k_ptr,
     v_ptr,
-    cu_seqlens_ptr,
     out_ptr,
-    num_tokens,
-    num_seqs,
+    start,
+    length,
+    first,
+    pid_h,
     scale_log2e,
     stride_qt,
     stride_qh,
@@ -99,32 +88,13 @@ def _flash_kernel(
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Attend for BLOCK_M queries of one head, or clear rows after the last sequence.
+    """Attend for BLOCK_M queries of a head, from row `first` of their sequence on.
 
-    Strides count UNITs; q, k and v start at a multiple of 16 bytes. The blocks of a
-    head of a sequence run together, so that its k and v come from the L2.
-    Grid: (H * (num_tokens // BLOCK_M + num_seqs) + clearing_programs(num_tokens),)
+    The sequence has `length` rows, from row `start` of the batch on.
     """
     D_HI: tl.constexpr = D - D_LO
-    pid = tl.program_id(0)
-    num_blocks = H * (num_tokens // BLOCK_M + num_seqs)
-    if pid >= num_blocks:
-        first, step = pid - num_blocks, tl.num_programs(0) - num_blocks
-        zero_rows(cu_seqlens_ptr, out_ptr, num_tokens, num_seqs, first, step, H * D)
-        return
-
-    pid_n = find_sequence(cu_seqlens_ptr, num_seqs, pid // H, BLOCK_M)
-    if pid_n < 0:
-        return
-    start = tl.load(cu_seqlens_ptr + pid_n)
-    length = tl.minimum(tl.load(cu_seqlens_ptr + pid_n + 1), num_tokens) - start
-    head_blocks = tl.cdiv(length, BLOCK_M)
-    item = pid - H * (start // BLOCK_M + pid_n)
-    if item >= H * head_blocks:
-        return
-    first = (item % head_blocks) * BLOCK_M
     start = start.to(tl.int64)
-    pid_h = (item // head_blocks).to(tl.int64)
+    pid_h = tl.cast(pid_h, tl.int64)
     pid_kv = pid_h // (H // H_KV)
     q_base = q_ptr + ((start + first) * stride_qt + pid_h * stride_qh) * UNIT
     k_base = k_ptr + (start * stride_kt + pid_kv * stride_kh) * UNIT
@@ -188,6 +158,98 @@ def _flash_kernel(
         store_columns(o_base, row_o, mask_m, D_LO, D_HI, D_HI_PAD, acc_hi * norm)
 
 
+# Nothing but the model and the class of `max_seqlen` selects a variant: a call in a
+# graph's capture compiles nothing that an eager call of its class has not.
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_seqs",
+        "stride_qt",
+        "stride_qh",
+        "stride_kt",
+        "stride_kh",
+        "stride_vt",
+        "stride_vh",
+    ],
+    do_not_specialize_on_alignment=["cu_seqlens_ptr"],
+)
+def _flash_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cu_seqlens_ptr,
+    out_ptr,
+    num_tokens,
+    num_seqs,
+    scale_log2e,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    UNIT: tl.constexpr,
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    D_LO: tl.constexpr,
+    D_HI_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Attend for BLOCK_M queries of one head, or clear rows after the last sequence.
+
+    Strides count UNITs; q, k and v start at a multiple of 16 bytes. The blocks of a
+    head of a sequence run together, so that its k and v come from the L2.
+    Grid: (H * (num_tokens // BLOCK_M + num_seqs) + clearing_programs(num_tokens),)
+    """
+    pid = tl.program_id(0)
+    num_blocks = H * (num_tokens // BLOCK_M + num_seqs)
+    if pid >= num_blocks:
+        first, step = pid - num_blocks, tl.num_programs(0) - num_blocks
+        zero_rows(cu_seqlens_ptr, out_ptr, num_tokens, num_seqs, first, step, H * D)
+        return
+
+    pid_n = find_sequence(cu_seqlens_ptr, num_seqs, pid // H, BLOCK_M)
+    if pid_n < 0:
+        return
+    start = tl.load(cu_seqlens_ptr + pid_n)
+    length = tl.minimum(tl.load(cu_seqlens_ptr + pid_n + 1), num_tokens) - start
+    head_blocks = tl.cdiv(length, BLOCK_M)
+    item = pid - H * (start // BLOCK_M + pid_n)
+    if item >= H * head_blocks:
+        return
+    first = (item % head_blocks) * BLOCK_M
+    pid_h = item // head_blocks
+    attend_block(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        out_ptr,
+        start,
+        length,
+        first,
+        pid_h,
+        scale_log2e,
+        stride_qt,
+        stride_qh,
+        stride_kt,
+        stride_kh,
+        stride_vt,
+        stride_vh,
+        UNIT,
+        H,
+        H_KV,
+        D,
+        D_LO,
+        D_HI_PAD,
+        BLOCK_M,
+        BLOCK_N,
+        NUM_STAGES,
+    )
+
+
 def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -247,44 +309,62 @@ def _launch(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    config: _Config,
+    config: Config,
     scale: float,
 ) -> Launch:
-    _check_inputs(q, k, v, cu_seqlens, scale)
-    num_tokens, heads, head_dim = q.shape
+    check_inputs(q, k, v, cu_seqlens, scale)
+    num_tokens, heads, _ = q.shape
     num_seqs = cu_seqlens.numel() - 1
     num_blocks = heads * (num_tokens // config.block_m + num_seqs)
-    d_lo, d_hi_pad = split_width(head_dim)
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     return Launch(
         _flash_kernel,
         num_blocks + clearing_programs(num_tokens),
-        num_tokens,
-        num_seqs,
-        scale * LOG2_E,
-        # In units: every load is one of 16 bytes, asynchronous.
-        *(stride // UNIT for stride in strides),
-        UNIT=UNIT,
-        H=heads,
-        H_KV=k.shape[1],
-        D=head_dim,
-        D_LO=d_lo,
-        D_HI_PAD=d_hi_pad,
-        BLOCK_M=config.block_m,
-        BLOCK_N=_BLOCK_N,
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        maxnreg=_MAXNREG,
+        *scalars_of(q, k, v, num_seqs, scale),
+        **constants_of(q, k, config),
     )
 
 
-def _check_inputs(
+def scalars_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_seqs: int, scale: float
+) -> tuple[int | float, ...]:
+    """Return a launch's scalars: rows, sequences, the scale, and six strides."""
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    # In units: every load is one of 16 bytes, asynchronous.
+    units = (stride // UNIT for stride in strides)
+    return q.shape[0], num_seqs, scale * LOG2_E, *units
+
+
+def constants_of(q: torch.Tensor, k: torch.Tensor, config: Config) -> dict[str, int]:
+    """Return a launch's constants and Triton's options."""
+    head_dim = q.shape[2]
+    d_lo, d_hi_pad = split_width(head_dim)
+    return {
+        "UNIT": UNIT,
+        "H": q.shape[1],
+        "H_KV": k.shape[1],
+        "D": head_dim,
+        "D_LO": d_lo,
+        "D_HI_PAD": d_hi_pad,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": _BLOCK_N,
+        "NUM_STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+        "maxnreg": _MAXNREG,
+    }
+
+
+def check_inputs(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
     scale: float,
 ) -> None:
+    """Check what `prepare` demands.
+
+    Raises:
+        ValueError: As `prepare`.
+    """
     check_qkv(q, k, v, cu_seqlens)
     if any(x.stride(0) >= _MAX_STRIDE for x in (q, k, v)):
         found = [x.stride() for x in (q, k, v)]

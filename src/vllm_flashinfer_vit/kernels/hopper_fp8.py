@@ -31,6 +31,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan
 
+from vllm_flashinfer_vit.kernels._hopper import (
+    allocate,
+    copy,
+    describe,
+    find_tile,
+    halves,
+    larger,
+    log2,
+    make_barriers,
+    point,
+    scaled,
+    store_rows,
+    used,
+    zero_padding,
+)
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout, returning
 from vllm_flashinfer_vit.kernels._triton import LOG2_E, split_width
 from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV, check_blocks
@@ -80,66 +95,6 @@ _WEIGH_REGISTERS = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 32))
 
 
 @gluon.jit
-def _used(cu_ptr, num_seqs, num_tokens, BLOCK_M: gl.constexpr):
-    """Return how many sequences, and how many of a head's tiles, there are to look at.
-
-    A graph has room for many more: after the last sequence with rows all are empty.
-    Offsets beyond all rows end there.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    offs = gl.arange(0, 512, layout=layout)
-    seqs = 0
-    tiles = 0
-    for first in range(0, num_seqs, 512):
-        offs_n = first + offs
-        mask = offs_n < num_seqs
-        start = gl.load(cu_ptr + offs_n, mask=mask, other=0)
-        end = gl.load(cu_ptr + offs_n + 1, mask=mask, other=0)
-        end = gl.minimum(end, num_tokens)
-        tile = start // BLOCK_M + offs_n + gl.cdiv(end - start, BLOCK_M)
-        seqs = gl.maximum(seqs, gl.max(gl.where(end > start, offs_n + 1, 0), axis=0))
-        tiles = gl.maximum(tiles, gl.max(gl.where(end > start, tile, 0), axis=0))
-    return seqs, tiles
-
-
-@gluon.jit
-def _find_tile(
-    cu_ptr, num_seqs, num_tokens, tile, tiles_per_head, BLOCK_M: gl.constexpr
-):
-    """Return a tile's head, its sequence and that one's start and length, and its row.
-
-    Sequence n has its first tile at cu[n] // BLOCK_M + n. Tails of zeros or of repeated
-    offsets are no sequences. A row at or after the length means an empty tile.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    block = tile % tiles_per_head
-    seq = -1
-    for first in range(0, num_seqs, 128):
-        offs_n = first + gl.arange(0, 128, layout=layout)
-        mask = offs_n < num_seqs
-        start = gl.load(cu_ptr + offs_n, mask=mask, other=0)
-        end = gl.load(cu_ptr + offs_n + 1, mask=mask, other=0)
-        starts_before = (end > start) & (start // BLOCK_M + offs_n <= block)
-        seq = gl.maximum(seq, gl.max(gl.where(starts_before, offs_n, -1), axis=0))
-    start = 0
-    length = 0
-    row = 0
-    if seq >= 0:
-        start = gl.load(cu_ptr + seq)
-        length = gl.minimum(gl.load(cu_ptr + seq + 1), num_tokens) - start
-        row = (block - start // BLOCK_M - seq) * BLOCK_M
-    return tile // tiles_per_head, seq, start, length, row
-
-
-@gluon.jit
-def _copy(desc, smem, barrier, head, row, col):
-    """Start the copy of a tile to shared memory, to the first of its rows."""
-    ROWS: gl.constexpr = desc.block_shape[1]
-    tile = smem.reshape([1, smem.shape[0], smem.shape[1]]).slice(0, ROWS, 1)
-    tma.async_copy_global_to_shared(desc, [head, row, col], barrier, tile)
-
-
-@gluon.jit
 def _copy_rows(desc, smem, barrier, head, row, col, ROWS: gl.constexpr):
     """Start the copies of a tile's first ROWS rows, which are no power of two."""
     PART: gl.constexpr = desc.block_shape[1]
@@ -174,7 +129,7 @@ def _load(
     done = 0
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        head, seq, start, length, row = _find_tile(
+        head, seq, start, length, row = find_tile(
             cu_ptr, num_seqs, num_tokens, tile, tiles_per_head, 64 * GROUPS
         )
         if row < length:
@@ -185,9 +140,9 @@ def _load(
                 row_g = base + row + g * 64
                 ready = q_full.index(g)
                 mbarrier.expect(ready, 64 * (QK_LO + QK_HI))
-                _copy(q_lo_desc, q_lo.index(g), ready, head, row_g, 0)
+                copy(q_lo_desc, q_lo.index(g), ready, head, row_g, 0)
                 if QK_HI > 0:
-                    _copy(q_hi_desc, q_hi.index(g), ready, head, row_g, QK_LO)
+                    copy(q_hi_desc, q_hi.index(g), ready, head, row_g, QK_LO)
             done += 1
             for n in range(gl.cdiv(length, BLOCK_N) - 1, -1, -1):
                 stage = step % STAGES
@@ -195,10 +150,10 @@ def _load(
                 row_n = base + n * BLOCK_N
                 mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
                 mbarrier.expect(ready, BLOCK_N * (QK_LO + QK_HI + V_LO + V_HI))
-                _copy(k_lo_desc, k_lo.index(stage), ready, kv_head, row_n, 0)
+                copy(k_lo_desc, k_lo.index(stage), ready, kv_head, row_n, 0)
                 if QK_HI > 0:
-                    _copy(k_hi_desc, k_hi.index(stage), ready, kv_head, row_n, QK_LO)
-                _copy(v_lo_desc, v_lo.index(stage), ready, kv_head, 0, row_n)
+                    copy(k_hi_desc, k_hi.index(stage), ready, kv_head, row_n, QK_LO)
+                copy(v_lo_desc, v_lo.index(stage), ready, kv_head, 0, row_n)
                 if V_HI > 0:
                     _copy_rows(
                         v_hi_desc, v_hi.index(stage), ready, kv_head, V_LO, row_n, V_HI
@@ -207,27 +162,16 @@ def _load(
 
 
 @gluon.jit
-def _larger(a, b):
-    return gl.maximum(a, b, propagate_nan=_PROPAGATE_NAN)
-
-
-@gluon.jit
-def _halves(x):
-    """Return the left and the right columns; both lie in the same thread."""
-    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]))
-
-
-@gluon.jit
 def _row_max(x):
     """Return the largest score of each row in fp32, NaN if one is NaN."""
     layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     # Two neighbours lie in one register.
     for _ in gl.static_range(4):
-        a, b = _halves(x)
+        a, b = halves(x)
         x = gl.inline_asm_elementwise(
             _MAX, "=r,r,r", [a, b], gl.float16, is_pure=True, pack=2
         )
-    top = gl.reduce(x.to(gl.float32), 1, _larger)
+    top = gl.reduce(x.to(gl.float32), 1, larger)
     return gl.convert_layout(top, layout, assert_trivial=True)
 
 
@@ -276,28 +220,6 @@ def _start(weights, v):
     return warpgroup_mma(weights, v.permute([1, 0]), zero, use_acc=False, is_async=True)
 
 
-@gluon.constexpr_function
-def _log2(x):
-    return x.bit_length() - 1
-
-
-@gluon.jit
-def _scaled(acc, factor):
-    layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    return acc * gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def _store(out_ptr, acc, row, length, head, COL: gl.constexpr, H, D: gl.constexpr):
-    """Write the columns from COL on that exist of the rows that exist."""
-    layout: gl.constexpr = acc.type.layout
-    offs_m = row + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
-    offs_d = COL + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
-    offs = offs_m.to(gl.int64)[:, None] * (H * D) + (head * D + offs_d)[None, :]
-    mask = (offs_m < length)[:, None] & (offs_d < D)[None, :]
-    gl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 @gluon.jit
 def _attend_to_block(
     q_lo,
@@ -339,7 +261,7 @@ def _attend_to_block(
     # 2^8.75 times the weights, and so their sum: both cancel.
     best = _row_max(scores)
     best_code = best * factor.to(gl.float32)
-    next_top = _larger(top, best_code - 1.0)
+    next_top = larger(top, best_code - 1.0)
     # Not by the next top: where scores are so large that it is the best one's code, no
     # weight would be left.
     offset = gl.minimum(best_code - top, 1.0, propagate_nan=_PROPAGATE_NAN)
@@ -351,7 +273,7 @@ def _attend_to_block(
     acc_decay = decay * (v_scale / next_v_scale)
     # One part after the other: both at once would spill registers.
     part_lo = warpgroup_mma_wait(0, deps=[part_lo])
-    acc_lo = _scaled(acc_lo, acc_decay) + part_lo
+    acc_lo = scaled(acc_lo, acc_decay) + part_lo
     part_hi = _start(weights, v_hi.index(stage))
     if v_hi.shape[1] == V_HI:
         part_sum = _start(weights, v_ones.index(0))
@@ -361,16 +283,16 @@ def _attend_to_block(
         part_sum = part_hi
     mbarrier.arrive(empty.index(stage))
     if v_hi.shape[1] == 2 * V_HI:
-        part_hi, part_sum = _halves(part_hi)
+        part_hi, part_sum = halves(part_hi)
     if V_HI > 0:
         part_hi = gl.convert_layout(part_hi, acc_hi.type.layout, assert_trivial=True)
-        acc_hi = _scaled(acc_hi, acc_decay) + part_hi
-    for _ in gl.static_range(_log2(part_sum.shape[1]) - 3):
-        _, part_sum = _halves(part_sum)
+        acc_hi = scaled(acc_hi, acc_decay) + part_hi
+    for _ in gl.static_range(log2(part_sum.shape[1]) - 3):
+        _, part_sum = halves(part_sum)
     # Two neighbours are the same.
     part_sum, _ = gl.split(part_sum.reshape([64, 4, 2]))
     part_sum = gl.convert_layout(part_sum, total.type.layout, assert_trivial=True)
-    total = _scaled(total, decay) + part_sum
+    total = scaled(total, decay) + part_sum
     return next_top, next_v_scale, acc_lo, acc_hi, total
 
 
@@ -410,7 +332,7 @@ def _attend(
     done = 0
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        head, seq, start, length, row = _find_tile(
+        head, seq, start, length, row = find_tile(
             cu_ptr, num_seqs, num_tokens, tile, tiles_per_head, 64 * GROUPS
         )
         if row < length:
@@ -468,45 +390,9 @@ def _attend(
             )
             base = out_ptr + start.to(gl.int64) * (H * D)
             norm = v_scale / total
-            _store(base, _scaled(acc_lo, norm), row, length, head, 0, H, D)
+            store_rows(base, scaled(acc_lo, norm), row, length, head, 0, H, D)
             if V_HI > 0:
-                _store(base, _scaled(acc_hi, norm), row, length, head, V_LO, H, D)
-
-
-@gluon.jit
-def _zero_padding(cu_ptr, out_ptr, num_seqs, num_tokens, ROW: gl.constexpr):
-    """Clear the rows after the last sequence, which the programs share."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    offs = gl.arange(0, 512, layout=layout)
-    end = 0
-    for first in range(0, num_seqs + 1, 512):
-        cu = gl.load(cu_ptr + first + offs, mask=first + offs <= num_seqs, other=0)
-        end = gl.maximum(end, gl.max(cu, axis=0))
-    # Offsets beyond all rows must not overflow the sum.
-    end = gl.minimum(end, num_tokens)
-    zeros = gl.zeros([512], out_ptr.dtype.element_ty, layout)
-    for row in range(end + gl.program_id(0), num_tokens, gl.num_programs(0)):
-        for col in gl.static_range(0, ROW, 512):
-            offs_row = gl.cast(row, gl.int64) * ROW + col + offs
-            gl.store(out_ptr + offs_row, zeros, mask=col + offs < ROW)
-
-
-@gluon.jit
-def _allocate(COUNT: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-        [ROWS, COLS], gl.float8e4nv
-    )
-    return gl.allocate_shared_memory(gl.float8e4nv, [COUNT, ROWS, COLS], layout)
-
-
-@gluon.jit
-def _make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(
-        gl.int64, [COUNT, 1], mbarrier.MBarrierLayout()
-    )
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), ARRIVALS)
-    return barriers
+                store_rows(base, scaled(acc_hi, norm), row, length, head, V_LO, H, D)
 
 
 # No scalar selects a variant: a capture compiles nothing that a call before it has not.
@@ -547,14 +433,14 @@ def _hopper_fp8_kernel(
     """
     QK_LO: gl.constexpr = k_lo_desc.block_shape[2]
     V_LO: gl.constexpr = v_lo_desc.block_shape[1]
-    _zero_padding(cu_ptr, out_ptr, num_seqs, num_tokens, H * D)
-    q_lo = _allocate(GROUPS, 64, QK_LO)
-    k_lo = _allocate(STAGES, BLOCK_N, QK_LO)
-    v_lo = _allocate(STAGES, V_LO, BLOCK_N)
+    zero_padding(cu_ptr, out_ptr, num_seqs, num_tokens, H * D)
+    q_lo = allocate(gl.float8e4nv, GROUPS, 64, QK_LO)
+    k_lo = allocate(gl.float8e4nv, STAGES, BLOCK_N, QK_LO)
+    v_lo = allocate(gl.float8e4nv, STAGES, V_LO, BLOCK_N)
     # A second part that does not exist is not touched: the first one stands for it.
-    q_hi = _allocate(GROUPS, 64, QK_HI) if QK_HI > 0 else q_lo
-    k_hi = _allocate(STAGES, BLOCK_N, QK_HI) if QK_HI > 0 else k_lo
-    v_hi = _allocate(STAGES, V_HI + ONES, BLOCK_N)
+    q_hi = allocate(gl.float8e4nv, GROUPS, 64, QK_HI) if QK_HI > 0 else q_lo
+    k_hi = allocate(gl.float8e4nv, STAGES, BLOCK_N, QK_HI) if QK_HI > 0 else k_lo
+    v_hi = allocate(gl.float8e4nv, STAGES, V_HI + ONES, BLOCK_N)
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 4], [1, 32], [gl.num_warps(), 1], [1, 0]
     )
@@ -568,21 +454,21 @@ def _hopper_fp8_kernel(
             )
     v_ones = v_hi
     if ONES == 0:
-        v_ones = _allocate(1, 8, BLOCK_N)
+        v_ones = allocate(gl.float8e4nv, 1, 8, BLOCK_N)
         ones = gl.full([8, BLOCK_N], 0x38, gl.uint8, layout)
         v_ones.index(0).store(ones.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
     barriers = (
-        _make_barriers(GROUPS, 1),
-        _make_barriers(1, GROUPS),
-        _make_barriers(STAGES, 1),
-        _make_barriers(STAGES, GROUPS),
+        make_barriers(GROUPS, 1),
+        make_barriers(1, GROUPS),
+        make_barriers(STAGES, 1),
+        make_barriers(STAGES, GROUPS),
     )
     tiles = (q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, v_ones)
     descs = (q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc)
     scale_ptrs = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
     num_blocks = num_tokens // BLOCK_N + num_seqs
-    seqs, tiles_per_head = _used(cu_ptr, num_seqs, num_tokens, 64 * GROUPS)
+    seqs, tiles_per_head = used(cu_ptr, num_seqs, num_tokens, 64 * GROUPS)
     sizes = (seqs, num_tokens, H * tiles_per_head, tiles_per_head, num_blocks)
     tensors = (tiles, barriers, scale_ptrs, cu_ptr, out_ptr, sizes, scale_log2e)
     if GROUPS == 4:
@@ -646,7 +532,7 @@ def prepare(
     if not num_tokens:
         return lambda: out
     settled = launch.settle(
-        *(_point(desc, x) for desc, x in zip(descs, (q, q, k, k, v, v), strict=True)),
+        *(point(desc, x) for desc, x in zip(descs, (q, q, k, k, v, v), strict=True)),
         quantized.q_scale,
         quantized.k_scale,
         quantized.v_scale,
@@ -683,7 +569,7 @@ def _plan(
         **constants,
     )
     tensors = (q, q, k, k, v, v)
-    descs = (_describe(x, *box) for x, box in zip(tensors, boxes, strict=True))
+    descs = (describe(x, *box) for x, box in zip(tensors, boxes, strict=True))
     return launch, tuple(descs)
 
 
@@ -722,25 +608,3 @@ def _form(head_dim: int) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
         (v_hi & -v_hi, BLOCK),
     )
     return constants, boxes
-
-
-def _describe(x: torch.Tensor, rows: int, cols: int) -> TensorDescriptor | None:
-    """Describe tiles of `[rows, cols]` of `[H, R, C]`; what lies outside reads as 0."""
-    if rows == 0 or cols == 0 or x.numel() == 0:
-        return None
-    block = [1, rows, cols]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
-    desc = TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
-    # It stays; the tensor need not.
-    desc.base = None
-    return desc
-
-
-def _point(desc: TensorDescriptor | None, x: torch.Tensor) -> TensorDescriptor | None:
-    """Return the descriptor of another tensor, without the checks of a new one."""
-    if desc is None:
-        return None
-    pointed = object.__new__(TensorDescriptor)
-    # copy.copy takes five times as long.
-    vars(pointed).update(vars(desc), base=x)
-    return pointed

@@ -1,0 +1,478 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in bf16, specialised by warps for Hopper, without a running maximum.
+
+Warp groups each hold 64 queries of a head and walk over the keys of their sequence, the
+last block first; another one feeds them through a ring of TMA loads.
+
+Softmax is the same whatever is taken off all scores of a row. FlashAttention takes off
+the largest so far, so that no weight is above 1; when a larger one comes, all sums are
+scaled down. bf16 has the exponents of fp32, though: weights of 2^100 are as exact as
+those of 1. So here the largest score of the first block is taken off, and that stays.
+What is left beside the products is a multiplication with an addition, an exponential,
+a sum and half a conversion for each score.
+
+A row is wrong if its weights add up to more than 2^110, that is where a score is 76
+(natural) above the largest of the first block, or if an output is not finite. Its group
+is marked, and `redo.py` computes it again, with what is NaN or infinite and what comes
+in as 0 * NaN from rows behind the sequence.
+
+Numerics: fp32 scores and sums, weights are rounded to bf16, the output once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vllm_flashinfer_vit.kernels import redo
+from vllm_flashinfer_vit.kernels._alignment import aligned, is_aligned
+from vllm_flashinfer_vit.kernels._hopper import (
+    allocate,
+    copy,
+    describe,
+    find_tile,
+    halves,
+    larger,
+    log2,
+    make_barriers,
+    point,
+    scaled,
+    store_rows,
+    used,
+    zero_padding,
+)
+from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout
+from vllm_flashinfer_vit.kernels._triton import LOG2_E, split_width
+from vllm_flashinfer_vit.kernels.flash import check_inputs
+from vllm_flashinfer_vit.kernels.redo import MARKED_ROWS, MARKS
+
+# Up to this head dim four groups share a multiprocessor's registers, above it three.
+_WIDEST_OF_FOUR = 96
+# By the groups: registers of a thread, and keys of a step. Those that load have what is
+# left of the registers, 32.
+_REGISTERS = {4: 112, 3: 160}
+_BLOCK_N = {4: 64, 3: 128}
+# Steps that are loaded ahead.
+_STAGES = {4: 4, 3: 2}
+
+# A sum over v of weights up to this one fits fp32, and another block's with it.
+_MOST_TOTAL = gl.constexpr(2.0**110)
+# Without it Triton adds what exponentials of denormal numbers take.
+_EXP2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
+
+
+@gluon.jit
+def _load(
+    descs, tiles, barriers, cu_ptr, sizes, H_RATIO: gl.constexpr, HI: gl.constexpr
+):
+    """The group that loads: queries once a tile, keys and values ahead of their use."""
+    q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc = descs
+    q_lo, q_hi, k_lo, k_hi, v_lo, v_hi = tiles
+    q_full, q_empty, full, empty = barriers
+    num_seqs, num_tokens, num_tiles, tiles_per_head = sizes
+    GROUPS: gl.constexpr = q_lo.shape[0]
+    STAGES: gl.constexpr = k_lo.shape[0]
+    BLOCK_N: gl.constexpr = k_lo.shape[1]
+    LO: gl.constexpr = k_lo.shape[2]
+    done = 0
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        head, seq, start, length, row = find_tile(
+            cu_ptr, num_seqs, num_tokens, tile, tiles_per_head, 64 * GROUPS
+        )
+        if row < length:
+            kv_head = head // H_RATIO
+            mbarrier.wait(q_empty.index(0), (done & 1) ^ 1)
+            for g in gl.static_range(GROUPS):
+                row_g = start + row + g * 64
+                ready = q_full.index(g)
+                mbarrier.expect(ready, 64 * (LO + HI) * 2)
+                copy(q_lo_desc, q_lo.index(g), ready, head, row_g, 0)
+                if HI > 0:
+                    copy(q_hi_desc, q_hi.index(g), ready, head, row_g, LO)
+            done += 1
+            for n in range(gl.cdiv(length, BLOCK_N) - 1, -1, -1):
+                stage = step % STAGES
+                ready = full.index(stage)
+                row_n = start + n * BLOCK_N
+                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(ready, BLOCK_N * (LO + HI) * 4)
+                copy(k_lo_desc, k_lo.index(stage), ready, kv_head, row_n, 0)
+                if HI > 0:
+                    copy(k_hi_desc, k_hi.index(stage), ready, kv_head, row_n, LO)
+                copy(v_lo_desc, v_lo.index(stage), ready, kv_head, row_n, 0)
+                if HI > 0:
+                    copy(v_hi_desc, v_hi.index(stage), ready, kv_head, row_n, LO)
+                step += 1
+
+
+@gluon.jit
+def _score(q_lo, q_hi, k_lo, k_hi, HI: gl.constexpr):
+    """Return q @ k^T."""
+    N: gl.constexpr = k_lo.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    zero = gl.zeros([64, N], gl.float32, layout)
+    scores = warpgroup_mma(
+        q_lo, k_lo.permute([1, 0]), zero, use_acc=False, is_async=True
+    )
+    if HI > 0:
+        scores = warpgroup_mma(q_hi, k_hi.permute([1, 0]), scores, is_async=True)
+    return warpgroup_mma_wait(0, deps=[scores])
+
+
+@gluon.jit
+def _weigh(scores, shift, scale):
+    """Return the weights, and sums of them in eight columns, of a thread each."""
+    weights = gl.inline_asm_elementwise(
+        _EXP2,
+        "=f,f",
+        [scores * scale - shift[:, None]],
+        gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    sums = weights
+    for _ in gl.static_range(log2(weights.shape[1]) - 3):
+        left, right = halves(sums)
+        sums = left + right
+    return weights, sums
+
+
+@gluon.jit
+def _add(weights, v_lo, v_hi, acc_lo, acc_hi, HI: gl.constexpr):
+    """Return the weighted sums over v with those of another block."""
+    weights = weights.to(gl.bfloat16)
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc_lo.type.layout, 2)
+    left = gl.convert_layout(weights, operand, assert_trivial=True)
+    acc_lo = warpgroup_mma(left, v_lo, acc_lo, is_async=True)
+    if HI > 0:
+        operand_hi: gl.constexpr = gl.DotOperandLayout(0, acc_hi.type.layout, 2)
+        left = gl.convert_layout(weights, operand_hi, assert_trivial=True)
+        acc_hi = warpgroup_mma(left, v_hi, acc_hi, is_async=True)
+        acc_lo, acc_hi = warpgroup_mma_wait(0, deps=[acc_lo, acc_hi])
+    else:
+        acc_lo = warpgroup_mma_wait(0, deps=[acc_lo])
+    return acc_lo, acc_hi
+
+
+@gluon.jit
+def _largest(acc, layout: gl.constexpr):
+    """Return the largest absolute value of each row, NaN if one is NaN."""
+    return gl.convert_layout(gl.reduce(gl.abs(acc), 1, larger), layout)
+
+
+@gluon.jit
+def _attend(
+    GROUP: gl.constexpr,
+    tensors,
+    H: gl.constexpr,
+    H_RATIO: gl.constexpr,
+    D: gl.constexpr,
+    HI: gl.constexpr,
+):
+    """A warp group: 64 rows of every tile, from the last block of keys to the first."""
+    tiles, barriers, cu_ptr, out_ptr, marks_ptr, sizes, scale = tensors
+    q_lo_tiles, q_hi_tiles, k_lo, k_hi, v_lo, v_hi = tiles
+    q_full, q_empty, full, empty = barriers
+    num_seqs, num_tokens, num_tiles, tiles_per_head = sizes
+    GROUPS: gl.constexpr = q_lo_tiles.shape[0]
+    STAGES: gl.constexpr = k_lo.shape[0]
+    BLOCK_N: gl.constexpr = k_lo.shape[1]
+    LO: gl.constexpr = k_lo.shape[2]
+    # Not empty, and not used, if there are no such columns.
+    HI_TILE: gl.constexpr = max(HI, 16)
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, BLOCK_N, 16]
+    )
+    lo_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LO, 16])
+    hi_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, HI_TILE, 16]
+    )
+    row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    q_lo = q_lo_tiles.index(GROUP)
+    q_hi = q_hi_tiles.index(GROUP)
+    done = 0
+    step = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        head, seq, start, length, row = find_tile(
+            cu_ptr, num_seqs, num_tokens, tile, tiles_per_head, 64 * GROUPS
+        )
+        mark = 0
+        if row < length:
+            row += GROUP * 64
+            count = gl.cdiv(length, BLOCK_N)
+            acc_lo = gl.zeros([64, LO], gl.float32, lo_layout)
+            acc_hi = gl.zeros([64, HI_TILE], gl.float32, hi_layout)
+            mbarrier.wait(q_full.index(GROUP), done & 1)
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            scores = _score(q_lo, q_hi, k_lo.index(stage), k_hi.index(stage), HI)
+            offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout))
+            is_key = offs_n < length - (count - 1) * BLOCK_N
+            scores = gl.where(is_key[None, :], scores, float("-inf"))
+            shift = gl.max(scores, axis=1) * scale
+            weights, total = _weigh(scores, shift, scale)
+            for _ in range(count - 1):
+                acc_lo, acc_hi = _add(
+                    weights, v_lo.index(stage), v_hi.index(stage), acc_lo, acc_hi, HI
+                )
+                mbarrier.arrive(empty.index(stage))
+                step += 1
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+                scores = _score(q_lo, q_hi, k_lo.index(stage), k_hi.index(stage), HI)
+                weights, sums = _weigh(scores, shift, scale)
+                total += sums
+            acc_lo, acc_hi = _add(
+                weights, v_lo.index(stage), v_hi.index(stage), acc_lo, acc_hi, HI
+            )
+            mbarrier.arrive(empty.index(stage))
+            step += 1
+            mbarrier.arrive(q_empty.index(0))
+            done += 1
+            total = gl.convert_layout(gl.sum(total, axis=1), row_layout)
+            norm = 1.0 / total
+            acc_lo = scaled(acc_lo, norm)
+            base = out_ptr + start.to(gl.int64) * (H * D)
+            store_rows(base, acc_lo, row, length, head, 0, H, D)
+            largest = _largest(acc_lo, row_layout)
+            if HI > 0:
+                acc_hi = scaled(acc_hi, norm)
+                store_rows(base, acc_hi, row, length, head, LO, H, D)
+                largest = larger(largest, _largest(acc_hi, row_layout))
+            # Neither holds for NaN.
+            is_right = (total < _MOST_TOTAL) & (largest < float("inf"))
+            offs_m = row + gl.arange(0, 64, layout=row_layout)
+            is_wrong = (offs_m < length) & (is_right == 0)
+            mark = gl.max(is_wrong.to(gl.int32), axis=0)
+        at = (tile % tiles_per_head * H + tile // tiles_per_head) * GROUPS + GROUP
+        gl.store(marks_ptr + at, mark)
+
+
+@gluon.jit
+def _clear_marks(marks_ptr, first, num_marks):
+    """Clear the marks of tiles that no sequence has; the programs share them."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    zeros = gl.zeros([512], gl.int32, layout)
+    first += gl.program_id(0) * 512
+    for at in range(first, num_marks, gl.num_programs(0) * 512):
+        offs = at + gl.arange(0, 512, layout=layout)
+        gl.store(marks_ptr + offs, zeros, mask=offs < num_marks)
+
+
+# No scalar selects a variant: a capture compiles nothing that a call before it has not.
+@gluon.jit(
+    do_not_specialize=["num_seqs", "num_tokens", "num_marks"],
+    do_not_specialize_on_alignment=["cu_ptr"],
+)
+def _hopper_bf16_kernel(
+    q_lo_desc,
+    q_hi_desc,
+    k_lo_desc,
+    k_hi_desc,
+    v_lo_desc,
+    v_hi_desc,
+    cu_ptr,
+    out_ptr,
+    marks_ptr,
+    num_seqs,
+    num_tokens,
+    num_marks,
+    scale_log2e,
+    H: gl.constexpr,
+    H_RATIO: gl.constexpr,
+    D: gl.constexpr,
+    HI: gl.constexpr,
+    GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Attend for one tile after another: 64 * GROUPS queries of a head of a sequence.
+
+    Grid: (min(tiles that there may be, multiprocessors),)
+    """
+    LO: gl.constexpr = k_lo_desc.block_shape[2]
+    zero_padding(cu_ptr, out_ptr, num_seqs, num_tokens, H * D)
+    q_lo = allocate(gl.bfloat16, GROUPS, 64, LO)
+    k_lo = allocate(gl.bfloat16, STAGES, BLOCK_N, LO)
+    v_lo = allocate(gl.bfloat16, STAGES, BLOCK_N, LO)
+    # A second part that does not exist is not touched: the first one stands for it.
+    q_hi = allocate(gl.bfloat16, GROUPS, 64, HI) if HI > 0 else q_lo
+    k_hi = allocate(gl.bfloat16, STAGES, BLOCK_N, HI) if HI > 0 else k_lo
+    v_hi = allocate(gl.bfloat16, STAGES, BLOCK_N, HI) if HI > 0 else v_lo
+    barriers = (
+        make_barriers(GROUPS, 1),
+        make_barriers(1, GROUPS),
+        make_barriers(STAGES, 1),
+        make_barriers(STAGES, GROUPS),
+    )
+    fence_async_shared()
+    tiles = (q_lo, q_hi, k_lo, k_hi, v_lo, v_hi)
+    descs = (q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc)
+    seqs, tiles_per_head = used(cu_ptr, num_seqs, num_tokens, 64 * GROUPS)
+    _clear_marks(marks_ptr, tiles_per_head * H * GROUPS, num_marks)
+    sizes = (seqs, num_tokens, H * tiles_per_head, tiles_per_head)
+    tensors = (tiles, barriers, cu_ptr, out_ptr, marks_ptr, sizes, scale_log2e)
+    if GROUPS == 4:
+        gl.warp_specialize(
+            [
+                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, HI)),
+                (_attend, (0, tensors, H, H_RATIO, D, HI)),
+                (_attend, (1, tensors, H, H_RATIO, D, HI)),
+                (_attend, (2, tensors, H, H_RATIO, D, HI)),
+                (_attend, (3, tensors, H, H_RATIO, D, HI)),
+            ],
+            [4, 4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, HI)),
+                (_attend, (0, tensors, H, H_RATIO, D, HI)),
+                (_attend, (1, tensors, H, H_RATIO, D, HI)),
+                (_attend, (2, tensors, H, H_RATIO, D, HI)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> Callable[[], torch.Tensor]:
+    """Settle attention within each sequence of a packed batch.
+
+    Args:
+        q: `[T, H, D]` bf16, D a multiple of 8 from 64 to 128, D-stride 1, T-stride
+            below 2^24, any H-stride. What is not aligned to 16 bytes (strides of 8
+            elements) is copied first.
+        k: `[T, H_kv, D]` in q's dtype, H a multiple of H_kv, D-stride 1.
+        v: `[T, H_kv, D]` like k.
+        cu_seqlens: `[N + 1]` int32, contiguous, token prefix sums from 0. Where it does
+            not rise is an empty sequence, so it may end in zeros.
+        max_seqlen: An upper bound of the sequence lengths in tokens; not needed here.
+        scale: Factor on the scores, usually `D ** -0.5`; above 0.
+
+    Returns:
+        A call, for the current stream, that attends over what these tensors hold by
+        then. It returns `[T, H, D]` contiguous, in q's dtype, the same tensor every
+        time. Rows after the last sequence are zeros.
+
+    Raises:
+        ValueError: A tensor or `scale` breaks a demand above.
+    """
+    if not (is_aligned(q) and is_aligned(k) and is_aligned(v)):
+        # Copies: made anew by every call.
+        return lambda: _settle(aligned(q), aligned(k), aligned(v), cu_seqlens, scale)()
+    return _settle(q, k, v, cu_seqlens, scale)
+
+
+def _settle(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+) -> Callable[[], torch.Tensor]:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    launch, descs, parts, num_marks = _plan(q, k, v, cu_seqlens, scale)
+    if not out.numel():
+        return lambda: out
+    marks = torch.empty(num_marks, dtype=torch.int32, device=q.device)
+    of_heads = (x.transpose(0, 1) for x in (q, q, k, k, v, v))
+    attend = launch.settle(
+        *(point(desc, x) for desc, x in zip(descs, of_heads, strict=True)),
+        cu_seqlens,
+        out,
+        marks,
+    )
+    mend = redo.prepare(q, k, v, cu_seqlens, marks, out, parts, scale)
+
+    def call() -> torch.Tensor:
+        attend()
+        mend()
+        return out
+
+    return call
+
+
+@cached_by_layout
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+) -> tuple[Launch, tuple[TensorDescriptor | None, ...], int, int]:
+    """Return the launch, its descriptors, parts of a tile, and how many marks."""
+    check_inputs(q, k, v, cu_seqlens, scale)
+    num_tokens, heads, head_dim = q.shape
+    if q.dtype != torch.bfloat16 or head_dim < 64:
+        raise ValueError(
+            f"hopper_bf16 takes bf16 and head dims from 64 on, got {q.dtype} and "
+            f"{head_dim}"
+        )
+    num_seqs = cu_seqlens.numel() - 1
+    constants, boxes = _form(head_dim)
+    groups = constants["GROUPS"]
+    most_tiles = max(1, heads * (num_tokens // (MARKED_ROWS * groups) + num_seqs))
+    num_marks = -(-most_tiles * groups // MARKS) * MARKS
+    properties = torch.cuda.get_device_properties(q.device)
+    launch = Launch(
+        _hopper_bf16_kernel,
+        min(most_tiles, properties.multi_processor_count),
+        num_seqs,
+        num_tokens,
+        num_marks,
+        scale * LOG2_E,
+        H=heads,
+        H_RATIO=heads // k.shape[1],
+        num_warps=4,
+        **constants,
+    )
+    of_heads = (x.transpose(0, 1) for x in (q, q, k, k, v, v))
+    descs = (describe(x, *box) for x, box in zip(of_heads, boxes, strict=True))
+    return launch, tuple(descs), groups, num_marks
+
+
+def _form(head_dim: int) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
+    """Return the constants that follow from a head dim, and the boxes that are copied.
+
+    All have their columns in two parts; a box of 0 columns is none.
+    """
+    groups = 4 if head_dim <= _WIDEST_OF_FOUR else 3
+    lo, hi = split_width(head_dim)
+    block_n = _BLOCK_N[groups]
+    constants = {
+        "D": head_dim,
+        "HI": hi,
+        "GROUPS": groups,
+        "BLOCK_N": block_n,
+        "STAGES": _STAGES[groups],
+        "REGISTERS": _REGISTERS[groups],
+    }
+    boxes = (
+        (MARKED_ROWS, lo),
+        (MARKED_ROWS, hi),
+        (block_n, lo),
+        (block_n, hi),
+        (block_n, lo),
+        (block_n, hi),
+    )
+    return constants, boxes
