@@ -45,7 +45,7 @@ def test_hopper_fp8_fits_its_registers(head_dim):
         r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr
     )
     assert spills, done.stderr
-    assert max(map(int, spills.groups())) <= {48: 16, 128: 12}.get(head_dim, 0)
+    assert max(map(int, spills.groups())) <= {48: 16, 88: 36}.get(head_dim, 0)
     # The compiler's word for waiting after every product.
     assert "serialized" not in done.stderr
 

@@ -2,7 +2,8 @@
 """What the kernels share whose warps are specialised for Hopper, in Gluon.
 
 Their warp groups attend for 64 queries of a head each, and another group feeds them by
-TMA. The tiles of a head run together, so that its keys and values come from the L2.
+TMA. The tiles of a head of a sequence run together, so that its keys and values come
+from the L2.
 """
 
 import torch
@@ -17,55 +18,66 @@ _TYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.bfloat16: gl.bfloat16}
 
 
 @gluon.jit
+def _tiles(cu_ptr, offs_n, num_seqs, num_tokens, BLOCK_M: gl.constexpr):
+    """Return how many tiles a head has of sequences; offsets beyond all rows end there.
+
+    Tails of zeros or of repeated offsets are no sequences, and have none.
+    """
+    mask = offs_n < num_seqs
+    start = gl.load(cu_ptr + offs_n, mask=mask, other=0)
+    end = gl.load(cu_ptr + offs_n + 1, mask=mask, other=0)
+    end = gl.minimum(end, num_tokens)
+    return gl.where(end > start, gl.cdiv(end - start, BLOCK_M), 0)
+
+
+@gluon.jit
 def used(cu_ptr, num_seqs, num_tokens, BLOCK_M: gl.constexpr):
     """Return how many sequences, and how many of a head's tiles, there are to look at.
 
     A graph has room for many more: after the last sequence with rows all are empty.
-    Offsets beyond all rows end there.
     """
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     offs = gl.arange(0, 512, layout=layout)
     seqs = 0
     tiles = 0
     for first in range(0, num_seqs, 512):
-        offs_n = first + offs
-        mask = offs_n < num_seqs
-        start = gl.load(cu_ptr + offs_n, mask=mask, other=0)
-        end = gl.load(cu_ptr + offs_n + 1, mask=mask, other=0)
-        end = gl.minimum(end, num_tokens)
-        tile = start // BLOCK_M + offs_n + gl.cdiv(end - start, BLOCK_M)
-        seqs = gl.maximum(seqs, gl.max(gl.where(end > start, offs_n + 1, 0), axis=0))
-        tiles = gl.maximum(tiles, gl.max(gl.where(end > start, tile, 0), axis=0))
+        counts = _tiles(cu_ptr, first + offs, num_seqs, num_tokens, BLOCK_M)
+        last = gl.max(gl.where(counts > 0, first + offs + 1, 0), axis=0)
+        seqs = gl.maximum(seqs, last)
+        tiles += gl.sum(counts, axis=0)
     return seqs, tiles
 
 
 @gluon.jit
-def find_tile(
-    cu_ptr, num_seqs, num_tokens, tile, tiles_per_head, BLOCK_M: gl.constexpr
-):
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def find_tile(cu_ptr, num_seqs, num_tokens, tile, H, BLOCK_M: gl.constexpr):
     """Return a tile's head, its sequence and that one's start and length, and its row.
 
-    Sequence n has its first tile at cu[n] // BLOCK_M + n. Tails of zeros or of repeated
-    offsets are no sequences. A row at or after the length means an empty tile.
+    Tiles are numbered by sequence, then by head: none is empty, and neighbours take as
+    long as each other, so that programs which take turns have as much to do.
     """
+    # Each warp has them all, and what it finds is in uniform registers.
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    block = tile % tiles_per_head
-    seq = -1
+    offs = gl.arange(0, 128, layout=layout)
+    seq = 0
+    before = 0
+    total = 0
     for first in range(0, num_seqs, 128):
-        offs_n = first + gl.arange(0, 128, layout=layout)
-        mask = offs_n < num_seqs
-        start = gl.load(cu_ptr + offs_n, mask=mask, other=0)
-        end = gl.load(cu_ptr + offs_n + 1, mask=mask, other=0)
-        starts_before = (end > start) & (start // BLOCK_M + offs_n <= block)
-        seq = gl.maximum(seq, gl.max(gl.where(starts_before, offs_n, -1), axis=0))
-    start = 0
-    length = 0
-    row = 0
-    if seq >= 0:
-        start = gl.load(cu_ptr + seq)
-        length = gl.minimum(gl.load(cu_ptr + seq + 1), num_tokens) - start
-        row = (block - start // BLOCK_M - seq) * BLOCK_M
-    return tile // tiles_per_head, seq, start, length, row
+        counts = _tiles(cu_ptr, first + offs, num_seqs, num_tokens, BLOCK_M)
+        ends = total + gl.associative_scan(counts, 0, _plus)
+        is_before = (ends * H <= tile) & (first + offs < num_seqs)
+        seq += gl.sum(is_before.to(gl.int32), axis=0)
+        before = gl.maximum(before, gl.max(gl.where(is_before, ends, 0), axis=0))
+        total += gl.sum(counts, axis=0)
+    start = gl.load(cu_ptr + seq)
+    length = gl.minimum(gl.load(cu_ptr + seq + 1), num_tokens) - start
+    blocks = gl.cdiv(length, BLOCK_M)
+    item = tile - before * H
+    return item // blocks, seq, start, length, item % blocks * BLOCK_M
 
 
 @gluon.jit

@@ -72,47 +72,52 @@ _EXP2 = gl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 
 @gluon.jit
 def _load(
-    descs, tiles, barriers, cu_ptr, sizes, H_RATIO: gl.constexpr, HI: gl.constexpr
+    descs,
+    tiles,
+    barriers,
+    cu_ptr,
+    sizes,
+    H: gl.constexpr,
+    H_RATIO: gl.constexpr,
+    HI: gl.constexpr,
 ):
     """The group that loads: queries once a tile, keys and values ahead of their use."""
     q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc = descs
     q_lo, q_hi, k_lo, k_hi, v_lo, v_hi = tiles
     q_full, q_empty, full, empty = barriers
-    num_seqs, num_tokens, num_tiles, tiles_per_head = sizes
+    num_seqs, num_tokens, num_tiles = sizes
     GROUPS: gl.constexpr = q_lo.shape[0]
     STAGES: gl.constexpr = k_lo.shape[0]
     BLOCK_N: gl.constexpr = k_lo.shape[1]
     LO: gl.constexpr = k_lo.shape[2]
-    done = 0
     step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for turn in range(gl.cdiv(num_tiles - gl.program_id(0), gl.num_programs(0))):
+        tile = gl.program_id(0) + turn * gl.num_programs(0)
         head, seq, start, length, row = find_tile(
-            cu_ptr, num_seqs, num_tokens, tile, tiles_per_head, 64 * GROUPS
+            cu_ptr, num_seqs, num_tokens, tile, H, 64 * GROUPS
         )
-        if row < length:
-            kv_head = head // H_RATIO
-            mbarrier.wait(q_empty.index(0), (done & 1) ^ 1)
-            for g in gl.static_range(GROUPS):
-                row_g = start + row + g * 64
-                ready = q_full.index(g)
-                mbarrier.expect(ready, 64 * (LO + HI) * 2)
-                copy(q_lo_desc, q_lo.index(g), ready, head, row_g, 0)
-                if HI > 0:
-                    copy(q_hi_desc, q_hi.index(g), ready, head, row_g, LO)
-            done += 1
-            for n in range(gl.cdiv(length, BLOCK_N) - 1, -1, -1):
-                stage = step % STAGES
-                ready = full.index(stage)
-                row_n = start + n * BLOCK_N
-                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(ready, BLOCK_N * (LO + HI) * 4)
-                copy(k_lo_desc, k_lo.index(stage), ready, kv_head, row_n, 0)
-                if HI > 0:
-                    copy(k_hi_desc, k_hi.index(stage), ready, kv_head, row_n, LO)
-                copy(v_lo_desc, v_lo.index(stage), ready, kv_head, row_n, 0)
-                if HI > 0:
-                    copy(v_hi_desc, v_hi.index(stage), ready, kv_head, row_n, LO)
-                step += 1
+        kv_head = head // H_RATIO
+        mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
+        for g in gl.static_range(GROUPS):
+            row_g = start + row + g * 64
+            ready = q_full.index(g)
+            mbarrier.expect(ready, 64 * (LO + HI) * 2)
+            copy(q_lo_desc, q_lo.index(g), ready, head, row_g, 0)
+            if HI > 0:
+                copy(q_hi_desc, q_hi.index(g), ready, head, row_g, LO)
+        for n in range(gl.cdiv(length, BLOCK_N) - 1, -1, -1):
+            stage = step % STAGES
+            ready = full.index(stage)
+            row_n = start + n * BLOCK_N
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready, BLOCK_N * (LO + HI) * 4)
+            copy(k_lo_desc, k_lo.index(stage), ready, kv_head, row_n, 0)
+            if HI > 0:
+                copy(k_hi_desc, k_hi.index(stage), ready, kv_head, row_n, LO)
+            copy(v_lo_desc, v_lo.index(stage), ready, kv_head, row_n, 0)
+            if HI > 0:
+                copy(v_hi_desc, v_hi.index(stage), ready, kv_head, row_n, LO)
+            step += 1
 
 
 @gluon.jit
@@ -183,7 +188,7 @@ def _attend(
     tiles, barriers, cu_ptr, out_ptr, marks_ptr, sizes, scale = tensors
     q_lo_tiles, q_hi_tiles, k_lo, k_hi, v_lo, v_hi = tiles
     q_full, q_empty, full, empty = barriers
-    num_seqs, num_tokens, num_tiles, tiles_per_head = sizes
+    num_seqs, num_tokens, num_tiles = sizes
     GROUPS: gl.constexpr = q_lo_tiles.shape[0]
     STAGES: gl.constexpr = k_lo.shape[0]
     BLOCK_N: gl.constexpr = k_lo.shape[1]
@@ -200,67 +205,63 @@ def _attend(
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     q_lo = q_lo_tiles.index(GROUP)
     q_hi = q_hi_tiles.index(GROUP)
-    done = 0
     step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for turn in range(gl.cdiv(num_tiles - gl.program_id(0), gl.num_programs(0))):
+        tile = gl.program_id(0) + turn * gl.num_programs(0)
         head, seq, start, length, row = find_tile(
-            cu_ptr, num_seqs, num_tokens, tile, tiles_per_head, 64 * GROUPS
+            cu_ptr, num_seqs, num_tokens, tile, H, 64 * GROUPS
         )
-        mark = 0
-        if row < length:
-            row += GROUP * 64
-            count = gl.cdiv(length, BLOCK_N)
-            acc_lo = gl.zeros([64, LO], gl.float32, lo_layout)
-            acc_hi = gl.zeros([64, HI_TILE], gl.float32, hi_layout)
-            mbarrier.wait(q_full.index(GROUP), done & 1)
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            scores = _score(q_lo, q_hi, k_lo.index(stage), k_hi.index(stage), HI)
-            offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout))
-            is_key = offs_n < length - (count - 1) * BLOCK_N
-            scores = gl.where(is_key[None, :], scores, float("-inf"))
-            shift = gl.max(scores, axis=1) * scale
-            weights, total = _weigh(scores, shift, scale)
-            for _ in range(count - 1):
-                acc_lo, acc_hi = _add(
-                    weights, v_lo.index(stage), v_hi.index(stage), acc_lo, acc_hi, HI
-                )
-                mbarrier.arrive(empty.index(stage))
-                step += 1
-                stage = step % STAGES
-                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-                scores = _score(q_lo, q_hi, k_lo.index(stage), k_hi.index(stage), HI)
-                weights, sums = _weigh(scores, shift, scale)
-                total += sums
+        row += GROUP * 64
+        count = gl.cdiv(length, BLOCK_N)
+        acc_lo = gl.zeros([64, LO], gl.float32, lo_layout)
+        acc_hi = gl.zeros([64, HI_TILE], gl.float32, hi_layout)
+        mbarrier.wait(q_full.index(GROUP), turn & 1)
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        scores = _score(q_lo, q_hi, k_lo.index(stage), k_hi.index(stage), HI)
+        offs_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score_layout))
+        is_key = offs_n < length - (count - 1) * BLOCK_N
+        scores = gl.where(is_key[None, :], scores, float("-inf"))
+        shift = gl.max(scores, axis=1) * scale
+        weights, total = _weigh(scores, shift, scale)
+        for _ in range(count - 1):
             acc_lo, acc_hi = _add(
                 weights, v_lo.index(stage), v_hi.index(stage), acc_lo, acc_hi, HI
             )
             mbarrier.arrive(empty.index(stage))
             step += 1
-            mbarrier.arrive(q_empty.index(0))
-            done += 1
-            total = gl.convert_layout(gl.sum(total, axis=1), row_layout)
-            norm = 1.0 / total
-            acc_lo = scaled(acc_lo, norm)
-            base = out_ptr + start.to(gl.int64) * (H * D)
-            store_rows(base, acc_lo, row, length, head, 0, H, D)
-            largest = _largest(acc_lo, row_layout)
-            if HI > 0:
-                acc_hi = scaled(acc_hi, norm)
-                store_rows(base, acc_hi, row, length, head, LO, H, D)
-                largest = larger(largest, _largest(acc_hi, row_layout))
-            # Neither holds for NaN.
-            is_right = (total < _MOST_TOTAL) & (largest < float("inf"))
-            offs_m = row + gl.arange(0, 64, layout=row_layout)
-            is_wrong = (offs_m < length) & (is_right == 0)
-            mark = gl.max(is_wrong.to(gl.int32), axis=0)
-        at = (tile % tiles_per_head * H + tile // tiles_per_head) * GROUPS + GROUP
-        gl.store(marks_ptr + at, mark)
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            scores = _score(q_lo, q_hi, k_lo.index(stage), k_hi.index(stage), HI)
+            weights, sums = _weigh(scores, shift, scale)
+            total += sums
+        acc_lo, acc_hi = _add(
+            weights, v_lo.index(stage), v_hi.index(stage), acc_lo, acc_hi, HI
+        )
+        mbarrier.arrive(empty.index(stage))
+        step += 1
+        mbarrier.arrive(q_empty.index(0))
+        total = gl.convert_layout(gl.sum(total, axis=1), row_layout)
+        norm = 1.0 / total
+        acc_lo = scaled(acc_lo, norm)
+        base = out_ptr + start.to(gl.int64) * (H * D)
+        store_rows(base, acc_lo, row, length, head, 0, H, D)
+        largest = _largest(acc_lo, row_layout)
+        if HI > 0:
+            acc_hi = scaled(acc_hi, norm)
+            store_rows(base, acc_hi, row, length, head, LO, H, D)
+            largest = larger(largest, _largest(acc_hi, row_layout))
+        # Neither holds for NaN.
+        is_right = (total < _MOST_TOTAL) & (largest < float("inf"))
+        offs_m = row + gl.arange(0, 64, layout=row_layout)
+        is_wrong = (offs_m < length) & (is_right == 0)
+        mark = gl.max(is_wrong.to(gl.int32), axis=0)
+        gl.store(marks_ptr + tile * GROUPS + GROUP, mark)
 
 
 @gluon.jit
 def _clear_marks(marks_ptr, first, num_marks):
-    """Clear the marks of tiles that no sequence has; the programs share them."""
+    """Clear the marks behind those of the tiles there are; the programs share them."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     zeros = gl.zeros([512], gl.int32, layout)
     first += gl.program_id(0) * 512
@@ -319,14 +320,14 @@ def _hopper_bf16_kernel(
     fence_async_shared()
     tiles = (q_lo, q_hi, k_lo, k_hi, v_lo, v_hi)
     descs = (q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc)
-    seqs, tiles_per_head = used(cu_ptr, num_seqs, num_tokens, 64 * GROUPS)
-    _clear_marks(marks_ptr, tiles_per_head * H * GROUPS, num_marks)
-    sizes = (seqs, num_tokens, H * tiles_per_head, tiles_per_head)
+    seqs, tiles_of_head = used(cu_ptr, num_seqs, num_tokens, 64 * GROUPS)
+    _clear_marks(marks_ptr, tiles_of_head * H * GROUPS, num_marks)
+    sizes = (seqs, num_tokens, H * tiles_of_head)
     tensors = (tiles, barriers, cu_ptr, out_ptr, marks_ptr, sizes, scale_log2e)
     if GROUPS == 4:
         gl.warp_specialize(
             [
-                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, HI)),
+                (_load, (descs, tiles, barriers, cu_ptr, sizes, H, H_RATIO, HI)),
                 (_attend, (0, tensors, H, H_RATIO, D, HI)),
                 (_attend, (1, tensors, H, H_RATIO, D, HI)),
                 (_attend, (2, tensors, H, H_RATIO, D, HI)),
@@ -338,7 +339,7 @@ def _hopper_bf16_kernel(
     else:
         gl.warp_specialize(
             [
-                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, HI)),
+                (_load, (descs, tiles, barriers, cu_ptr, sizes, H, H_RATIO, HI)),
                 (_attend, (0, tensors, H, H_RATIO, D, HI)),
                 (_attend, (1, tensors, H, H_RATIO, D, HI)),
                 (_attend, (2, tensors, H, H_RATIO, D, HI)),

@@ -112,6 +112,7 @@ def _load(
     barriers,
     cu_ptr,
     sizes,
+    H: gl.constexpr,
     H_RATIO: gl.constexpr,
     QK_HI: gl.constexpr,
     V_HI: gl.constexpr,
@@ -120,45 +121,43 @@ def _load(
     q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc = descs
     q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, _ = tiles
     q_full, q_empty, full, empty = barriers
-    num_seqs, num_tokens, num_tiles, tiles_per_head, _ = sizes
+    num_seqs, num_tokens, num_tiles, _ = sizes
     GROUPS: gl.constexpr = q_lo.shape[0]
     QK_LO: gl.constexpr = q_lo.shape[2]
     STAGES: gl.constexpr = v_lo.shape[0]
     V_LO: gl.constexpr = v_lo.shape[1]
     BLOCK_N: gl.constexpr = v_lo.shape[2]
-    done = 0
     step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for turn in range(gl.cdiv(num_tiles - gl.program_id(0), gl.num_programs(0))):
+        tile = gl.program_id(0) + turn * gl.num_programs(0)
         head, seq, start, length, row = find_tile(
-            cu_ptr, num_seqs, num_tokens, tile, tiles_per_head, 64 * GROUPS
+            cu_ptr, num_seqs, num_tokens, tile, H, 64 * GROUPS
         )
-        if row < length:
-            base = (start // BLOCK_N + seq) * BLOCK_N
-            kv_head = head // H_RATIO
-            mbarrier.wait(q_empty.index(0), (done & 1) ^ 1)
-            for g in gl.static_range(GROUPS):
-                row_g = base + row + g * 64
-                ready = q_full.index(g)
-                mbarrier.expect(ready, 64 * (QK_LO + QK_HI))
-                copy(q_lo_desc, q_lo.index(g), ready, head, row_g, 0)
-                if QK_HI > 0:
-                    copy(q_hi_desc, q_hi.index(g), ready, head, row_g, QK_LO)
-            done += 1
-            for n in range(gl.cdiv(length, BLOCK_N) - 1, -1, -1):
-                stage = step % STAGES
-                ready = full.index(stage)
-                row_n = base + n * BLOCK_N
-                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(ready, BLOCK_N * (QK_LO + QK_HI + V_LO + V_HI))
-                copy(k_lo_desc, k_lo.index(stage), ready, kv_head, row_n, 0)
-                if QK_HI > 0:
-                    copy(k_hi_desc, k_hi.index(stage), ready, kv_head, row_n, QK_LO)
-                copy(v_lo_desc, v_lo.index(stage), ready, kv_head, 0, row_n)
-                if V_HI > 0:
-                    _copy_rows(
-                        v_hi_desc, v_hi.index(stage), ready, kv_head, V_LO, row_n, V_HI
-                    )
-                step += 1
+        base = (start // BLOCK_N + seq) * BLOCK_N
+        kv_head = head // H_RATIO
+        mbarrier.wait(q_empty.index(0), (turn & 1) ^ 1)
+        for g in gl.static_range(GROUPS):
+            row_g = base + row + g * 64
+            ready = q_full.index(g)
+            mbarrier.expect(ready, 64 * (QK_LO + QK_HI))
+            copy(q_lo_desc, q_lo.index(g), ready, head, row_g, 0)
+            if QK_HI > 0:
+                copy(q_hi_desc, q_hi.index(g), ready, head, row_g, QK_LO)
+        for n in range(gl.cdiv(length, BLOCK_N) - 1, -1, -1):
+            stage = step % STAGES
+            ready = full.index(stage)
+            row_n = base + n * BLOCK_N
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready, BLOCK_N * (QK_LO + QK_HI + V_LO + V_HI))
+            copy(k_lo_desc, k_lo.index(stage), ready, kv_head, row_n, 0)
+            if QK_HI > 0:
+                copy(k_hi_desc, k_hi.index(stage), ready, kv_head, row_n, QK_LO)
+            copy(v_lo_desc, v_lo.index(stage), ready, kv_head, 0, row_n)
+            if V_HI > 0:
+                _copy_rows(
+                    v_hi_desc, v_hi.index(stage), ready, kv_head, V_LO, row_n, V_HI
+                )
+            step += 1
 
 
 @gluon.jit
@@ -311,7 +310,7 @@ def _attend(
     q_lo_tiles, q_hi_tiles, k_lo, k_hi, v_lo, v_hi, v_ones = tiles
     q_full, q_empty, full, empty = barriers
     q_scale_ptr, k_scale_ptr, v_scale_ptr = scale_ptrs
-    num_seqs, num_tokens, num_tiles, tiles_per_head, num_blocks = sizes
+    num_seqs, num_tokens, num_tiles, num_blocks = sizes
     GROUPS: gl.constexpr = q_lo_tiles.shape[0]
     BLOCK_N: gl.constexpr = k_lo.shape[1]
     V_LO: gl.constexpr = v_lo.shape[1]
@@ -329,31 +328,44 @@ def _attend(
     q_lo = q_lo_tiles.index(GROUP)
     q_hi = q_hi_tiles.index(GROUP)
     rings = (k_lo, k_hi, v_lo, v_hi, v_ones, full, empty)
-    done = 0
     step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for turn in range(gl.cdiv(num_tiles - gl.program_id(0), gl.num_programs(0))):
+        tile = gl.program_id(0) + turn * gl.num_programs(0)
         head, seq, start, length, row = find_tile(
-            cu_ptr, num_seqs, num_tokens, tile, tiles_per_head, 64 * GROUPS
+            cu_ptr, num_seqs, num_tokens, tile, H, 64 * GROUPS
         )
-        if row < length:
-            row += GROUP * 64
-            count = gl.cdiv(length, BLOCK_N)
-            block = start // BLOCK_N + seq
-            at = (head // H_RATIO) * num_blocks + block
-            # Rows after the end have no scale, and are not stored.
-            q_factor = scale_log2e * gl.load(
-                q_scale_ptr + head * num_blocks + block + row // BLOCK_N,
-                mask=row < length,
-                other=0.0,
-            )
-            scales = (q_factor, k_scale_ptr + at, v_scale_ptr + at)
-            top = gl.full([64], float("-inf"), gl.float32, row_layout)
-            acc_lo = gl.zeros([64, V_LO], gl.float32, lo_layout)
-            acc_hi = gl.zeros([64, HI], gl.float32, hi_layout)
-            total = gl.zeros([64, 8], gl.float32, sum_layout)
-            total, _ = gl.split(total.reshape([64, 4, 2]))
-            state = (top, gl.cast(1.0, gl.float32), acc_lo, acc_hi, total)
-            mbarrier.wait(q_full.index(GROUP), done & 1)
+        row += GROUP * 64
+        count = gl.cdiv(length, BLOCK_N)
+        block = start // BLOCK_N + seq
+        at = (head // H_RATIO) * num_blocks + block
+        # Rows after the end have no scale, and are not stored.
+        q_factor = scale_log2e * gl.load(
+            q_scale_ptr + head * num_blocks + block + row // BLOCK_N,
+            mask=row < length,
+            other=0.0,
+        )
+        scales = (q_factor, k_scale_ptr + at, v_scale_ptr + at)
+        top = gl.full([64], float("-inf"), gl.float32, row_layout)
+        acc_lo = gl.zeros([64, V_LO], gl.float32, lo_layout)
+        acc_hi = gl.zeros([64, HI], gl.float32, hi_layout)
+        total = gl.zeros([64, 8], gl.float32, sum_layout)
+        total, _ = gl.split(total.reshape([64, 4, 2]))
+        state = (top, gl.cast(1.0, gl.float32), acc_lo, acc_hi, total)
+        mbarrier.wait(q_full.index(GROUP), turn & 1)
+        state = _attend_to_block(
+            q_lo,
+            q_hi,
+            rings,
+            scales,
+            state,
+            step,
+            count - 1,
+            length,
+            QK_HI,
+            V_HI,
+        )
+        for n in range(count - 2, -1, -1):
+            step += 1
             state = _attend_to_block(
                 q_lo,
                 q_hi,
@@ -361,38 +373,23 @@ def _attend(
                 scales,
                 state,
                 step,
-                count - 1,
-                length,
+                n,
+                None,
                 QK_HI,
                 V_HI,
             )
-            for n in range(count - 2, -1, -1):
-                step += 1
-                state = _attend_to_block(
-                    q_lo,
-                    q_hi,
-                    rings,
-                    scales,
-                    state,
-                    step,
-                    n,
-                    None,
-                    QK_HI,
-                    V_HI,
-                )
-            step += 1
-            _, v_scale, acc_lo, acc_hi, total = state
-            mbarrier.arrive(q_empty.index(0))
-            done += 1
-            # Its columns are all the same.
-            total = gl.convert_layout(
-                gl.max(total, axis=1), row_layout, assert_trivial=True
-            )
-            base = out_ptr + start.to(gl.int64) * (H * D)
-            norm = v_scale / total
-            store_rows(base, scaled(acc_lo, norm), row, length, head, 0, H, D)
-            if V_HI > 0:
-                store_rows(base, scaled(acc_hi, norm), row, length, head, V_LO, H, D)
+        step += 1
+        _, v_scale, acc_lo, acc_hi, total = state
+        mbarrier.arrive(q_empty.index(0))
+        # Its columns are all the same.
+        total = gl.convert_layout(
+            gl.max(total, axis=1), row_layout, assert_trivial=True
+        )
+        base = out_ptr + start.to(gl.int64) * (H * D)
+        norm = v_scale / total
+        store_rows(base, scaled(acc_lo, norm), row, length, head, 0, H, D)
+        if V_HI > 0:
+            store_rows(base, scaled(acc_hi, norm), row, length, head, V_LO, H, D)
 
 
 # No scalar selects a variant: a capture compiles nothing that a call before it has not.
@@ -428,7 +425,6 @@ def _hopper_fp8_kernel(
 ):
     """Attend for one tile after another: 64 * GROUPS queries of a head of a sequence.
 
-    The tiles of a head run together, so that k and v come from the L2.
     Grid: (min(tiles that there may be, multiprocessors),)
     """
     QK_LO: gl.constexpr = k_lo_desc.block_shape[2]
@@ -468,13 +464,16 @@ def _hopper_fp8_kernel(
     descs = (q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc)
     scale_ptrs = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
     num_blocks = num_tokens // BLOCK_N + num_seqs
-    seqs, tiles_per_head = used(cu_ptr, num_seqs, num_tokens, 64 * GROUPS)
-    sizes = (seqs, num_tokens, H * tiles_per_head, tiles_per_head, num_blocks)
+    seqs, tiles_of_head = used(cu_ptr, num_seqs, num_tokens, 64 * GROUPS)
+    sizes = (seqs, num_tokens, H * tiles_of_head, num_blocks)
     tensors = (tiles, barriers, scale_ptrs, cu_ptr, out_ptr, sizes, scale_log2e)
     if GROUPS == 4:
         gl.warp_specialize(
             [
-                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
+                (
+                    _load,
+                    (descs, tiles, barriers, cu_ptr, sizes, H, H_RATIO, QK_HI, V_HI),
+                ),
                 (_attend, (0, tensors, H, H_RATIO, D, QK_HI, V_HI)),
                 (_attend, (1, tensors, H, H_RATIO, D, QK_HI, V_HI)),
                 (_attend, (2, tensors, H, H_RATIO, D, QK_HI, V_HI)),
@@ -486,7 +485,10 @@ def _hopper_fp8_kernel(
     else:
         gl.warp_specialize(
             [
-                (_load, (descs, tiles, barriers, cu_ptr, sizes, H_RATIO, QK_HI, V_HI)),
+                (
+                    _load,
+                    (descs, tiles, barriers, cu_ptr, sizes, H, H_RATIO, QK_HI, V_HI),
+                ),
                 (_attend, (0, tensors, H, H_RATIO, D, QK_HI, V_HI)),
                 (_attend, (1, tensors, H, H_RATIO, D, QK_HI, V_HI)),
                 (_attend, (2, tensors, H, H_RATIO, D, QK_HI, V_HI)),

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout
-from vllm_flashinfer_vit.kernels._triton import find_sequence
 from vllm_flashinfer_vit.kernels.flash import (
     Config,
     attend_block,
@@ -20,6 +19,29 @@ from vllm_flashinfer_vit.kernels.flash import (
 # Rows of a mark, and how many marks a program looks at.
 MARKED_ROWS = 64
 MARKS = 32
+
+
+@triton.jit
+def _find(
+    cu_seqlens_ptr, num_tokens, num_seqs, tile, H: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return a tile's sequence, and how many tiles a head has of those before it."""
+    offs = tl.arange(0, 128)
+    seq = 0
+    before = 0
+    total = 0
+    for i in range(0, num_seqs, 128):
+        mask = i + offs < num_seqs
+        start = tl.load(cu_seqlens_ptr + i + offs, mask=mask, other=0)
+        end = tl.load(cu_seqlens_ptr + i + offs + 1, mask=mask, other=0)
+        end = tl.minimum(end, num_tokens)
+        counts = tl.where(end > start, tl.cdiv(end - start, BLOCK), 0)
+        ends = total + tl.cumsum(counts, axis=0)
+        is_before = (ends * H <= tile) & mask
+        seq += tl.sum(is_before.to(tl.int32), axis=0)
+        before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0), axis=0))
+        total += tl.sum(counts, axis=0)
+    return seq, before
 
 
 @triton.jit(
@@ -73,11 +95,15 @@ def _redo_kernel(
         return
     for mark in range(first_mark, first_mark + MARKS):
         if tl.load(marks_ptr + mark) != 0:
-            tile = mark // (PARTS * H)
-            seq = find_sequence(cu_seqlens_ptr, num_seqs, tile, PARTS * BLOCK_M)
+            tile = mark // PARTS
+            seq, before = _find(
+                cu_seqlens_ptr, num_tokens, num_seqs, tile, H, PARTS * BLOCK_M
+            )
             start = tl.load(cu_seqlens_ptr + seq)
             length = tl.minimum(tl.load(cu_seqlens_ptr + seq + 1), num_tokens) - start
-            part = (tile - start // (PARTS * BLOCK_M) - seq) * PARTS + mark % PARTS
+            tiles = tl.cdiv(length, PARTS * BLOCK_M)
+            item = tile - before * H
+            part = item % tiles * PARTS + mark % PARTS
             attend_block(
                 q_ptr,
                 k_ptr,
@@ -86,7 +112,7 @@ def _redo_kernel(
                 start,
                 length,
                 part * BLOCK_M,
-                mark // PARTS % H,
+                item // tiles,
                 scale_log2e,
                 stride_qt,
                 stride_qh,
@@ -123,10 +149,10 @@ def prepare(
         k: See `q`.
         v: See `q`.
         cu_seqlens: See `q`.
-        marks: `[M]` int32, contiguous, M a multiple of `MARKS`. Mark (t * H + h) *
-            parts + p is not 0 where part p of tile t of head h is to be computed again.
-            A part is `MARKED_ROWS` rows; sequence n has its first tile, of `parts`
-            parts, at cu_seqlens[n] // (parts * MARKED_ROWS) + n.
+        marks: `[M]` int32, contiguous, M a multiple of `MARKS`. Mark t * parts + p is
+            not 0 where part p, `MARKED_ROWS` rows, of tile t is to be computed again.
+            Tiles, each `parts` parts of a head of a sequence, are numbered by sequence,
+            then by head; where cu_seqlens does not rise there are none.
         out: `[T, H, D]` contiguous, in q's dtype; rows that are marked are written.
         parts: Parts of a tile.
         scale: See `q`.
@@ -149,11 +175,14 @@ def _launch(
     scale: float,
 ) -> Launch:
     check_inputs(q, k, v, cu_seqlens, scale)
+    constants = constants_of(q, k, Config(MARKED_ROWS, 4, num_stages=2))
+    # Few blocks run: none has to make room for another.
+    constants["maxnreg"] = 255
     return Launch(
         _redo_kernel,
         marks.numel() // MARKS,
         *scalars_of(q, k, v, cu_seqlens.numel() - 1, scale),
         PARTS=parts,
         MARKS=MARKS,
-        **constants_of(q, k, Config(MARKED_ROWS, 4, num_stages=2)),
+        **constants,
     )
