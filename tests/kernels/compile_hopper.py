@@ -6,6 +6,7 @@
 A process of its own: the tests' interpreter of Triton knows nothing of Gluon.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -69,18 +70,23 @@ def _fp8(head_dim: int) -> Any:
     )
 
 
-def _bf16(head_dim: int) -> Any:
+def _bf16(head_dim: int, groups: int | None = None) -> Any:
     types = {"out_ptr": "*bf16", "scale_log2e": "fp32"}
+    groups = groups or hopper_bf16._most_groups(head_dim)
     return _compile(
         hopper_bf16._hopper_bf16_kernel,
-        *hopper_bf16._form(head_dim),
+        *hopper_bf16._form(head_dim, groups),
         gl.bfloat16,
         lambda name: types.get(name, "*i32" if name.endswith("_ptr") else "i32"),
     )
 
 
 # By kernel, what compiles it for a head dim.
-KERNELS = {"hopper_bf16": _bf16, "hopper_fp8": _fp8}
+KERNELS = {
+    "hopper_bf16": _bf16,
+    "hopper_bf16 few": functools.partial(_bf16, groups=hopper_bf16._FEW),
+    "hopper_fp8": _fp8,
+}
 
 
 def main() -> None:

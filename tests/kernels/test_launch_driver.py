@@ -65,6 +65,7 @@ triton.runtime.driver.set_active(Driver())
 torch.cuda.current_device = lambda: 0
 torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
     multi_processor_count=132)
+torch.cuda.is_current_stream_capturing = lambda: True
 torch._C._cuda_getCurrentRawStream = lambda device: 77
 
 from vllm_flashinfer_vit.kernels import (

@@ -19,6 +19,7 @@ in as 0 * NaN from rows behind the sequence.
 Numerics: fp32 scores and sums, weights are rounded to bf16, the output once.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,14 +56,12 @@ from vllm_flashinfer_vit.kernels._triton import LOG2_E, split_width
 from vllm_flashinfer_vit.kernels.flash import check_inputs
 from vllm_flashinfer_vit.kernels.redo import MARKED_ROWS, MARKS
 
-# Up to this head dim four groups share a multiprocessor's registers, above it three.
+# Up to this head dim four groups share a multiprocessor's registers, above it three. Two
+# share few rows.
 _WIDEST_OF_FOUR = 96
-# By the groups: registers of a thread, and keys of a step. Those that load have what is
-# left of the registers, 32.
-_REGISTERS = {4: 112, 3: 160}
-_BLOCK_N = {4: 64, 3: 128}
-# Steps that are loaded ahead.
-_STAGES = {4: 4, 3: 2}
+_FEW = 2
+# Of a thread, by the groups. Those that load have what is left, 32 and more.
+_REGISTERS = {4: 112, 3: 160, _FEW: 160}
 
 # A sum over v of weights up to this one fits fp32, and another block's with it.
 _MOST_TOTAL = gl.constexpr(2.0**110)
@@ -336,7 +335,7 @@ def _hopper_bf16_kernel(
             [4, 4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
         )
-    else:
+    elif GROUPS == 3:
         gl.warp_specialize(
             [
                 (_load, (descs, tiles, barriers, cu_ptr, sizes, H, H_RATIO, HI)),
@@ -346,6 +345,16 @@ def _hopper_bf16_kernel(
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_load, (descs, tiles, barriers, cu_ptr, sizes, H, H_RATIO, HI)),
+                (_attend, (0, tensors, H, H_RATIO, D, HI)),
+                (_attend, (1, tensors, H, H_RATIO, D, HI)),
+            ],
+            [4, 4],
+            [REGISTERS, REGISTERS],
         )
 
 
@@ -391,19 +400,21 @@ def _settle(
     cu_seqlens: torch.Tensor,
     scale: float,
 ) -> Callable[[], torch.Tensor]:
+    check_inputs(q, k, v, cu_seqlens, scale)
+    num_tokens, heads, head_dim = q.shape
+    if q.dtype != torch.bfloat16 or head_dim < 64:
+        raise ValueError(
+            f"hopper_bf16 takes bf16 and head dims from 64 on, got {q.dtype} and "
+            f"{head_dim}"
+        )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    launch, descs, parts, num_marks = _plan(q, k, v, cu_seqlens, scale)
     if not out.numel():
         return lambda: out
-    marks = torch.empty(num_marks, dtype=torch.int32, device=q.device)
-    of_heads = (x.transpose(0, 1) for x in (q, q, k, k, v, v))
-    attend = launch.settle(
-        *(point(desc, x) for desc, x in zip(descs, of_heads, strict=True)),
-        cu_seqlens,
-        out,
-        marks,
-    )
-    mend = redo.prepare(q, k, v, cu_seqlens, marks, out, parts, scale)
+    if not torch.cuda.is_current_stream_capturing():
+        _compile(heads, k.shape[1], head_dim, q.device)
+    groups = _groups(head_dim, heads, num_tokens, _processors(q.device))
+    attend, marks = _settle_groups(groups, q, k, v, cu_seqlens, out, scale)
+    mend = redo.prepare(q, k, v, cu_seqlens, marks, out, groups, scale)
 
     def call() -> torch.Tensor:
         attend()
@@ -413,31 +424,60 @@ def _settle(
     return call
 
 
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _compile(heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
+    """Compile both variants: a graph that is captured may have other rows than now."""
+    q = torch.zeros(1, heads, head_dim, dtype=torch.bfloat16, device=device)
+    kv = q.new_zeros(1, kv_heads, head_dim)
+    cu_seqlens = torch.zeros(2, dtype=torch.int32, device=device)
+    for groups in (_FEW, _most_groups(head_dim)):
+        _settle_groups(groups, q, kv, kv, cu_seqlens, torch.empty_like(q), 1.0)
+
+
+def _settle_groups(
+    groups: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+) -> tuple[Callable[[], object], torch.Tensor]:
+    """Settle a variant, and return it with the marks that it sets."""
+    launch, descs, num_marks = _plan(groups, q, k, v, cu_seqlens, scale)
+    marks = torch.empty(num_marks, dtype=torch.int32, device=q.device)
+    of_heads = (x.transpose(0, 1) for x in (q, q, k, k, v, v))
+    settled = launch.settle(
+        *(point(desc, x) for desc, x in zip(descs, of_heads, strict=True)),
+        cu_seqlens,
+        out,
+        marks,
+    )
+    return settled, marks
+
+
 @cached_by_layout
 def _plan(
+    groups: int,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
     scale: float,
-) -> tuple[Launch, tuple[TensorDescriptor | None, ...], int, int]:
-    """Return the launch, its descriptors, parts of a tile, and how many marks."""
-    check_inputs(q, k, v, cu_seqlens, scale)
+) -> tuple[Launch, tuple[TensorDescriptor | None, ...], int]:
+    """Return the launch, its descriptors, and how many marks it sets."""
     num_tokens, heads, head_dim = q.shape
-    if q.dtype != torch.bfloat16 or head_dim < 64:
-        raise ValueError(
-            f"hopper_bf16 takes bf16 and head dims from 64 on, got {q.dtype} and "
-            f"{head_dim}"
-        )
     num_seqs = cu_seqlens.numel() - 1
-    constants, boxes = _form(head_dim)
-    groups = constants["GROUPS"]
+    constants, boxes = _form(head_dim, groups)
     most_tiles = max(1, heads * (num_tokens // (MARKED_ROWS * groups) + num_seqs))
     num_marks = -(-most_tiles * groups // MARKS) * MARKS
-    properties = torch.cuda.get_device_properties(q.device)
     launch = Launch(
         _hopper_bf16_kernel,
-        min(most_tiles, properties.multi_processor_count),
+        min(most_tiles, _processors(q.device)),
         num_seqs,
         num_tokens,
         num_marks,
@@ -449,31 +489,42 @@ def _plan(
     )
     of_heads = (x.transpose(0, 1) for x in (q, q, k, k, v, v))
     descs = (describe(x, *box) for x, box in zip(of_heads, boxes, strict=True))
-    return launch, tuple(descs), groups, num_marks
+    return launch, tuple(descs), num_marks
 
 
-def _form(head_dim: int) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
-    """Return the constants that follow from a head dim, and the boxes that are copied.
+def _groups(head_dim: int, heads: int, num_tokens: int, processors: int) -> int:
+    """Return how many groups share a tile; no row's bits depend on it.
+
+    Few rows are spread over all multiprocessors: 16 heads of 1024 rows make 64 tiles of
+    four groups, and 128 of two.
+    """
+    if heads * -(-num_tokens // (MARKED_ROWS * _FEW)) <= processors:
+        return _FEW
+    return _most_groups(head_dim)
+
+
+def _most_groups(head_dim: int) -> int:
+    return 4 if head_dim <= _WIDEST_OF_FOUR else 3
+
+
+def _form(
+    head_dim: int, groups: int
+) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
+    """Return the constants of a variant, and the boxes that are copied.
 
     All have their columns in two parts; a box of 0 columns is none.
     """
-    groups = 4 if head_dim <= _WIDEST_OF_FOUR else 3
     lo, hi = split_width(head_dim)
-    block_n = _BLOCK_N[groups]
+    # Not by the groups: sums would be in another order.
+    block_n, stages = (64, 4) if _most_groups(head_dim) == 4 else (128, 2)
     constants = {
         "D": head_dim,
         "HI": hi,
         "GROUPS": groups,
         "BLOCK_N": block_n,
-        "STAGES": _STAGES[groups],
+        "STAGES": stages,
         "REGISTERS": _REGISTERS[groups],
     }
-    boxes = (
-        (MARKED_ROWS, lo),
-        (MARKED_ROWS, hi),
-        (block_n, lo),
-        (block_n, hi),
-        (block_n, lo),
-        (block_n, hi),
-    )
-    return constants, boxes
+    queries = (MARKED_ROWS, lo), (MARKED_ROWS, hi)
+    keys = (block_n, lo), (block_n, hi)
+    return constants, (*queries, *keys, *keys)
