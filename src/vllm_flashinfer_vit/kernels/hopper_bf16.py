@@ -56,8 +56,8 @@ from vllm_flashinfer_vit.kernels._triton import LOG2_E, split_width
 from vllm_flashinfer_vit.kernels.flash import check_inputs
 from vllm_flashinfer_vit.kernels.redo import MARKED_ROWS, MARKS
 
-# Up to this head dim four groups share a multiprocessor's registers, above it three. Two
-# share few rows.
+# Up to this head dim four groups share a multiprocessor, above it three, and few rows
+# are shared by two.
 _WIDEST_OF_FOUR = 96
 _FEW = 2
 # Of a thread, by the groups. Those that load have what is left, 32 and more.
