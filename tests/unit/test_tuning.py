@@ -234,6 +234,26 @@ def test_the_time_limit_leaves_the_rest_out(monkeypatch: pytest.MonkeyPatch) -> 
         build(Options(dtypes="bf16", head_dims="80", time_limit_s=2))
 
 
+def test_no_kernel_has_a_test_run_after_the_time_limit(
+    kernels: dict[str, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each compiles a kernel, and there are some for every dtype and head dim."""
+    seconds = iter(range(100))
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: next(seconds))
+    runs: list[tuple[str, int]] = []
+
+    def attempt(kernel: str, head_dim: int, dtype: torch.dtype) -> str:
+        runs.append((kernel, head_dim))
+        return "not on a CPU"
+
+    monkeypatch.setattr(tuning, "attempt", attempt)
+    options = Options("bf16", "80,64,96", time_limit_s=2, only="attention")
+    # The limit is set at 0, the test run is at 1.
+    with pytest.raises(TuneError, match="no choice could be measured"):
+        build(options)
+    assert runs == [("flash_attn_4", 80)]
+
+
 @pytest.mark.usefixtures("two_kernels")
 def test_the_command_stops_at_the_time_limit_with_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -251,13 +251,25 @@ def build_table(
         except (TimeIsUpError, TuneError) as error:
             left_out.append(f"{name}: {error}")
 
+    def check_time() -> None:
+        if time.monotonic() > until:
+            raise TimeIsUpError(
+                f"the time limit of {effort.time_limit_s:g} s passed before all of "
+                "it was measured, so that nothing of it counts; raise --time-limit"
+            )
+
+    def tried(kernel: str, head_dim: int, dtype: torch.dtype) -> str | None:
+        # It compiles the kernel, for seconds.
+        check_time()
+        return attempt(kernel, head_dim, dtype)
+
     def attention(
         dtype: torch.dtype,
         head_dim: int,
         cells: Sequence[Cell],
         show: Callable[[object], None],
     ) -> tuple[list[Measurement], list[str]]:
-        kernels, refused = candidates(stack, dtype, head_dim, attempt)
+        kernels, refused = candidates(stack, dtype, head_dim, tried)
         rows, failures = measure(dtype, head_dim, kernels, cells, clock, device, show)
         return rows, refused + failures
 
@@ -271,11 +283,7 @@ def build_table(
         task = bar.add_task("", total=total)
 
         def advance(name: str, cell: object) -> None:
-            if time.monotonic() > until:
-                raise TimeIsUpError(
-                    f"the time limit of {effort.time_limit_s:g} s passed before all of "
-                    "it was measured, so that nothing of it counts; raise --time-limit"
-                )
+            check_time()
             bar.update(task, advance=1, description=f"{name}, {cell}")
 
         for dtype, head_dim, cells in plans:
