@@ -174,6 +174,10 @@ def test_another_stack_is_refused_before_anything_is_measured(
     result = tune(path, "--add", "--head-dims", "96")
     assert result.exit_code == 2
     assert "triton 3.6.0 and not 3.8.0" in result.stderr
+    # The file would name it no more, whose kernels it has times of.
+    monkeypatch.setattr(tuning, "probe", lambda: replace(STACK, flashinfer=None))
+    result = tune(path, "--add", "--head-dims", "96")
+    assert "flashinfer 0.6.13 and not unknown" in result.stderr
     assert path.read_bytes() == held
 
 

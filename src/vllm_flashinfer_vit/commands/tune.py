@@ -131,9 +131,10 @@ def _check_alike(older: Table, path: Path, stack: Stack, options: Options) -> No
     """
     here = _made_by(stack, options.command())
     differing = [
-        f"{name} {older.made_by.get(name, 'unknown')} and not {value}"
-        for name, value in here.items()
-        if name != "command" and older.made_by.get(name) != value
+        f"{name} {older.made_by.get(name, 'unknown')} and not "
+        f"{here.get(name, 'unknown')}"
+        for name in dict.fromkeys((*here, *older.made_by))
+        if name != "command" and older.made_by.get(name) != here.get(name)
     ]
     if ("--quick" in str(older.made_by.get("command")).split()) != options.quick:
         differing.append(f"tune {'without ' if options.quick else 'with '}--quick")
