@@ -69,11 +69,17 @@ def measure_fewer(
     monkeypatch.setattr(tune_options, effort, full._replace(**sizes))
 
 
+def has_gpu(monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H200") -> None:
+    """Let CUDA have a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+
+
 def on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `tune` run on a machine that has a GPU, on the CPU."""
     times = {**CLOCK, "triton_window": lambda tokens: 99.0}
     monkeypatch.setattr(tuning, "probe", lambda: STACK)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    has_gpu(monkeypatch)
     monkeypatch.setattr(tuning, "GraphClock", lambda device: ToldClock(times))
     monkeypatch.setattr(
         tuning,

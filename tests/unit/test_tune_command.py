@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 pytest.importorskip("vllm")
 
 import torch
-from _tuning import measure_fewer, measured_here
+from _tuning import has_gpu, measure_fewer, measured_here
 
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.derive import TuneError
@@ -106,7 +106,7 @@ class TestBeforeMeasuring:
             raise TuneError("enough")
 
         monkeypatch.setattr(tuning, "probe", lambda: STACK)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        has_gpu(monkeypatch)
         monkeypatch.setattr(tuning, "GraphClock", lambda device: None)
         monkeypatch.setattr(tuning, "build_table", measure)
         return runs
@@ -161,6 +161,24 @@ class TestBeforeMeasuring:
         monkeypatch.setattr(tuning, "probe", inspect)
         error = self.tune(option, value)
         assert f"{option} has {value.partition(',')[2]!r}" in error
+
+    def test_the_gpu_is_the_one_that_the_file_is_of(
+        self, measured: list[Options], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path))
+        monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+        # NVML's first GPU is an H200.
+        has_gpu(monkeypatch, "NVIDIA RTX PRO 6000")
+        error = self.tune()
+        assert "CUDA's first GPU is NVIDIA RTX PRO 6000" in error
+        assert "export CUDA_DEVICE_ORDER=PCI_BUS_ID" in error
+        assert not measured
+        # Then both are the same, by whichever names.
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        assert "enough" in self.tune()
+        monkeypatch.delenv("CUDA_DEVICE_ORDER")
+        has_gpu(monkeypatch, "NVIDIA H200 MIG 1g.18gb")
+        assert "enough" in self.tune()
 
     def test_what_is_good_is_measured(
         self,

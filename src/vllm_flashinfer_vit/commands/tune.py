@@ -13,6 +13,7 @@ GEMMs of linear layers in FP8 are timed likewise, see `choices.measure_gemms`.
 """
 
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,9 +91,9 @@ def run(options: Options, console: Console) -> Report:
         console: For the progress bar.
 
     Raises:
-        TuneError: There is no GPU, an option is not valid or could not act, the file is
-            of another stack than what is to be added or would lose a part that is not
-            measured, or nothing was measured.
+        TuneError: There is no GPU, or CUDA begins with another one; an option is not
+            valid or could not act, the file is of another stack than what is to be
+            added or would lose a part that is not measured, or nothing was measured.
         TableError: The file that is to be added to cannot be used.
         FileError: The file cannot be written, another run is making it, or it was named
             and holds something else; that is said before anything is measured.
@@ -105,6 +106,7 @@ def run(options: Options, console: Console) -> Report:
             "`vllm-flashinfer-vit doctor` says more"
         )
     gpu_name = stack.gpus[0].name
+    _check_order(gpu_name)
     path = options.output
     if path is None:
         path = Settings.from_env().tuned_dir / tuned.file_name(gpu_name)
@@ -121,6 +123,25 @@ def run(options: Options, console: Console) -> Report:
             table = tuned.added(older, table)
         tuned.write(table, path)
     return Report(path, table)
+
+
+def _check_order(gpu_name: str) -> None:
+    """Check that CUDA's first GPU, which is measured, is the one that the file names.
+
+    Args:
+        gpu_name: The product name of NVML's first GPU.
+
+    Raises:
+        TuneError: It is another one, and the order can be made the same.
+    """
+    measured = torch.cuda.get_device_name(0)
+    # CUDA adds the part of a GPU that a process has: `NVIDIA H200 MIG 1g.18gb`.
+    is_same = measured.startswith(gpu_name)
+    if not is_same and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        raise TuneError(
+            f"CUDA's first GPU is {measured}, and NVML's, by which files are named, is "
+            f"{gpu_name}: export CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        )
 
 
 def _check_alike(older: Table, path: Path, stack: Stack, options: Options) -> None:
