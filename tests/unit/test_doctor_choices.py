@@ -226,6 +226,32 @@ class TestFp8:
         (note,) = (note for note in report.notes if "fp8" in note)
         assert "NVIDIA A100 has 8.0" in note
 
+    def test_a_forced_fp8_kernel_is_for_engines_with_fp8(self) -> None:
+        report = judge(env={ENV_KERNEL: "hopper_fp8"})
+        assert report.ok
+        rows = [row for row in report.choices if row["dtype"] == FP8_DTYPE]
+        assert {row["head_dim"] for row in rows} == set(HEAD_DIMS)
+        assert {row["kernel"] for row in rows} == {"hopper_fp8"}
+        # Those of layers that stay in the model's dtype are not forced.
+        others = [row for row in report.choices if row["dtype"] != FP8_DTYPE]
+        assert others == [r for r in judge().choices if r["dtype"] != FP8_DTYPE]
+        (note,) = (note for note in report.notes if ENV_KERNEL in note)
+        assert "without --mm-encoder-attn-dtype fp8 stops" in note
+
+    def test_one_that_cannot_run_leaves_nothing(self) -> None:
+        report = judge(replace(STACK, gpus=(AMPERE,)), env={ENV_KERNEL: "triton_fp8"})
+        (problem,) = (problem for problem in report.problems if problem.fatal)
+        assert problem.remedy == f"unset {ENV_KERNEL}"
+        (note,) = (note for note in report.notes if "error on this machine" in note)
+        assert "NVIDIA A100 has 8.0" in note
+
+    def test_with_another_kernel_forced_fp8_is_an_error(self) -> None:
+        report = judge(env={ENV_KERNEL: "triton"})
+        assert report.ok
+        assert not any(row["dtype"] == FP8_DTYPE for row in report.choices)
+        (note,) = (note for note in report.notes if ENV_KERNEL in note)
+        assert "makes --mm-encoder-attn-dtype fp8 an error" in note
+
     def test_the_settings_are_shown(self) -> None:
         env = {ENV_FP8_SCALES: "dynamic", ENV_FP8_SKIP_LAYERS: "0,31"}
         report = judge(env=env)

@@ -10,10 +10,10 @@ from vllm_flashinfer_vit.choices.gemms import measured_gemms
 from vllm_flashinfer_vit.choices.lookup import is_measured, other_versions
 from vllm_flashinfer_vit.choices.table import TableError, file_name, key
 from vllm_flashinfer_vit.choices.usable import serves_fp8, usable_choices
-from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS
+from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, fp8_names
 from vllm_flashinfer_vit.machine.stack import Problem, Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE, HALF_DTYPES
-from vllm_flashinfer_vit.settings import ENV_TUNED_DIR, Settings
+from vllm_flashinfer_vit.settings import ENV_KERNEL, ENV_TUNED_DIR, Settings
 
 
 def examine_choices(
@@ -33,6 +33,15 @@ def examine_choices(
     invariant = env.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
     rows, problems, notes = _choices(stack, settings, invariant)
     fp8_rows, fp8_note = _fp8_choices(stack, settings, invariant)
+    if settings is not None and settings.kernel in fp8_names():
+        text = (
+            f"{ENV_KERNEL}={settings.kernel} forces FP8 attention: an engine without "
+            "--mm-encoder-attn-dtype fp8 stops with an error"
+        )
+        if fp8_note is None:
+            notes.append(f"{text}.")
+        else:
+            problems.append(Problem(text, f"unset {ENV_KERNEL}", True))
     single = [
         fp8_note,
         *([] if invariant else _version_notes(stack, settings)),
@@ -72,6 +81,9 @@ def _choices(
 ) -> tuple[list[dict[str, Any]], list[Problem], list[str]]:
     """Return the rows of layers without FP8, with problems and notes."""
     forced = settings.kernel if settings else None
+    if forced in fp8_names():
+        # What else an engine with FP8 attention runs is not forced.
+        forced = None
     rows: list[dict[str, Any]] = []
     problems = []
     refusals: dict[str, str] = {}
@@ -117,8 +129,12 @@ def _fp8_choices(
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Return the rows of FP8 layers, and why there are none for some head dims."""
     forced = settings.kernel if settings else None
-    if forced is not None and not KERNELS[forced].is_fp8:
-        forced = None
+    if forced is not None and forced not in fp8_names():
+        names = ", ".join(sorted(fp8_names()))
+        return [], (
+            f"{ENV_KERNEL}={forced} makes --mm-encoder-attn-dtype fp8 an error: use "
+            f"one of {names} with that."
+        )
     rows: list[dict[str, Any]] = []
     refusals: dict[str, str] = {}
     for head_dim in sorted(HEAD_DIMS):
