@@ -116,6 +116,17 @@ def test_fp8_must_pay_for_every_count(alone: float, kernel: str) -> None:
     assert derive_classes(few + many) == (Class(None, kernel),)
 
 
+@pytest.mark.parametrize(
+    ("alone", "kernel"), [(9.6, "flash_attn"), (9.51, "cudnn_fp8")]
+)
+def test_fp8_by_cudnn_must_win_by_five_percent_for_every_count(
+    alone: float, kernel: str
+) -> None:
+    few = rows({64: {"cudnn_fp8": alone, "flash_attn": 10}}, 1)
+    many = rows({64: {"cudnn_fp8": 50, "flash_attn": 100}}, 16)
+    assert derive_classes(few + many) == (Class(None, kernel),)
+
+
 def test_fp8_alone_has_nothing_to_pay_for() -> None:
     assert classes({64: {"hopper_fp8": 9, "triton_fp8": 12}}) == [(None, "hopper_fp8")]
 

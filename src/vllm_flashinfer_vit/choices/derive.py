@@ -186,12 +186,11 @@ def _means_by_length(
     """Yield lengths, ascending, with the mean times of kernels that ran every batch."""
     ordered = sorted(measurements, key=lambda m: m.longest)
     for longest, group in groupby(ordered, key=lambda m: m.longest):
-        rows = [m.us for m in group]
-        ran = [name for name in rows[0] if all(name in row for row in rows)]
+        times = [m.us for m in group]
+        ran = [name for name in times[0] if all(name in us for us in times)]
+        rows = [{name: us[name] * _handicap(name) for name in ran} for us in times]
         means = {
-            name: (_PLAN_HANDICAP if KERNELS[name].builds_plans else 1.0)
-            * statistics.geometric_mean(row[name] for row in rows)
-            for name in ran
+            name: statistics.geometric_mean(row[name] for row in rows) for name in ran
         }
         others = means.keys() - fp8_names()
         for name in means.keys() & fp8_names() if others else ():
@@ -199,3 +198,7 @@ def _means_by_length(
             means[name] = max(means[name], worst * min(means[o] for o in others))
         if means:
             yield longest, means
+
+
+def _handicap(kernel: str) -> float:
+    return _PLAN_HANDICAP if KERNELS[kernel].builds_plans else 1.0
