@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _stacks import STACK
+from _stacks import STACK, TURING
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -208,6 +208,9 @@ def test_candidates_are_the_gpu_kernels_that_can_run() -> None:
     assert "cudnn" not in runnable(old, torch.bfloat16, 80)
     assert "triton_window" not in runnable(STACK, torch.bfloat16, 256)
     assert not fp8_names().intersection(found)
+    # Nothing is drawn then, nor computed in fp32.
+    with pytest.raises(TuneError, match="^no kernel runs on this GPU$"):
+        runnable(replace(STACK, gpus=(TURING,)), torch.bfloat16, 80)
 
 
 def test_candidates_of_fp8_layers_are_those_of_bf16_and_the_fp8_kernels() -> None:

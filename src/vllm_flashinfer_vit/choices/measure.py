@@ -78,7 +78,8 @@ def candidates(
         The kernels, and what is left out for its test run, with the reason.
 
     Raises:
-        TuneError: No FP8 kernel can run, so there is nothing to choose for FP8 layers.
+        TuneError: No kernel can run, or of FP8 layers no FP8 kernel, so that there is
+            nothing to choose.
     """
     found, left_out = [], []
     is_fp8 = dtype == torch.float8_e4m3fn
@@ -95,6 +96,8 @@ def candidates(
             found.append(kernel)
     if is_fp8 and not any(KERNELS[kernel].is_fp8 for kernel in found):
         raise TuneError("; ".join(["no FP8 kernel runs on this GPU", *left_out]))
+    if not found:
+        raise TuneError("; ".join(["no kernel runs on this GPU", *left_out]))
     return found, left_out
 
 
