@@ -2,6 +2,7 @@
 """The choices of a process: what its log says of them, and when there are none."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,9 +11,10 @@ import torch
 from _stacks import ADA, HOPPER, STACK
 
 from vllm_flashinfer_vit.choices import resolve, usable
+from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.resolve import choices_here
 from vllm_flashinfer_vit.choices.usable import NotServedError
-from vllm_flashinfer_vit.machine.stack import Gpu
+from vllm_flashinfer_vit.machine.stack import Gpu, Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 
 
@@ -48,6 +50,34 @@ def test_measurements_with_other_versions_are_said(
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     choices_here(80, torch.bfloat16, None, None, fp8=fp8)
     assert said == [line]
+
+
+def test_another_cudnn_is_said_where_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    logger = SimpleNamespace(info_once=lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(resolve, "logger", logger)
+    whole = replace(STACK, cudnn_backend=92400)
+
+    def probe(libraries: bool = True) -> Stack:
+        return (
+            whole if libraries else replace(STACK, cudnn_backend=None, inspected=None)
+        )
+
+    monkeypatch.setattr(resolve, "probe", probe)
+    monkeypatch.setattr(usable, "probe", probe)
+    classes = {
+        "bfloat16/80": (tuned.Class(None, "cudnn"),),
+        "bfloat16/64": (tuned.Class(None, "flash_attn"),),
+    }
+    table = tuned.Table({"gpu": HOPPER.name, **STACK.versions}, classes)
+    tuned.write(table, tmp_path / tuned.file_name(HOPPER.name))
+    choices_here(64, torch.bfloat16, None, tmp_path)
+    assert said == []
+    choices_here(80, torch.bfloat16, None, tmp_path)
+    (line,) = said
+    assert "other versions: cudnn 9.19.0 (here 9.24.0)." in line
 
 
 def test_a_kernel_that_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from vllm_flashinfer_vit.choices.usable import (
     serves_fp8,
     usable_choices,
 )
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine.probe import probe
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
 
@@ -75,6 +76,10 @@ def choices_here(
         logger.warning_once("vllm-flashinfer-vit does not use the kernel %s", refusal)
     if forced or envs.VLLM_BATCH_INVARIANT:
         return choices
+    names = {name for choice in choices for name in choice.kernels}
+    if stack.inspected is None and any(KERNELS[n].needs.on_cudnn for n in names):
+        # cuDNN's version counts here, too.
+        stack = replace(probe(), gpus=stack.gpus)
     measured = FP8_DTYPE if fp8 else dtype
     if note := other_versions(stack, measured, head_dim, tuned_dir):
         logger.info_once("vllm-flashinfer-vit: %s", note)
