@@ -68,6 +68,16 @@ def test_a_sound_stack_has_no_problems() -> None:
             id="broken-flashinfer",
         ),
         pytest.param(
+            {
+                "torch": "2.11.0+cu130",
+                "import_errors": {"torch": "OSError: broken"},
+            },
+            "importing torch fails: OSError: broken",
+            'pip install --force-reinstall "torch==2.11.0"',
+            False,
+            id="broken-torch",
+        ),
+        pytest.param(
             {"damaged_bindings": BINDINGS},
             "2 files of cuda-bindings 13.4.4 are overwritten or missing, the first is "
             "cuda/bindings/__init__.py; cuda-python before 12.8 does that",

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass
-from vllm_flashinfer_vit.choices.lookup import public, tables_for
+from vllm_flashinfer_vit.choices.lookup import tables_for
 from vllm_flashinfer_vit.gemms.catalog import CUTLASS, GEMMS
 from vllm_flashinfer_vit.machine.stack import Stack
+from vllm_flashinfer_vit.machine.versions import public
 
 # What vLLM itself runs, for any number of rows.
 STOCK = (GemmClass(None, CUTLASS),)

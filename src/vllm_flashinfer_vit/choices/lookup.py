@@ -17,6 +17,7 @@ from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.kernels.formats import MAX_WINDOW, dtype_name
 from vllm_flashinfer_vit.machine.stack import Stack
 from vllm_flashinfer_vit.machine.verdicts import FP8_DTYPE
+from vllm_flashinfer_vit.machine.versions import public
 from vllm_flashinfer_vit.ops.plan import LEAST_MEAN_LEN, Class, Plan
 from vllm_flashinfer_vit.settings import ENV_KERNEL
 
@@ -261,11 +262,6 @@ def other_versions(
         f"Kernels are chosen by measurements with other versions: {', '.join(versions)}"
         ". `vllm-flashinfer-vit tune` measures them on this machine."
     )
-
-
-def public(version: str) -> str:
-    """Leave out what a build adds to a version: 2.11.0 of 2.11.0+cu130."""
-    return version.partition("+")[0]
 
 
 class _Entry(NamedTuple):

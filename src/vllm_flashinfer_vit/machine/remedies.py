@@ -6,6 +6,7 @@ from vllm_flashinfer_vit.machine.versions import (
     CUDNN_FRONTEND_RANGE,
     FLASHINFER_RANGE,
     TESTED_VLLM,
+    public,
 )
 
 # Packages by the module, or the field of `Stack`, that stands for them.
@@ -35,9 +36,7 @@ def missing(stack: Stack, name: str) -> Verdict:
 
 def reinstall_vllm(stack: Stack) -> str:
     """Return the command that installs the vLLM that is there once more."""
-    # A local version, as in 0.25.1+cu129, is on no public index.
-    public = str(stack.vllm).partition("+")[0]
-    return f'pip install --force-reinstall "vllm=={public}"'
+    return _reinstall(stack, "vllm")
 
 
 def restore_bindings(stack: Stack) -> str:
@@ -54,8 +53,13 @@ def import_remedy(stack: Stack, module: str, error: str) -> str:
     """Return the command for a module of `PACKAGES` whose import fails."""
     if "cuda.bindings" in error:
         return restore_bindings(stack)
-    name = package_field(module)
-    return f'pip install --force-reinstall "{PACKAGES[name]}=={getattr(stack, name)}"'
+    return _reinstall(stack, package_field(module))
+
+
+def _reinstall(stack: Stack, name: str) -> str:
+    # A local version, as in 0.25.1+cu129, is on no public index.
+    version = public(str(getattr(stack, name)))
+    return f'pip install --force-reinstall "{PACKAGES[name]}=={version}"'
 
 
 def package_field(module: str) -> str:

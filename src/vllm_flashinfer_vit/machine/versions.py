@@ -93,6 +93,11 @@ def runner_note(vllm: str, env: Mapping[str, str]) -> str | None:
     )
 
 
+def public(version: str) -> str:
+    """Leave out what a build adds to a version: 2.11.0 of 2.11.0+cu130."""
+    return version.partition("+")[0]
+
+
 def format_cudnn(version: int | None) -> str:
     """Write a cuDNN version number, 91900, as people do: 9.19.0."""
     if version is None:
