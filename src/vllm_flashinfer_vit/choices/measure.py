@@ -95,9 +95,11 @@ def candidates(
         else:
             found.append(kernel)
     if is_fp8 and not any(KERNELS[kernel].is_fp8 for kernel in found):
-        raise TuneError("; ".join(["no FP8 kernel runs on this GPU", *left_out]))
+        raise TuneError(
+            "; ".join(["no FP8 kernel takes this head dim here", *left_out])
+        )
     if not found:
-        raise TuneError("; ".join(["no kernel runs on this GPU", *left_out]))
+        raise TuneError("; ".join(["no kernel takes this head dim here", *left_out]))
     return found, left_out
 
 
