@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from _blocks import log_of
+from _grid_models import moonvit as build_moonvit
 from _models import OpCount, engine, noise
 from _towers import DEVICE, HAS_GPU, cpu_only
 from torch import nn
 
 from cases import relative_error
+from vllm_flashinfer_vit.engine.layer import FlashInferViTAttention
 from vllm_flashinfer_vit.models import gemma4, transformers_towers
 from vllm_flashinfer_vit.patches import encoder_graphs
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES, ENV_FIX_GRAPH_PADDING
@@ -243,6 +245,32 @@ def test_a_tower_beside_an_audio_tower(
     with OpCount() as count:
         encode(built, flashinfer)
     assert count.calls == 2
+
+
+@cpu_only
+def test_a_tower_of_vllm_that_derives_from_transformers(
+    flashinfer: Tower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kimi-VL's attends by vLLM's layers, so nobody is told that it does not."""
+    from vllm.model_executor.models import moonvit
+    from vllm.model_executor.models.interfaces import SupportsMultiModal
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    class Model(nn.Module, SupportsMultiModal):
+        def __init__(self) -> None:
+            super().__init__()
+            with self._mark_tower_model(flashinfer.vllm_config, "image"):
+                self.vision_tower, _ = build_moonvit(moonvit)
+
+    lines = log_of(transformers_towers, monkeypatch)
+    with (
+        flashinfer.running(),
+        set_default_torch_dtype(flashinfer.dtype),
+        flashinfer.device,
+    ):
+        built = Model()
+    assert isinstance(built.vision_tower.encoder.blocks[0].attn, FlashInferViTAttention)
+    assert lines == []
 
 
 @cpu_only

@@ -139,6 +139,9 @@ def serve(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
+    from vllm.model_executor.layers.attention.mm_encoder_attention import (
+        MMEncoderAttention,
+    )
 
     for name, tower in _towers(model, targets):
         modules = {path: module for path, module in tower.named_modules() if path}
@@ -152,12 +155,14 @@ def serve(
             if (layer := _layer(found, f"{name}.{path}")) is not None
         }
         if not layers:
-            logger.info_once(
-                "%s is Transformers' own %s, which FLASHINFER does not serve: it "
-                "attends as without vllm-flashinfer-vit.",
-                name,
-                type(tower).__name__,
-            )
+            # Kimi-VL's is vLLM's own, and derives from Transformers' base class.
+            if not any(isinstance(m, MMEncoderAttention) for m in modules.values()):
+                logger.info_once(
+                    "%s is Transformers' own %s, which FLASHINFER does not serve: it "
+                    "attends as without vllm-flashinfer-vit.",
+                    name,
+                    type(tower).__name__,
+                )
             continue
         for path, layer in layers.items():
             setattr(modules[path], _LAYER, layer)
