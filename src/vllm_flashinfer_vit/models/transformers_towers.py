@@ -158,8 +158,8 @@ def serve(
             # Kimi-VL's is vLLM's own, and derives from Transformers' base class.
             if not any(isinstance(m, MMEncoderAttention) for m in modules.values()):
                 logger.info_once(
-                    "%s is Transformers' own %s, which FLASHINFER does not serve: it "
-                    "attends as without vllm-flashinfer-vit.",
+                    "%s is a %s, which FLASHINFER does not serve: it attends as "
+                    "without vllm-flashinfer-vit.",
                     name,
                     type(tower).__name__,
                 )
