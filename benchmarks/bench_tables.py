@@ -57,7 +57,7 @@ def modes_table(rows: Iterable[Row]) -> str:
     """Write a line a contender and mode, fastest first: times over stock FLASH_ATTN's.
 
     Those are of FLASH_ATTN without fused ops and compiler, in a graph if the contender
-    is in one, and of the cases that both ran at one commit.
+    is in one, and of the cases that both ran in one run.
 
     Raises:
         NoRowsError: No contender and FLASH_ATTN ran a case in common.
@@ -92,7 +92,7 @@ def modes_table(rows: Iterable[Row]) -> str:
 def best_table(
     rows: Iterable[Row], own_mode: str = "graph", quantized: bool = False
 ) -> str:
-    """Write a line a case of `Best`.
+    """Write a line a case of `Best`; it names what of stock's the case lacks.
 
     Raises:
         NoRowsError: There is no case that stock and this package ran in such modes.
@@ -106,8 +106,7 @@ def best_table(
         for case in best.cases(model):
             stock = best.stock(model, case)
             assert stock is not None
-            backend = stock["provider"].removeprefix("stock-")
-            cells = [model, case, time_cell(stock), f"{backend} {stock['mode']}"]
+            cells = [model, case, time_cell(stock), best.which(model, case)]
             for provider in best.challengers:
                 row = best.of(provider, model, case)
                 ratio = speed_up(stock, row)

@@ -2,7 +2,8 @@
 """Reads result files, and chooses the rows that tables and figures compare.
 
 Of repeated measurements the newest counts. A speed-up is only known for two rows of one
-commit: measurements of two runs differ by more than what is compared.
+run, by one command of one commit: measurements of two runs differ by more than what is
+compared.
 """
 
 import csv
@@ -48,8 +49,15 @@ def newest(rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]]) -> list[R
     return list({key(row): row for row in rows}.values())
 
 
-def of_last_commit(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
-    """Of rows that are equal in some columns, keep those of the last one's commit.
+def run_of(row: Row) -> tuple[str, str]:
+    """Return what rows of one run have alike; of one commit there may be several."""
+    return row["commit"], row["command"]
+
+
+def _of_last(
+    rows: Iterable[Row], names: Sequence[str], source: Callable[[Row], object]
+) -> list[Row]:
+    """Of rows that are equal in some columns, keep those of the last one's source.
 
     They are in the order in which such rows first come.
     """
@@ -60,14 +68,14 @@ def of_last_commit(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
         row
         for group in groups.values()
         for row in group
-        if row["commit"] == group[-1]["commit"]
+        if source(row) == source(group[-1])
     ]
 
 
 def of_last_run(
     rows: Iterable[Row], compared: Sequence[str], measured: Sequence[str]
 ) -> list[Row]:
-    """Of rows that are compared keep the newest of each, of the last one's commit.
+    """Of rows that are compared keep the newest of each, of the last one's run.
 
     Args:
         rows: Oldest first.
@@ -75,7 +83,7 @@ def of_last_run(
         measured: Those in which rows differ that measured different things.
     """
     return newest(
-        of_last_commit(rows, compared),
+        _of_last(rows, compared, run_of),
         lambda row: tuple(row[name] for name in (*compared, *measured)),
     )
 
@@ -86,7 +94,11 @@ def of_servers(rows: Iterable[Row]) -> list[Row]:
     Of a commit each run stays whole: to leave out what a later one measured again would
     take the server from it that its others are compared with.
     """
-    return of_last_run(rows, SERVER_KEYS, ("command", "provider", "mode"))
+    keys = (*SERVER_KEYS, "command", "provider", "mode")
+    return newest(
+        _of_last(rows, SERVER_KEYS, lambda row: row["commit"]),
+        lambda row: tuple(row[name] for name in keys),
+    )
 
 
 def setups_of(rows: Iterable[Row]) -> list[tuple[str, str]]:
@@ -142,7 +154,7 @@ def check_names(
 
 def speed_up(base: Row | None, row: Row | None, column: str = "p50_ms") -> float | None:
     """Return how many times as fast `row` is; None if they are not of one run."""
-    if base is None or row is None or base["commit"] != row["commit"]:
+    if base is None or row is None or run_of(base) != run_of(row):
         return None
     return float(base[column]) / float(row[column])
 
@@ -157,7 +169,7 @@ class Best:
 
     The modes are all of known sizes where this package replays a graph, those without
     a graph where it does not, and those of new sizes where its own is one. Of each
-    case of a model only the rows of the commit count that measured this package in that
+    case of a model only the rows of the run count that measured this package in that
     mode last. Towers with quantised linear layers are compared with each other alone.
     """
 
@@ -174,15 +186,20 @@ class Best:
             and quantized_end(row["provider"]) == end
             and (row["provider"].startswith("stock-") or row["mode"] == own_mode)
         ]
+        # What of stock's each run timed, of any case.
+        self._stock_setups: dict[tuple[str, tuple[str, str]], list[str]] = {}
+        for row in rows:
+            if row["provider"].startswith("stock-"):
+                setups = self._stock_setups.setdefault((row["model"], run_of(row)), [])
+                if (setup := _setup(row)) not in setups:
+                    setups.append(setup)
         last = {
-            (row["model"], row["case"]): row["commit"]
+            (row["model"], row["case"]): run_of(row)
             for row in rows
             if row["provider"] == PLUGIN + end
         }
         rows = [
-            row
-            for row in rows
-            if row["commit"] == last.get((row["model"], row["case"]))
+            row for row in rows if run_of(row) == last.get((row["model"], row["case"]))
         ]
         self.rows = newest(rows, lambda row: tuple(row[name] for name in KEYS))
         present = {row["provider"] for row in self.rows}
@@ -207,6 +224,21 @@ class Best:
         """Return stock's fastest row."""
         return self._fastest(model, case, lambda name: name.startswith("stock-"))
 
+    def which(self, model: str, case: str) -> str:
+        """Say which of stock's is the fastest, and which have no row of this case.
+
+        Those are what the same run timed in another case: here it failed, or was over.
+        """
+        mine = [
+            row for row in self.rows if (row["model"], row["case"]) == (model, case)
+        ]
+        fastest = self.stock(model, case)
+        assert fastest is not None
+        timed = {_setup(row) for row in mine}
+        ran = self._stock_setups[model, run_of(fastest)]
+        missing = [setup for setup in ran if setup not in timed]
+        return _setup(fastest) + (f"; no {', '.join(missing)}" if missing else "")
+
     def of(self, provider: str, model: str, case: str) -> Row | None:
         """Return the fastest row of a provider."""
         return self._fastest(model, case, lambda name: name == provider)
@@ -230,6 +262,10 @@ class Best:
             and is_wanted(row["provider"])
         )
         return min(mine, key=lambda row: float(row["p50_ms"]), default=None)
+
+
+def _setup(row: Row) -> str:
+    return f"{row['provider'].removeprefix('stock-')} {row['mode']}"
 
 
 def what_is_timed(mode: str) -> str:

@@ -15,6 +15,7 @@ from chosen_rows import (
     Row,
     mean,
     of_servers,
+    run_of,
     setups_of,
     speed_up,
 )
@@ -164,7 +165,7 @@ def graph_table(rows: list[Row]) -> str:
             ratio = speed_up(base, total, "total_ms")
             is_stock = provider == BASELINE
             cells.append("" if is_stock or ratio is None else f"{ratio:.2f}")
-            same = [row for row in rows if total and row["commit"] == total["commit"]]
+            same = [row for row in rows if total and run_of(row) == run_of(total)]
             padded = _request(same, model, provider, config, "random mixtures")
             value = padded["padded_over_real"] if padded else ""
             cells.append(f"{float(value):.2f}" if value else "-")
@@ -230,7 +231,7 @@ def serve_table(rows: Iterable[Row]) -> str:
 
 
 def _best_over_stock(rows: Iterable[Row], column: str, is_time: bool) -> str:
-    """Return how many times as good the best is; the rows are of one commit."""
+    """Return how many times as good the best is; the rows are of one run."""
     values: dict[bool, list[float]] = {True: [], False: []}
     for row in rows:
         values[row["provider"].startswith("stock-")].append(float(row[column]))

@@ -10,7 +10,7 @@
     python benchmarks/plot.py host benchmarks/results/h200/host.csv \\
         docs/figures/host.svg --providers stock-flash_attn plugin plugin-fp8
 
-Bars beside each other are of one run: of the commit that measured one of them last.
+Bars beside each other are of one run: of the one that measured one of them last.
 """
 
 import argparse

@@ -10,8 +10,8 @@
         --bench qkv_attention --providers stock-flash_attn plugin plugin-hopper_fp8
 
 A file with rows of several versions of vLLM needs `--vllm`. Of repeated measurements
-the newest counts. A speed-up is only printed for two rows of one commit: measurements
-of two runs differ by more than what is compared.
+the newest counts. A speed-up is only printed for two rows of one run, by one command of
+one commit: measurements of two runs differ by more than what is compared.
 """
 
 import argparse

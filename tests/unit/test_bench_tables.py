@@ -26,9 +26,11 @@ def test_best_of_all_modes():
     ]
     lines = bench_tables.best_table(rows).splitlines()
     model = rows[0]["model"]
+    few = "flash_attn compiled_graph; no flash_attn graph"
+    fewer = "no flash_attn eager, flash_attn compiled_graph, flashinfer graph"
     assert lines[2:] == [
-        f"| {model} | 1x4096 | 4 | flash_attn compiled_graph | 2 | 2.00 |",
-        f"| {model} | mixed | 1 | flash_attn graph | 2 | 0.50 |",
+        f"| {model} | 1x4096 | 4 | {few} | 2 | 2.00 |",
+        f"| {model} | mixed | 1 | flash_attn graph; {fewer} | 2 | 0.50 |",
         f"| {model} | geometric mean |  |  |  | 1.00 |",
     ]
     rows.append(make_row(provider="plugin-fp8", samples_ms=[1.0]))
@@ -176,6 +178,7 @@ def graph_row(
         "total_ms": "500.4",
         "padded_over_real": "",
         "commit": "new",
+        "command": "python benchmarks/graph_check.py",
         **changes,
     }
 
@@ -243,6 +246,37 @@ def test_rows_of_two_commits_are_not_compared():
     stale = {**make_row(mode="fused_graph", samples_ms=[0.1]), "commit": "old"}
     best = chosen_rows.Best([stale, stock, make_row(samples_ms=[2.0])])
     assert best.mean(chosen_rows.PLUGIN, stock["model"]) == "2.00"
+
+
+def test_rows_of_two_runs_of_a_commit_are_not_compared():
+    other = {"command": "python benchmarks/bench_encoder.py --budget-s 9"}
+    stock = make_row(provider="stock-flash_attn", samples_ms=[4.0])
+    alone = {**make_row(samples_ms=[1.0]), **other}
+    assert chosen_rows.speed_up(stock, alone) is None
+    # What another run timed of stock does not win, and does not stand in.
+    faster = make_row(provider="stock-flash_attn4", samples_ms=[1.0])
+    best = chosen_rows.Best([{**faster, **other}, stock, make_row(samples_ms=[2.0])])
+    assert best.mean(chosen_rows.PLUGIN, stock["model"]) == "2.00"
+    assert chosen_rows.Best([stock, alone]).cases(stock["model"]) == []
+    bars = chosen_rows.of_last_run([stock, alone], ["model", "case"], ["provider"])
+    assert bars == [alone]
+
+
+def test_a_case_that_lacks_what_stock_ran_in_others_says_so():
+    both, stock = ("1x256", "1x4096"), {"provider": "stock-flash_attn"}
+    rows = [
+        *(make_row(case=case, **stock, samples_ms=[4.0]) for case in both),
+        make_row(**stock, mode="fused_graph", samples_ms=[3.0]),
+        make_row(provider="stock-flash_attn4", mode="fused", samples_ms=[9.0]),
+        *(make_row(case=case, samples_ms=[2.0]) for case in both),
+    ]
+    few, all_of_them = bench_tables.best_table(rows).splitlines()[2:4]
+    missing = "flash_attn fused_graph, flash_attn4 fused"
+    assert f"| 1x256 | 4 | flash_attn graph; no {missing} | 2 |" in few
+    assert "| 1x4096 | 3 | flash_attn fused_graph | 2 |" in all_of_them
+    # Nor is it forgotten once the other case is measured again.
+    again = [{**row, "commit": "new"} for row in rows if row["case"] == "1x4096"]
+    assert bench_tables.best_table([*rows, *again]).splitlines()[2] == few
 
 
 def test_a_case_that_no_later_run_measured_stays():
@@ -351,7 +385,8 @@ def test_names_that_a_file_has_no_rows_of_are_said_with_those_that_it_has(tmp_pa
 
 
 def test_quantisers_that_were_left_out_have_no_share():
-    row = {"head_dim": "72", "case": "1x4096", "tb_per_s": "2.50", "commit": "new"}
+    row = {"head_dim": "72", "case": "1x4096", "tb_per_s": "2.50"}
+    row |= {"commit": "new", "command": "python benchmarks/bench_quantize.py"}
     copy, blocks = ({**row, "provider": name} for name in ("copy", "plugin-blocks"))
     line = bench_tables.quantize_table([copy]).splitlines()[2]
     assert line == "| 72 | 1x4096 | 2.50 | - |"
