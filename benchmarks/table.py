@@ -26,7 +26,7 @@ from bench_tables import (
     modes_table,
     quantize_table,
 )
-from chosen_rows import Row, check_names, of_one_vllm, read
+from chosen_rows import Row, check_names, of_one_vllm, read, run_of
 from engine_tables import graph_table, memory_table, serve_table, summary_table
 
 KINDS: Mapping[str, Callable[[list[Row]], str]] = {
@@ -50,6 +50,8 @@ _DEFAULT_MODES = {
     **dict.fromkeys(("encoder", "attention", "errors", "quantize"), "graph"),
     "host": "host",
 }
+# Kinds that compare with the best of stock's modes: none may be left out.
+_ALL_MODES = ("summary", *(kind for kind in KINDS if kind.startswith("best")))
 # Kinds whose file also has rows of benches that are read by their names.
 _DEFAULT_BENCHES = {"host": "host", "attention": "qkv_attention"}
 
@@ -72,14 +74,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+")
     parser.add_argument("--cases", nargs="+")
     parser.add_argument("--providers", nargs="+")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.mode and args.kind in _ALL_MODES:
+        parser.error(f"--mode: {args.kind} compares all of stock's modes")
+    return args
 
 
 def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[Row]:
     """Return the rows of a file that the options ask for.
 
     Raises:
-        SystemExit: As `of_one_vllm` and `check_names`, or the file has no such column.
+        SystemExit: As `of_one_vllm` and `check_names`, the file has no such column, or
+            the mode leaves out what servers of a run are compared with.
     """
     rows = read(path)
     lists = {"model": args.models, "case": args.cases, "provider": args.providers}
@@ -88,7 +94,6 @@ def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[
             raise SystemExit(f"{path} has no column {name!r}: leave out --{name}s")
     check_names(rows, {"model": args.models, "case": args.cases}, path)
     wanted = {
-        "mode": mode,
         "dtype": args.dtype,
         "bench": args.bench or _DEFAULT_BENCHES.get(args.kind),
     }
@@ -98,7 +103,26 @@ def wanted_rows(path: Path, args: argparse.Namespace, mode: str | None) -> list[
         if all(v is None or row.get(name, v) == v for name, v in wanted.items())
         and all(v is None or row[name] in v for name, v in lists.items())
     ]
-    return of_one_vllm(rows, args.vllm, path)
+    of_mode = [row for row in rows if mode is None or row.get("mode", mode) == mode]
+    if args.kind == "serve":
+        _check_servers(rows, of_mode)
+    return of_one_vllm(of_mode, args.vllm, path)
+
+
+def _check_servers(rows: list[Row], shown: list[Row]) -> None:
+    """Refuse a mode without which servers are not compared with stock's best.
+
+    Raises:
+        SystemExit: Stock ran in another mode beside them.
+    """
+    runs = {run_of(row) for row in shown}
+    for row in rows:
+        is_stock = row["provider"].startswith("stock-")
+        if is_stock and run_of(row) in runs and row not in shown:
+            raise SystemExit(
+                f"--mode leaves out {row['provider']} {row['mode']} of a run that is "
+                "shown, and with it what may be stock's best: leave --mode out"
+            )
 
 
 def render(argv: Sequence[str] | None = None) -> str:

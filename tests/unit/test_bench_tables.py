@@ -279,6 +279,13 @@ def test_a_case_that_lacks_what_stock_ran_in_others_says_so():
     assert bench_tables.best_table([*rows, *again]).splitlines()[2] == few
 
 
+@pytest.mark.parametrize("kind", ["best", "best_eager", "summary"])
+def test_a_table_of_stocks_best_takes_no_mode(kind, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        table.render([kind, str(tmp_path), "--mode", "graph"])
+    assert "compares all of stock's modes" in capsys.readouterr().err
+
+
 def test_a_case_that_no_later_run_measured_stays():
     def rows_of(commit, case, stock_ms, plugin_ms):
         both = (("stock-flash_attn", stock_ms), ("plugin", plugin_ms))

@@ -11,6 +11,7 @@ from _benchmarks import ENVIRONMENT
 import bench_serve
 import engine_tables
 import prune
+import table
 from chosen_rows import NoRowsError
 from csv_log import CsvLog
 from environment import STACK_COLUMNS
@@ -51,6 +52,26 @@ def test_servers_are_compared_with_stocks_best_setup() -> None:
         "| 1 |  | 100.0 (200.0) | 90.0 (180.0) | 60.0 (120.0) | 1.50 |"
     )
     assert busy.endswith("| 64 |  | 10.00 | 8.00 | 15.00 | 1.50 |")
+
+
+def test_a_mode_does_not_hide_stocks_best(tmp_path: Path) -> None:
+    own = dataclasses.asdict(ENVIRONMENT)
+    missing = {**dict.fromkeys(bench_serve.COLUMNS, "0"), **own}
+    other = {"command": "python benchmarks/bench_serve.py --port 8200"}
+    log = CsvLog(tmp_path / "serve.csv", bench_serve.COLUMNS)
+    for row in (
+        serve_row("stock-flash_attn:graph", 64, 10, 90),
+        serve_row("plugin:graph", 64, 15, 60),
+        serve_row("stock-flash_attn:eager", 1, 3, 60, **other),
+        serve_row("plugin:eager", 1, 4, 40, **other),
+    ):
+        log.add({**missing, **row})
+    asked = ["serve", str(log.path), "--mode", "graph"]
+    assert table.render(asked).endswith("| 10.00 | 15.00 | 1.50 |")
+    log.add({**missing, **serve_row("stock-flash_attn:eager", 64, 12, 80)})
+    with pytest.raises(SystemExit, match="stock-flash_attn eager of a run that"):
+        table.render(asked)
+    assert "| 10.00 | 12.00 | 15.00 | - | 1.25 |" in table.render(asked[:2])
 
 
 def test_answers_of_other_lengths_are_other_lines() -> None:
