@@ -2,6 +2,7 @@
 """What the benchmarks' rows say, and the CSV files that they go to."""
 
 import csv
+import fcntl
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -63,18 +64,18 @@ class CsvLog:
         self.path = path
         self._columns = tuple(columns)
         path.parent.mkdir(parents=True, exist_ok=True)
-        begun = path.exists() and path.stat().st_size > 0
-        if begun:
-            with path.open(newline="", encoding="utf-8") as file:
-                header = tuple(next(csv.reader(file)))
-            if header != self._columns:
+        with path.open("a+", newline="", encoding="utf-8") as file:
+            # Another process may begin it just now, and add its rows.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            header = tuple(next(csv.reader(file), ()))
+            if not header:
+                csv.writer(file, lineterminator="\n").writerow(self._columns)
+            elif header != self._columns:
                 raise ValueError(
                     f"{path} has the columns {','.join(header)}, these rows have "
                     f"{','.join(self._columns)}: write to another file"
                 )
-        else:
-            with path.open("w", newline="", encoding="utf-8") as file:
-                csv.writer(file, lineterminator="\n").writerow(self._columns)
 
     def add(self, row: Mapping[str, object]) -> None:
         """Append one row.

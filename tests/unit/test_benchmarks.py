@@ -16,6 +16,7 @@ from _benchmarks import BENCHMARKS, ENVIRONMENT, make_row
 from hypothesis import given
 from hypothesis import strategies as st
 
+import chosen_rows
 import op_problems
 import op_providers
 import timing
@@ -208,6 +209,23 @@ def test_csv_with_other_columns_is_refused_and_kept(tmp_path):
     with pytest.raises(ValueError, match="bench,case"):
         CsvLog(path)
     assert path.read_text() == "bench,case\nencoder,1x256\n"
+
+
+def test_a_csv_that_another_process_begins_meanwhile_keeps_its_rows(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "rows.csv"
+    opened = Path.open
+
+    def open_later(self, *args, **options):
+        monkeypatch.setattr(Path, "open", opened)
+        CsvLog(path).add(make_row())
+        return self.open(*args, **options)
+
+    monkeypatch.setattr(Path, "open", open_later)
+    CsvLog(path).add(make_row(provider="stock-flash_attn"))
+    rows = chosen_rows.read(path)
+    assert [row["provider"] for row in rows] == ["plugin", "stock-flash_attn"]
 
 
 def test_csv_row_must_have_all_columns(tmp_path):
