@@ -3,7 +3,8 @@
 
 `measurements.toml` lists the steps. Each has a GPU, or as many as it asks for, and its
 share of the host's cores, to itself. A step is begun only if its time still fits. What
-ended well is not run again with the same commit: a call goes on where another ended.
+ended well is not run again with the same commit, vLLM and kind of GPU: a call goes on
+where another ended.
 
     python benchmarks/measure.py --print                  # the steps; no GPU
     python benchmarks/measure.py --minutes 25
@@ -25,6 +26,8 @@ from pathlib import Path
 from csv_log import results_path
 from environment import ROOT, commit, gpus_to_use
 from server_process import GroupProcess, stop_as_by_ctrl_c
+from vllm_flashinfer_vit.machine import files
+from vllm_flashinfer_vit.machine.versions import vllm_version
 
 PLAN = ROOT / "benchmarks" / "measurements.toml"
 LOGS = ROOT / "out" / "measure"
@@ -144,6 +147,8 @@ class Runner:
         self._running: list[_Running] = []
         self._done = logs / "done.json"
         self._commit = commit()
+        # What a step that ended well has measured.
+        self._measured = f"{self._commit}, vLLM {vllm_version()}, {results.name}"
         logs.mkdir(parents=True, exist_ok=True)
 
     def run(self, steps: Sequence[Step]) -> dict[str, Outcome]:
@@ -240,15 +245,16 @@ class Runner:
             yield running, outcome
 
     def _ended_well(self) -> set[str]:
-        """Return what ended well with this commit; nothing of a changed tree."""
+        """Return what ended well with this commit and stack; with changes nothing."""
         if not self._done.exists() or not self._is_clean():
             return set()
-        return set(json.loads(self._done.read_text()).get(self._commit, ()))
+        return set(json.loads(self._done.read_text()).get(self._measured, ()))
 
     def _note(self, step: Step) -> None:
         if self._is_clean():
-            commands = sorted({*self._ended_well(), step.command})
-            self._done.write_text(json.dumps({self._commit: commands}, indent=1))
+            noted = json.loads(self._done.read_text()) if self._done.exists() else {}
+            noted[self._measured] = sorted({*self._ended_well(), step.command})
+            files.write(self._done, json.dumps(noted, indent=1).encode())
 
     def _is_clean(self) -> bool:
         return self._commit != "unknown" and not self._commit.endswith("+dirty")

@@ -124,6 +124,18 @@ def test_what_ended_well_with_this_commit_is_not_run_again(folder, monkeypatch):
     assert run(folder, steps)["a"].startswith("ended well")
 
 
+def test_what_ended_well_with_another_vllm_or_gpu_is_run(folder, monkeypatch):
+    steps = [step(folder, "a")]
+    run(folder, steps)
+    monkeypatch.setattr(measure, "vllm_version", lambda: "0.0.1")
+    assert run(folder, steps)["a"].startswith("ended well")
+    until = time.monotonic() + 100
+    other = Runner(("0",), folder / "another-gpu", folder / "logs", until)
+    assert other.run(steps)["a"].text.startswith("ended well")
+    # Nor is any of them forgotten.
+    assert run(folder, steps)["a"].startswith("had ended well")
+
+
 def test_with_changes_in_the_tree_all_runs_again(folder, monkeypatch):
     monkeypatch.setenv("BENCH_COMMIT", "abc1234+dirty")
     for _ in range(2):
