@@ -8,7 +8,10 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 20.0
@@ -66,13 +69,29 @@ class GroupProcess:
             return None
 
     def stop(self) -> None:
-        """End it and all that it started."""
+        """End it and all that it started.
+
+        Of a process that has ended before only its group is known, not the groups that
+        it began.
+        """
+        started = _descendants(self._process.pid)
         for how in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, how)
                 self._process.wait(STOP_TIMEOUT_S)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
+        # A benchmark's servers have groups of their own, and may outlast it.
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 class ServerProcess(GroupProcess):

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from _benchmarks import BENCHMARKS
 
@@ -24,6 +25,18 @@ gpus = os.environ["CUDA_VISIBLE_DEVICES"]
 said = [begun, time.monotonic(), gpus, sorted(os.sched_getaffinity(0))]
 open(name, "w").write(json.dumps(said))
 sys.exit(status)
+"""
+
+# Starts itself as a server in a session of its own, which takes its time to end, as it
+# does itself.
+SERVER = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[1] != "server":
+    server = [sys.executable, __file__, "server"]
+    started = subprocess.Popen(server, start_new_session=True)
+    open(sys.argv[1], "w").write(str(started.pid))
+time.sleep(60)
 """
 
 
@@ -134,6 +147,27 @@ def test_what_ended_well_with_another_vllm_or_gpu_is_run(folder, monkeypatch):
     assert other.run(steps)["a"].text.startswith("ended well")
     # Nor is any of them forgotten.
     assert run(folder, steps)["a"].startswith("had ended well")
+
+
+def test_a_step_that_takes_too_long_leaves_no_server(folder, monkeypatch):
+    monkeypatch.setattr("server_process.STOP_TIMEOUT_S", 1.0)
+    server = folder / "server.py"
+    server.write_text(SERVER)
+    command = f"python {server} {folder / 'pid'}"
+    slow = Step("a", "A question?", command, minutes=0.05)
+    assert run(folder, [slow])["a"].startswith("stopped after")
+    pid = int((folder / "pid").read_text())
+    until = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_with_changes_in_the_tree_all_runs_again(folder, monkeypatch):
