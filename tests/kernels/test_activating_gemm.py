@@ -2,6 +2,9 @@
 """An MLP's first layer with its activation: which it can be, how it is built, and what
 bounds its values."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from _activating_gemm import BF16, TOWERS, act_of
@@ -235,9 +238,34 @@ def test_what_quack_finds_kernels_by(kernel_keys, monkeypatch):
     assert len(kernel_keys) == len(set(kernel_keys)) == 2 * 7 * 3 * 2
 
 
+KERNELS = ("activating_kernel", "turning_kernel", "quantizing_kernel")
+
+
 def test_a_kernels_name_is_of_its_sources():
-    names = [epilogue_gemm.revision(x) for x in ("activating_kernel", "turning_kernel")]
-    assert len(set(names)) == 2
+    assert len({epilogue_gemm.revision(kernel) for kernel in KERNELS}) == len(KERNELS)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernels_name_is_of_all_that_it_imports_of_this_package(kernel, monkeypatch):
+    """A constant that has changed must not find what the old one compiled to."""
+    read = []
+
+    def read_bytes(path):
+        read.append(path)
+        return path.read_text().encode()
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    epilogue_gemm.revision(kernel)
+    package = Path(epilogue_gemm.__file__).parent.parent
+    waiting, own = [package / "gemms" / f"{kernel}.py"], set()
+    while waiting:
+        source = waiting.pop()
+        own.add(source)
+        imported = re.findall(
+            r"^from vllm_flashinfer_vit\.(\S+)", source.read_text(), re.M
+        )
+        waiting += {package / f"{name.replace('.', '/')}.py" for name in imported} - own
+    assert own <= set(read)
 
 
 def quantised(x):

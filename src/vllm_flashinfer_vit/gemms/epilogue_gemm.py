@@ -229,9 +229,10 @@ def with_row_scales(layer: Layer, rows: int) -> Layer:
 def revision(module: str) -> str:
     """Name a kernel's sources: QuACK's folder may hold another one's results."""
     found = hashlib.sha256()
-    # Of what kernels derive from, too.
-    for name in (module, "turning_kernel", "epilogue_kernel"):
-        spec = importlib.util.find_spec(_ROOM + name)
+    # Of what kernels derive from, and make constants of, too.
+    rooms = (_ROOM + module, _ROOM + "turning_kernel", _ROOM + "epilogue_kernel")
+    for name in (*rooms, "vllm_flashinfer_vit.kernels.formats"):
+        spec = importlib.util.find_spec(name)
         assert spec is not None and spec.origin is not None
         found.update(Path(spec.origin).read_bytes())
     return found.hexdigest()[:16]
