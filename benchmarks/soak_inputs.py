@@ -25,8 +25,9 @@ MAX_IMAGES = 20
 LARGEST, SMALLEST = 124, MERGE
 # The processor refuses longer ones.
 MAX_RATIO = 200
-# Each such request is compared with the judge's answer.
-SAMPLE_EVERY = 40
+# Each such request is compared with the judge's answer. It is odd, so that the two
+# servers, which are asked in turns, have as many of them.
+SAMPLE_EVERY = 41
 TOP_LOGPROBS = 20
 _BAD_SHARE = 0.1
 _CANCELLED_SHARE = 0.1

@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import math
+from collections import Counter
 
 import pytest
 from _soak import PATCH, asks
@@ -13,6 +14,7 @@ from PIL import Image, UnidentifiedImageError
 import soak_inputs
 from setups import MAX_TOKENS
 from soak_inputs import BAD, KINDS, MAX_RATIO, Request, body, draw_request
+from soak_servers import SERVERS
 
 MANY = [draw_request(0, number, PATCH) for number in range(2000)]
 
@@ -68,7 +70,8 @@ class TestInputs:
         ]
         assert shares == pytest.approx([0.1, 0.1], abs=0.02)
         samples = [r for r in MANY if r.is_sampled]
-        assert len(samples) == 50
+        of_servers = Counter(r.number % SERVERS for r in samples)
+        assert of_servers == {0: 25, 1: 24}
         assert all(r.bad is None and r.cancel_after_s is None for r in samples)
         assert any(max(max(r.sizes)) > 50 * PATCH for r in samples)
         document = json.loads(body(samples[0], PATCH))
