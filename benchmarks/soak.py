@@ -36,7 +36,7 @@ import torch
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment
 from failures import Failures
-from server_process import ServerProcess, stop_as_by_ctrl_c
+from server_process import START_TIMEOUT_S, ServerProcess, stop_as_by_ctrl_c
 from setups import with_variables
 from soak_checkpoint import write_checkpoint
 from soak_client import (
@@ -146,7 +146,13 @@ async def _all_answer(
     drawn = [loop.run_in_executor(drawing, body, r, patch) for r in requests]
     bodies = await asyncio.gather(*drawn)
     asked = [post(session, url, data) for url in urls for data in bodies]
-    for status, answer in await asyncio.gather(*asked):
+    try:
+        answers = await asyncio.wait_for(asyncio.gather(*asked), START_TIMEOUT_S)
+    except TimeoutError:
+        raise RuntimeError(
+            f"no answer in {START_TIMEOUT_S:.0f} s at warm-up: see the servers' logs"
+        ) from None
+    for status, answer in answers:
         if status != 200:
             raise RuntimeError(f"status {status} at warm-up: {answer}")
 

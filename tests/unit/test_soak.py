@@ -261,6 +261,19 @@ def test_a_soak_of_servers_that_answer_as_they_should(
     assert set(row) < set(soak.COLUMNS) and set(series) < set(soak.MEMORY_COLUMNS)
 
 
+def test_a_server_that_hangs_at_warm_up_ends_the_soak(monkeypatch) -> None:
+    monkeypatch.setattr(soak, "START_TIMEOUT_S", 0.2)
+
+    async def run() -> None:
+        fakes = [Fake(), Fake(answers=lambda: asyncio.sleep(60))]
+        server, judge = [await fake.start() for fake in fakes]
+        with ThreadPoolExecutor(1) as drawing:
+            await soak.warm_up(Target([server], judge, PATCH), drawing)
+
+    with pytest.raises(RuntimeError, match="no answer in 0 s at warm-up"):
+        asyncio.run(asyncio.wait_for(run(), 30))
+
+
 @pytest.fixture
 def fakes() -> Iterator[tuple[list[Fake], list[str]]]:
     """Two servers and a judge that answer from a thread."""
