@@ -5,12 +5,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _EVERY_S = 0.2
 
 
-def utilisation(gpu: str) -> Callable[[], float]:
-    """Return what reads the share of its last sample in which a GPU ran a kernel.
+def device_of(gpu: str) -> Any:
+    """Return what the driver's library calls a GPU.
 
     Args:
         gpu: Its name in CUDA_VISIBLE_DEVICES: an index or a UUID.
@@ -19,9 +20,19 @@ def utilisation(gpu: str) -> Callable[[], float]:
 
     pynvml.nvmlInit()
     if gpu.isdecimal():
-        device = pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
-    else:
-        device = pynvml.nvmlDeviceGetHandleByUUID(gpu)
+        return pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
+    return pynvml.nvmlDeviceGetHandleByUUID(gpu)
+
+
+def utilisation(gpu: str) -> Callable[[], float]:
+    """Return what reads the share of its last sample in which a GPU ran a kernel.
+
+    Args:
+        gpu: As for `device_of`.
+    """
+    from vllm.third_party import pynvml
+
+    device = device_of(gpu)
     return lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
 
 

@@ -6,6 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psutil
+import torch
+
+from environment import gpus_to_use
+from gpu_use import device_of
 
 MIB = 2**20
 # In percent. Allocators keep what the largest batch so far has needed.
@@ -30,14 +34,17 @@ class Series:
 
 
 def on_devices() -> tuple[dict[int, int], int]:
-    """Return bytes in use on all GPUs, by process as far as known, and altogether."""
+    """Return bytes in use, by process as far as known, and altogether.
+
+    They are of the GPUs that this process sees: on a host's others somebody else may
+    measure.
+    """
     from vllm.third_party import pynvml
 
     by_pid: dict[int, int] = {}
     in_use = 0
-    pynvml.nvmlInit()
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        device = pynvml.nvmlDeviceGetHandleByIndex(index)
+    for gpu in gpus_to_use(torch.cuda.device_count()):
+        device = device_of(gpu)
         in_use += pynvml.nvmlDeviceGetMemoryInfo(device).used
         for process in pynvml.nvmlDeviceGetComputeRunningProcesses(device):
             # None where the driver may not say it.

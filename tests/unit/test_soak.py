@@ -220,6 +220,25 @@ def running() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
+def test_memory_is_that_of_the_gpus_that_the_servers_see(monkeypatch) -> None:
+    from vllm.third_party import pynvml
+
+    used = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 3,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetMemoryInfo": lambda index: SimpleNamespace(used=10**index),
+        "nvmlDeviceGetComputeRunningProcesses": lambda index: [
+            SimpleNamespace(pid=index, usedGpuMemory=5)
+        ],
+    }
+    for name, function in used.items():
+        monkeypatch.setattr(pynvml, name, function)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert soak_memory.on_devices() == ({0: 5, 2: 5}, 101)
+
+
 def test_a_soak_of_servers_that_answer_as_they_should(
     running: subprocess.Popen[bytes], monkeypatch
 ) -> None:
