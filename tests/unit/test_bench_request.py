@@ -240,6 +240,7 @@ def test_rows_and_their_figure(tmp_path: Path) -> None:
 
 def test_engines_beside_each_other_are_of_one_run() -> None:
     row = {"model": MODEL, "mode": "graph", "stage": WHOLE, "p50_ms": "1"}
+    row["command"] = ""
     old, new = (
         [
             {**row, "provider": provider, "workload": "page", "commit": commit}

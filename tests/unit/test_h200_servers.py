@@ -199,7 +199,7 @@ def test_the_page_says_why_pages_gain_no_more() -> None:
         == ("language model", chosen_rows.PLUGIN_FP8)
     )
     gain = (stock + llm) / (ours + llm)
-    assert f"takes {stock} ms at stock's best" in text and f"and {ours} in this" in text
+    assert f"the tower takes {stock} ms at stock's best and {ours} in this" in text
     assert f"({stock} + {llm}) / ({ours} + {llm}) = {gain:.2f}" in text
     line = by_workload(LATER, "64", LARGE)["page"]
     theirs, mine = of_setup(line, LATER[0]), of_setup(line, LATER[3])
@@ -207,15 +207,18 @@ def test_the_page_says_why_pages_gain_no_more() -> None:
     assert f"{theirs:.2f} and {mine:.2f} requests a second are" in text
     assert f"are {1e3 / theirs:.0f} and {1e3 / mine:.0f} ms a request" in text
     # Of 9a7ef08, whose rows are in the file's history: as these servers ran.
-    then = 75
-    gain = (stock + llm) / (then + llm)
-    assert f"({stock} + {llm}) / ({then} + {llm}) = {gain:.2f}" in text
+    before, then = 95, 75
+    assert (
+        f"takes {before} ms at stock's best, with" in text and f"took {then} in" in text
+    )
+    gain = (before + llm) / (then + llm)
+    assert f"({before} + {llm}) / ({then} + {llm}) = {gain:.2f}" in text
     saved = 1e3 / theirs - 1e3 / mine
-    assert f"{saved:.0f} less; the towers saved {stock - then} of them" in text
-    with_linear = (stock + llm) / (linear + llm)
+    assert f"{saved:.0f} less; the towers saved {before - then} of them" in text
+    with_linear = (before + llm) / (linear + llm)
     assert f"[{linear} ms](quantized_towers.md#measured)" in text
-    assert f"would make {with_linear:.2f}" in text
-    needed = (stock + llm) / 1.3 - llm
+    assert f"would make {with_linear:.2f} over those {before}" in text
+    needed = (before + llm) / 1.3 - llm
     assert f"take {needed:.0f}, less than any of this" in text and needed < linear
     busy = [
         round(100 * float(row["gpu_busy"]))

@@ -194,6 +194,7 @@ def row(
     return {
         **{"vllm": vllm, "model": model, "provider": provider, "p50_ms": str(ms)},
         **{"mode": mode, "case": "a", "dtype": "bf16", "commit": vllm},
+        "command": "",
     }
 
 
@@ -278,7 +279,7 @@ def test_cells_are_of_the_code_and_the_rows() -> None:
     kimi = cells(model_tables.packed(), "kimi_k25_vit")
     assert kimi["head dims"] == "72, 128"
     assert kimi["by name"] == "Kimi-K2.5, Kimi-K3"
-    assert kimi["FP8 on an H200"] == "72: from 769 tokens; 128: from 2049 tokens"
+    assert kimi["FP8 on an H200"] == "72: from 1025 tokens; 128: from 2049 tokens"
     assert kimi["encoder graphs"].startswith("exact: KimiK25 from 0.28.0")
     gemma = cells(model_tables.transformers(), "gemma4_mm")
     assert gemma["head dims"] == "64, 72" and "`gemma4_blocks`" in gemma["blocks"]

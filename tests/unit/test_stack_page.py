@@ -239,11 +239,16 @@ def test_the_page_of_kernels_says_where_flash_attn_4_begins() -> None:
         firsts = [1, *(c.max_len + 1 for c in choices if c.max_len is not None)]
         return [(n, c.kernel) for n, c in zip(firsts, choices, strict=True)]
 
-    head_dims = (64, 72, 80, 88, 96)
-    firsts = {plan("0.33.0", head_dim)[-1] for head_dim in head_dims}
-    assert firsts == {(513, "flash_attn_4")}
+    for head_dim in (64, 72, 80, 96):
+        kernels = dict(plan("0.33.0", head_dim))
+        assert kernels[513] == "flash_attn_4"
+        longer = [kernel for first, kernel in kernels.items() if first in (769, 1025)]
+        assert longer == ["hopper_bf16"]
     text = text_of("kernels.md")
-    assert "At head dims 64 to 96 `flash_attn_4` wins from 513 tokens on" in text
+    assert (
+        "In bf16 `hopper_bf16` wins from 1025 tokens on at head dims 64 to 96" in text
+    )
+    assert "`flash_attn_4` before it from 513 on" in text
     # Measured with the newer release alone.
     assert plan("0.25.1", 88) == plan("0.33.0", 88) != plan("0.25.1", 96)
     assert "head dim 88, measured with 0.33.0 alone, is chosen by that" in text

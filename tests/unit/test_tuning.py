@@ -247,7 +247,7 @@ def test_no_kernel_has_a_test_run_after_the_time_limit(
         return "not on a CPU"
 
     monkeypatch.setattr(tuning, "attempt", attempt)
-    options = Options("bf16", "80,64,96", time_limit_s=2, only="attention")
+    options = Options("bf16", "80,64,96", time_limit_s=1, only="attention")
     # The limit is set at 0, the test run is at 1.
     with pytest.raises(TuneError, match="no choice could be measured"):
         build(options)

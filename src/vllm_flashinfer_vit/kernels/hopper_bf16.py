@@ -14,7 +14,7 @@ a sum and half a conversion for each score.
 A row is wrong if its weights add up to more than 2^110, that is where a score is 76
 (natural) above the largest of the first block, or if an output is not finite. Its group
 is marked, and `redo.py` computes it again, with what is NaN or infinite and what comes
-in as 0 * NaN from rows behind the sequence.
+in as 0 * NaN from rows after the sequence.
 
 Numerics: fp32 scores and sums, weights are rounded to bf16, the output once.
 """
@@ -260,7 +260,7 @@ def _attend(
 
 @gluon.jit
 def _clear_marks(marks_ptr, first, num_marks):
-    """Clear the marks behind those of the tiles there are; the programs share them."""
+    """Clear the marks after those of the tiles there are; the programs share them."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     zeros = gl.zeros([512], gl.int32, layout)
     first += gl.program_id(0) * 512
