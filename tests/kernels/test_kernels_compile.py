@@ -42,8 +42,6 @@ STACK_BYTES = {
     # It has 255, and a sum over v of each block beside that of all.
     "triton_fp8": (0, 0, 80, 0, 1040, 112),
     "triton_fp8 128": (0, 0, 240, 80, 688, 272),
-    # Scalars, at most four; see test_hopper_fp8.py.
-    "hopper_fp8 88": (0, 0, 0, 16, 0, 0),
     # Scalars; two of them once a step at head dim 128.
     "hopper_bf16": (0, 0, 0, 16, 0, 0),
     "hopper_bf16 128": (0, 0, 0, 32, 0, 0),
