@@ -76,6 +76,24 @@ def test_hopper_bf16_rejects_what_it_cannot_do(dtype, head_dim):
         attention(x, x, x, torch.tensor([0, 8], dtype=torch.int32), 8, 1.0)
 
 
+@pytest.mark.parametrize(("head_dim", "groups"), [(80, [2, 4]), (128, [2, 3])], ids=str)
+def test_hopper_bf16_compiles_what_mends_each_variant(monkeypatch, head_dim, groups):
+    """Marks are of a variant's tiles, and a capture may choose another than now."""
+    settled, mended = [], []
+
+    def settle(groups, *args):
+        settled.append(groups)
+        return None, torch.zeros(hopper_bf16.MARKS, dtype=torch.int32)
+
+    def mend(q, k, v, cu_seqlens, marks, out, groups, scale):
+        mended.append(groups)
+
+    monkeypatch.setattr(hopper_bf16, "_settle_groups", settle)
+    monkeypatch.setattr(hopper_bf16.redo, "prepare", mend)
+    hopper_bf16._compile.__wrapped__(2, 1, head_dim, torch.device("cpu"))
+    assert settled == mended == groups
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", params(CASES))
 @pytest.mark.parametrize(

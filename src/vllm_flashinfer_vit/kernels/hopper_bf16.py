@@ -435,7 +435,9 @@ def _compile(heads: int, kv_heads: int, head_dim: int, device: torch.device) -> 
     kv = q.new_zeros(1, kv_heads, head_dim)
     cu_seqlens = torch.zeros(2, dtype=torch.int32, device=device)
     for groups in (_FEW, _most_groups(head_dim)):
-        _settle_groups(groups, q, kv, kv, cu_seqlens, torch.empty_like(q), 1.0)
+        out = torch.empty_like(q)
+        _, marks = _settle_groups(groups, q, kv, kv, cu_seqlens, out, 1.0)
+        redo.prepare(q, kv, kv, cu_seqlens, marks, out, groups, 1.0)
 
 
 def _settle_groups(
