@@ -94,6 +94,17 @@ def test_hopper_bf16_compiles_what_mends_each_variant(monkeypatch, head_dim, gro
     assert settled == mended == groups
 
 
+def test_hopper_bf16_has_a_plan_for_each_gpu(monkeypatch):
+    """Launches are shared by layout, which does not say how many processors it has."""
+    processors = {0: 78, 1: 132}
+    monkeypatch.setattr(hopper_bf16, "_processors", lambda gpu: processors[gpu.index])
+    x = torch.zeros(4096, 16, 80, dtype=torch.bfloat16)
+    given = 4, x, x, x, torch.tensor([0, 4096], dtype=torch.int32), 1.0
+    for index, count in processors.items():
+        launch, _, _ = hopper_bf16._plan(*given, torch.device("cuda", index))
+        assert launch._grid == (count, 1, 1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", params(CASES))
 @pytest.mark.parametrize(

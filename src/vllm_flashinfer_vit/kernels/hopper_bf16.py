@@ -450,7 +450,7 @@ def _settle_groups(
     scale: float,
 ) -> tuple[Callable[[], object], torch.Tensor]:
     """Settle a variant, and return it with the marks that it sets."""
-    launch, descs, num_marks = _plan(groups, q, k, v, cu_seqlens, scale)
+    launch, descs, num_marks = _plan(groups, q, k, v, cu_seqlens, scale, q.device)
     marks = torch.empty(num_marks, dtype=torch.int32, device=q.device)
     of_heads = (x.transpose(0, 1) for x in (q, q, k, k, v, v))
     settled = launch.settle(
@@ -470,6 +470,7 @@ def _plan(
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
     scale: float,
+    device: torch.device,
 ) -> tuple[Launch, tuple[TensorDescriptor | None, ...], int]:
     """Return the launch, its descriptors, and how many marks it sets."""
     num_tokens, heads, head_dim = q.shape
@@ -479,7 +480,7 @@ def _plan(
     num_marks = -(-most_tiles * groups // MARKS) * MARKS
     launch = Launch(
         _hopper_bf16_kernel,
-        min(most_tiles, _processors(q.device)),
+        min(most_tiles, _processors(device)),
         num_seqs,
         num_tokens,
         num_marks,
