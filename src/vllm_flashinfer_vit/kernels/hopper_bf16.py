@@ -400,19 +400,12 @@ def _settle(
     cu_seqlens: torch.Tensor,
     scale: float,
 ) -> Callable[[], torch.Tensor]:
-    check_inputs(q, k, v, cu_seqlens, scale)
-    num_tokens, heads, head_dim = q.shape
-    if q.dtype != torch.bfloat16 or head_dim < 64:
-        raise ValueError(
-            f"hopper_bf16 takes bf16 and head dims from 64 on, got {q.dtype} and "
-            f"{head_dim}"
-        )
+    groups = _choose_groups(q, k, v, cu_seqlens, scale, q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not out.numel():
         return lambda: out
     if not torch.cuda.is_current_stream_capturing():
-        _compile(heads, k.shape[1], head_dim, q.device)
-    groups = _groups(head_dim, heads, num_tokens, _processors(q.device))
+        _compile(q.shape[1], k.shape[1], q.shape[2], q.device)
     attend, marks = _settle_groups(groups, q, k, v, cu_seqlens, out, scale)
     mend = redo.prepare(q, k, v, cu_seqlens, marks, out, groups, scale)
 
@@ -422,6 +415,26 @@ def _settle(
         return out
 
     return call
+
+
+@cached_by_layout
+def _choose_groups(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    device: torch.device,
+) -> int:
+    """Check what `prepare` demands, and return how many groups share a tile."""
+    check_inputs(q, k, v, cu_seqlens, scale)
+    num_tokens, heads, head_dim = q.shape
+    if q.dtype != torch.bfloat16 or head_dim < 64:
+        raise ValueError(
+            f"hopper_bf16 takes bf16 and head dims from 64 on, got {q.dtype} and "
+            f"{head_dim}"
+        )
+    return _groups(head_dim, heads, num_tokens, _processors(device))
 
 
 def _processors(device: torch.device) -> int:
@@ -452,9 +465,9 @@ def _settle_groups(
     """Settle a variant, and return it with the marks that it sets."""
     launch, descs, num_marks = _plan(groups, q, k, v, cu_seqlens, scale, q.device)
     marks = torch.empty(num_marks, dtype=torch.int32, device=q.device)
-    of_heads = (x.transpose(0, 1) for x in (q, q, k, k, v, v))
     settled = launch.settle(
-        *(point(desc, x) for desc, x in zip(descs, of_heads, strict=True)),
+        # Heads come first in what is described; of the tensor only the address counts.
+        *(point(desc, x) for desc, x in zip(descs, (q, q, k, k, v, v), strict=True)),
         cu_seqlens,
         out,
         marks,
