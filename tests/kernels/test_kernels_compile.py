@@ -45,6 +45,7 @@ STACK_BYTES = {
     # Scalars; two of them once a step at head dim 128.
     "hopper_bf16": (0, 0, 0, 16, 0, 0),
     "hopper_bf16 128": (0, 0, 0, 32, 0, 0),
+    "hopper_bf16 few 128": (0, 0, 0, 64, 0, 0),
     "quantize_rows 128": (0, 0, 16, 0, 0, 0),
     # Two values that no head changes are read again for each.
     "quantize 72 interleaved": (0, 0, 16, 16, 16, 32),
