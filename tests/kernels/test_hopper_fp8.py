@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from cases import (
 from vllm_flashinfer_vit.kernels import hopper_fp8
 from vllm_flashinfer_vit.kernels._hopper import describe, point
 from vllm_flashinfer_vit.kernels.flash_fp8_ref import attention_fp8_ref
+from vllm_flashinfer_vit.kernels.formats import QuantizedQKV
 from vllm_flashinfer_vit.kernels.quantize import quantize_blocks
 
 pytestmark = pytest.mark.usefixtures("nan_empty", "exact_fp8")
@@ -65,6 +67,21 @@ def test_a_descriptor_of_another_tensor_is_like_a_new_one():
     assert vars(pointed) | {"base": None} == vars(new) | {"base": None}
     assert kept.base is None
     assert point(describe(x, 64, 0), y) is None
+
+
+@pytest.mark.parametrize("num_tokens", [100, 200])
+def test_hopper_fp8_without_sequences_clears_all_rows(monkeypatch, num_tokens):
+    """There is room for no tile, nor in 100 rows for a block to describe."""
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    rows = num_tokens // 128 * 128
+    x = torch.zeros(2, rows, 96, dtype=torch.float8_e4m3fn)
+    scales = torch.zeros(2, rows // 128)
+    quantized = QuantizedQKV(x, x, x.view(2, 96, rows)[:, :80], scales, scales, scales)
+    cu_seqlens = torch.zeros(1, dtype=torch.int32)
+    args = quantized, cu_seqlens, num_tokens, 0, 0.1, 80, torch.bfloat16
+    out = attention(*args)
+    assert out.shape == (num_tokens, 2, 80) and torch.equal(out, torch.zeros_like(out))
 
 
 @pytest.mark.gpu

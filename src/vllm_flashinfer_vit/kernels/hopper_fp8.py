@@ -531,8 +531,9 @@ def prepare(
     shape = (num_tokens, q.shape[0], head_dim)
     out = torch.empty(shape, dtype=dtype, device=q.device)
     launch, descs = _plan(q, k, v, cu_seqlens, out, scale, q.device)
-    if not num_tokens:
-        return lambda: out
+    if not num_tokens or cu_seqlens.numel() == 1:
+        # Without sequences there may be no blocks, and no programs.
+        return out.zero_
     settled = launch.settle(
         *(point(desc, x) for desc, x in zip(descs, (q, q, k, k, v, v), strict=True)),
         quantized.q_scale,
