@@ -274,7 +274,7 @@ def prepare(
     Returns:
         A call, for the current stream, that attends over what these tensors hold by
         then. It returns `[T, H, D]` contiguous, in q's dtype, the same tensor every
-        time. Rows after the last sequence are zeros.
+        time if no input is copied. Rows after the last sequence are zeros.
 
     Raises:
         ValueError: A tensor or `scale` breaks a demand above.
