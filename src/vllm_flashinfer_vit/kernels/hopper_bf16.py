@@ -320,6 +320,8 @@ def _hopper_bf16_kernel(
     tiles = (q_lo, q_hi, k_lo, k_hi, v_lo, v_hi)
     descs = (q_lo_desc, q_hi_desc, k_lo_desc, k_hi_desc, v_lo_desc, v_hi_desc)
     seqs, tiles_of_head = used(cu_ptr, num_seqs, num_tokens, 64 * GROUPS)
+    # Offsets that fall and rise again must not write past the marks.
+    tiles_of_head = gl.minimum(tiles_of_head, num_marks // (H * GROUPS))
     _clear_marks(marks_ptr, tiles_of_head * H * GROUPS, num_marks)
     sizes = (seqs, num_tokens, H * tiles_of_head)
     tensors = (tiles, barriers, cu_ptr, out_ptr, marks_ptr, sizes, scale_log2e)
