@@ -15,12 +15,16 @@ from measure import PLAN, Runner, Step, read_plan
 
 assert Path(measure.__file__).parent == BENCHMARKS
 
-# Writes when it began and ended, its GPUs and its cores, and ends with a status.
+# Writes when it began and ended, its GPUs and its cores, and ends with a status. It may
+# wait until another one has begun.
 SCRIPT = """
 import json, os, sys, time
 name, seconds, status = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 begun = time.monotonic()
+open(name + ".begun", "w").close()
 time.sleep(seconds)
+while sys.argv[4:] and not os.path.exists(sys.argv[4] + ".begun"):
+    time.sleep(0.05)
 gpus = os.environ["CUDA_VISIBLE_DEVICES"]
 said = [begun, time.monotonic(), gpus, sorted(os.sched_getaffinity(0))]
 open(name, "w").write(json.dumps(said))
@@ -48,8 +52,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def step(folder, name, *, seconds=0.0, status=0, **others):
+def step(folder, name, *, seconds=0.0, status=0, beside=None, **others):
     command = f"python {folder / 'script.py'} {folder / name} {seconds} {status}"
+    if beside is not None:
+        command += f" {folder / beside}"
     return Step(name, "A question?", command, **{"minutes": 1.0, **others})
 
 
@@ -73,7 +79,8 @@ def overlap(folder, first, second):
 
 
 def test_steps_share_gpus_and_cores_among_them(folder):
-    steps = [step(folder, name, seconds=1) for name in "ab"]
+    # Alone, each would wait until it is stopped.
+    steps = [step(folder, "a", beside="b"), step(folder, "b", beside="a")]
     outcomes = run(folder, steps, gpus=("0", "3"))
     assert all(outcome.startswith("ended well") for outcome in outcomes.values())
     assert overlap(folder, "a", "b")
