@@ -12,7 +12,7 @@ neither on the batch nor on `max_seqlen`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,6 +38,17 @@ _BLOCK_N = 64
 _MAXNREG = 128
 # Offsets within a block of 128 rows are int32.
 _MAX_STRIDE = 1 << 24
+
+
+# Nothing but the model and the class of `max_seqlen` selects a variant: a call in a
+# graph's capture compiles nothing that an eager call of its class has not.
+AS_THEY_ARE: Any = {
+    "do_not_specialize": [
+        *("num_tokens", "num_seqs", "stride_qt", "stride_qh"),
+        *("stride_kt", "stride_kh", "stride_vt", "stride_vh"),
+    ],
+    "do_not_specialize_on_alignment": ["cu_seqlens_ptr"],
+}
 
 
 class Config(NamedTuple):
@@ -158,21 +169,7 @@ def attend_block(
         store_columns(o_base, row_o, mask_m, D_LO, D_HI, D_HI_PAD, acc_hi * norm)
 
 
-# Nothing but the model and the class of `max_seqlen` selects a variant: a call in a
-# graph's capture compiles nothing that an eager call of its class has not.
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens",
-        "num_seqs",
-        "stride_qt",
-        "stride_qh",
-        "stride_kt",
-        "stride_kh",
-        "stride_vt",
-        "stride_vh",
-    ],
-    do_not_specialize_on_alignment=["cu_seqlens_ptr"],
-)
+@triton.jit(**AS_THEY_ARE)
 def _flash_kernel(
     q_ptr,
     k_ptr,

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout
 from vllm_flashinfer_vit.kernels.flash import (
+    AS_THEY_ARE,
     Config,
     attend_block,
     check_inputs,
@@ -44,19 +45,7 @@ def _find(
     return seq, before
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens",
-        "num_seqs",
-        "stride_qt",
-        "stride_qh",
-        "stride_kt",
-        "stride_kh",
-        "stride_vt",
-        "stride_vh",
-    ],
-    do_not_specialize_on_alignment=["cu_seqlens_ptr"],
-)
+@triton.jit(**AS_THEY_ARE)
 def _redo_kernel(
     q_ptr,
     k_ptr,
