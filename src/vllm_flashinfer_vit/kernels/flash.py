@@ -42,7 +42,7 @@ _MAX_STRIDE = 1 << 24
 
 # Nothing but the model and the class of `max_seqlen` selects a variant: a call in a
 # graph's capture compiles nothing that an eager call of its class has not.
-AS_THEY_ARE: Any = {
+UNSPECIALIZED: Any = {
     "do_not_specialize": [
         *("num_tokens", "num_seqs", "stride_qt", "stride_qh"),
         *("stride_kt", "stride_kh", "stride_vt", "stride_vh"),
@@ -169,7 +169,7 @@ def attend_block(
         store_columns(o_base, row_o, mask_m, D_LO, D_HI, D_HI_PAD, acc_hi * norm)
 
 
-@triton.jit(**AS_THEY_ARE)
+@triton.jit(**UNSPECIALIZED)
 def _flash_kernel(
     q_ptr,
     k_ptr,

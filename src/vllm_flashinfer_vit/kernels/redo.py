@@ -9,7 +9,7 @@ import triton.language as tl
 
 from vllm_flashinfer_vit.kernels._launch import Launch, cached_by_layout
 from vllm_flashinfer_vit.kernels.flash import (
-    AS_THEY_ARE,
+    UNSPECIALIZED,
     Config,
     attend_block,
     check_inputs,
@@ -45,7 +45,7 @@ def _find(
     return seq, before
 
 
-@triton.jit(**AS_THEY_ARE)
+@triton.jit(**UNSPECIALIZED)
 def _redo_kernel(
     q_ptr,
     k_ptr,
