@@ -61,7 +61,7 @@ from vllm_flashinfer_vit.kernels.redo import MARKED_ROWS, MARKS
 _WIDEST_OF_FOUR = 96
 _FEW = 2
 # Of a thread, by the groups. Those that load have what is left, 32 and more.
-_REGISTERS = {4: 112, 3: 160, _FEW: 160}
+_REGISTERS = {4: 112, 3: 160, _FEW: 200}
 
 # A sum over v of weights up to this one fits fp32, and another block's with it.
 _MOST_TOTAL = gl.constexpr(2.0**110)
