@@ -3,10 +3,10 @@
 
 A row is replaced by a later one that measured the same thing with the same GPU, vLLM,
 torch, Triton, FlashInfer, QuACK and cuDNN. A version that one of the two does not know
-counts as equal. The history of the file keeps what is dropped. Servers are compared
-within a run, so that all rows of a run and a workload stay while one of them does.
-`--commits` also drops the rows of every other commit, for contenders that nobody
-measured again and that have changed since.
+counts as equal. The history of the file keeps what is dropped. Contenders are compared
+within a run, so that all rows of a run and a case stay while one of them does: a later
+run may have timed fewer, or have ended early. `--commits` also drops the rows of every
+other commit, for contenders that nobody measured again and that have changed since.
 
     python benchmarks/prune.py benchmarks/results/h200/attention.csv
     python benchmarks/prune.py benchmarks/results/h200/encoder.csv \
@@ -19,7 +19,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from chosen_rows import SERVER_KEYS
 from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS
 
 # What was measured, in the columns that a file has of these.
@@ -31,6 +30,8 @@ IDENTITY = (
     # Ten random requests do not stand for a hundred.
     "requests",
 )
+# In which of these contenders differ that are compared.
+CONTENDER = ("method", "provider", "kernel", "blocks", "class", "mode", "stage", "line")
 # What was found. Each column of each file but bits.csv is of one of the three.
 MEASURED = (
     *("p20_ms", "p50_ms", "p80_ms", "tflops", "tb_per_s", "rel_err", "ms", "kernels"),
@@ -63,18 +64,20 @@ def newest_rows(rows: Sequence[Row], commits: Collection[str] = ()) -> list[Row]
         rows: Oldest first.
         commits: Whose rows stay at all; empty for every commit.
     """
-    wanted = [row for row in rows if not commits or row["commit"] in commits]
-    kept = _not_replaced(wanted)
-    runs = {run_of(row) for row in kept if is_of_server(row)}
-    if not runs:
-        return kept
-    by_run: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    # Each an object of its own, told from rows that are equal to it.
+    wanted = [dict(row) for row in rows if not commits or row["commit"] in commits]
+    groups: dict[tuple[str | None, ...], list[Row]] = defaultdict(list)
     for row in wanted:
-        if is_of_server(row) and run_of(row) in runs:
-            by_run[run_of(row)].append(row)
-    whole = [row for run in by_run.values() for row in _not_replaced(run)]
-    stay = {id(row) for row in (*kept, *whole)}
+        groups[_of_group(row)].append(row)
+    kept = {_of_group(row) for row in _not_replaced(wanted)}
+    stay = {id(row) for group in kept for row in _not_replaced(groups[group])}
     return [row for row in wanted if id(row) in stay]
+
+
+def _of_group(row: Row) -> tuple[str | None, ...]:
+    """Return what rows have alike that are compared with each other."""
+    names = (name for name in IDENTITY if name not in CONTENDER)
+    return tuple(row.get(name) for name in (*names, *ENVIRONMENT_COLUMNS))
 
 
 def _not_replaced(rows: Sequence[Row]) -> list[Row]:
@@ -86,16 +89,6 @@ def _not_replaced(rows: Sequence[Row]) -> list[Row]:
             same.append(row)
             kept.append(row)
     return kept[::-1]
-
-
-def is_of_server(row: Row) -> bool:
-    """Whether a row is of bench_serve.py."""
-    return row.keys() >= {*SERVER_KEYS}
-
-
-def run_of(row: Row) -> tuple[str, ...]:
-    """Return what rows of servers have alike that are compared with each other."""
-    return tuple(row[name] for name in (*SERVER_KEYS, *ENVIRONMENT_COLUMNS))
 
 
 def is_same_stack(one: Row, other: Row) -> bool:

@@ -277,6 +277,18 @@ class TestOtherVersions:
         assert other_versions(STACK, "bfloat16", 80, user) is None
         assert "triton 3.5.0" in str(other_versions(STACK, "float16", 80, user))
 
+    def test_a_users_file_of_another_version_of_the_package(
+        self, bundled: Path, user: Path
+    ) -> None:
+        older = measured_with(version="0.0.1")
+        put(bundled, older)
+        # What the package brings is the best that it has.
+        assert other_versions(STACK, "bfloat16", 80, user) is None
+        put(user, older)
+        assert "vllm-flashinfer-vit 0.0.1 (here" in str(
+            other_versions(STACK, "bfloat16", 80, user)
+        )
+
     def test_an_h100_is_served_by_the_h200s_table(self, bundled: Path) -> None:
         put(bundled, measured_with(triton="3.5.0"))
         h100 = HOPPER._replace(name="NVIDIA H100 80GB HBM3")

@@ -104,3 +104,20 @@ def test_few_requests_do_not_replace_many():
 def test_each_stage_of_a_request_is_a_row_of_its_own():
     rows = [{**make_row(), "stage": stage} for stage in ("decode", "encoder")]
     assert prune.newest_rows(rows) == rows
+
+
+def test_a_run_that_ended_early_takes_nothing_from_a_whole_one():
+    whole = [
+        {**make_row(provider=provider), "commit": "old"}
+        for provider in ("stock-flash_attn", "plugin")
+    ]
+    early = {**whole[0], "commit": "new"}
+    assert prune.newest_rows([*whole, early]) == [*whole, early]
+    # Of another case the older run is not needed.
+    other = [{**row, "case": "mixed"} for row in whole]
+    newer = [{**row, "commit": "new"} for row in other]
+    assert prune.newest_rows([*whole, *other, early, *newer]) == [
+        *whole,
+        early,
+        *newer,
+    ]

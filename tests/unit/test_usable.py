@@ -25,7 +25,7 @@ from vllm_flashinfer_vit.settings import ENV_KERNEL
 def put_in_place(monkeypatch: pytest.MonkeyPatch, table: tuple[Choice, ...]) -> None:
     """Have these choices in place of the H200's, without measurements."""
     monkeypatch.setattr(lookup, "choices_for", lambda *_: table)
-    monkeypatch.setattr(lookup, "measured_without", lambda *_: ())
+    monkeypatch.setattr(lookup, "measured_without", lambda *_, **__: ())
 
 
 class TestAttempts:
@@ -263,6 +263,39 @@ class TestMeasuredWithout:
         slow = {at: us | {"triton_fp8": 11.0} for at, us in self.FP8.items()}
         text, _ = self.plan(tmp_path, slow, "hopper_fp8")
         assert text == "*:triton_fp8"
+
+    @pytest.mark.parametrize(
+        ("refused", "plan"),
+        [
+            ((), "1024:triton,4095:flash_attn,*:cudnn_fp8"),
+            (("cudnn_fp8",), "1024:triton,4095:flash_attn,*:triton_fp8"),
+        ],
+    )
+    def test_fp8_that_was_not_measured_begins_where_it_did(
+        self, refused: tuple[str, ...], plan: str, tmp_path: Path
+    ) -> None:
+        blackwell = STACK.gpus[0]._replace(name="NVIDIA B200", capability=(10, 0))
+        stack = replace(STACK, gpus=(blackwell,))
+        rows = tuple(
+            Measurement("bfloat16", 80, at, 1, us) for at, us in self.HALF.items()
+        )
+        table = Table(
+            {"gpu": blackwell.name, "vllm": "0.25.1"},
+            {"bfloat16/80": derive_classes(rows)},
+            rows,
+        )
+        tuned.write(table, tmp_path / tuned.file_name(blackwell.name))
+        choices, refusals = usable_choices(
+            stack,
+            80,
+            "bfloat16",
+            tuned_dir=tmp_path,
+            fp8=True,
+            attempt=lambda kernel: "no" if kernel in refused else None,
+        )
+        # The fastest of bf16 does not run there.
+        assert list(refusals) == ["flash_attn_4", *refused]
+        assert plan_of(choices).text == plan
 
     def test_a_forced_kernel_keeps_its_class(self, tmp_path: Path) -> None:
         self.plan(tmp_path, self.HALF)

@@ -15,6 +15,10 @@ class WrongResultError(RuntimeError):
     """A candidate's output is too far from fp32."""
 
 
+class GpuLostError(RuntimeError):
+    """No call of this process to the GPU works any more."""
+
+
 class Inputs(Protocol):
     """What the candidates of a case are called with."""
 
@@ -53,6 +57,9 @@ def compare(
     Returns:
         Median microseconds by case and candidate, without cases that nobody runs, and
         what was left out and why.
+
+    Raises:
+        GpuLostError: A candidate failed, and so does everything after it.
     """
     times: dict[_Case, dict[str, float]] = {}
     left_out: list[str] = []
@@ -63,10 +70,11 @@ def compare(
             failures, times[case] = _compare_one(trusted, draw(case), clock, device)
         except torch.OutOfMemoryError:
             left_out.append(f"{name}: out of memory")
-            continue
-        finally:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            failures = []
+        except GpuLostError as error:
+            raise GpuLostError(f"{name}: {error}") from error
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         for failure in failures:
             trusted.remove(failure.candidate)
             left_out.append(f"{failure.candidate} from {name} on: {failure.reason}")
@@ -74,6 +82,23 @@ def compare(
                 for taken in times.values():
                     taken.pop(failure.candidate, None)
     return {case: taken for case, taken in times.items() if taken}, left_out
+
+
+def check_gpu(candidate: str, reason: str, device: torch.device) -> None:
+    """Check that the GPU still answers after a candidate failed.
+
+    Raises:
+        GpuLostError: It does not, as after an access to memory that is not there.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise GpuLostError(
+            f"{candidate}: {reason}, and after it nothing runs on the GPU in this "
+            "process"
+        ) from error
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor, limit: float) -> float:
@@ -119,8 +144,6 @@ def _compare_one(
             reason = f"{type(error).__name__}: {lines[0]}"
             is_wrong = isinstance(error, WrongResultError)
             failures.append(_Failure(candidate, reason, is_wrong))
-            if device.type == "cuda":
-                # Raises if every further call of this process would fail.
-                torch.cuda.synchronize()
+            check_gpu(candidate, reason, device)
     times = clock.median_us(runs) if runs else {}
     return failures, {candidate: round(us, 2) for candidate, us in times.items()}

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.derive import derive_without
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
@@ -54,6 +55,7 @@ class Choice(NamedTuple):
         return f"{self.kernel}, {self.many} below {LEAST_MEAN_LEN} rows to a sequence"
 
 
+_PACKAGE = "vllm-flashinfer-vit"
 _UNMEASURED = "unmeasured by this project on this GPU"
 
 _NO_GPU = (Choice("reference", None, "no GPU: plain PyTorch serves every length"),)
@@ -148,13 +150,18 @@ def fp8_choices_for(
     entry = _look_up(stack, FP8_DTYPE, head_dim, tuned_dir)
     if entry is not None:
         return entry.choices(head_dim)
+    kernel = _FP8_KERNEL.get(stack.capability[0], PORTABLE_FP8)
+    return _longest_in_fp8(choices_for(stack, dtype, head_dim, tuned_dir), kernel)
+
+
+def _longest_in_fp8(choices: Iterable[Choice], kernel: str) -> tuple[Choice, ...]:
+    """Give an FP8 kernel what is longer than `_FP8_ABOVE` tokens."""
     short = []
-    for choice in choices_for(stack, dtype, head_dim, tuned_dir):
+    for choice in choices:
         if choice.max_len is None or choice.max_len >= _FP8_ABOVE:
             short.append(choice._replace(max_len=_FP8_ABOVE))
             break
         short.append(choice)
-    kernel = _FP8_KERNEL.get(stack.capability[0], PORTABLE_FP8)
     return (*short, Choice(kernel, None, f"FP8, {_UNMEASURED}"))
 
 
@@ -164,15 +171,19 @@ def measured_without(
     dtype: "torch.dtype | str",
     head_dim: int,
     tuned_dir: Path | None = None,
+    *,
+    fp8: bool = False,
 ) -> tuple[Choice, ...]:
     """Return the choices that measurements give where kernels cannot run.
 
     Args:
         refused: Names of these kernels.
         stack: As for `choices_for`, like the other arguments.
-        dtype: As for `choices_for`; `FP8_DTYPE` for layers with FP8 attention.
+        dtype: See `stack`.
         head_dim: See `stack`.
         tuned_dir: See `stack`.
+        fp8: The layer is one with FP8 attention. Where only the kernels of the
+            activations' dtype were measured, FP8 begins where it does with all of them.
 
     Returns:
         The choices; none where nothing was measured, or no measured kernel takes
@@ -181,8 +192,15 @@ def measured_without(
     Raises:
         TableError: A file of measurements cannot be used.
     """
-    entry = _look_up(stack, dtype, head_dim, tuned_dir)
-    return () if entry is None else entry.choices_without(refused, dtype, head_dim)
+    measured = FP8_DTYPE if fp8 else dtype
+    if entry := _look_up(stack, measured, head_dim, tuned_dir):
+        return entry.choices_without(refused, measured, head_dim)
+    if not fp8 or stack.capability is None:
+        return ()
+    kernels = _FP8_KERNEL.get(stack.capability[0], PORTABLE_FP8), PORTABLE_FP8
+    left = [kernel for kernel in kernels if kernel not in refused]
+    short = measured_without(refused, stack, dtype, head_dim, tuned_dir)
+    return _longest_in_fp8(short, left[0]) if short and left else ()
 
 
 def fp8_ranges(choices: Iterable[Choice]) -> list[tuple[int, int | None]]:
@@ -236,7 +254,8 @@ def other_versions(
 ) -> str | None:
     """Say if choices were measured with other versions than this machine has.
 
-    Versions that the file or the machine does not tell are not compared.
+    Versions that the file or the machine does not tell are not compared; that of this
+    package is in a file of the user's, since a newer one may have other kernels.
 
     Args:
         stack: As for `choices_for`.
@@ -250,11 +269,14 @@ def other_versions(
     entry = _look_up(stack, dtype, head_dim, tuned_dir)
     if entry is None:
         return None
+    made_by = dict(entry.table.made_by)
+    here = dict(stack.versions)
+    if tuned_dir and entry.table == tuned.read(tuned_dir, stack.gpus[0].name):
+        made_by[_PACKAGE], here[_PACKAGE] = made_by.get("version"), __version__
     versions = [
-        f"{name} {measured} (here {here})"
-        for name, here in stack.versions.items()
-        if (measured := entry.table.made_by.get(name))
-        and public(measured) != public(here)
+        f"{name} {measured} (here {present})"
+        for name, present in here.items()
+        if (measured := made_by.get(name)) and public(measured) != public(present)
     ]
     if not versions:
         return None

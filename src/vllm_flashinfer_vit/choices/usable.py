@@ -103,9 +103,8 @@ def usable_choices(
         if kernel == forced:
             choices = ()
             break
-        measured = FP8_DTYPE if fp8 else dtype
         again = lookup.measured_without(
-            frozenset(refusals), stack, measured, head_dim, tuned_dir
+            frozenset(refusals), stack, dtype, head_dim, tuned_dir, fp8=fp8
         )
         if forced is not None and again:
             again = lookup.forced(again, forced)

@@ -33,6 +33,7 @@ from rich.progress import (
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.clock import Clock, GraphClock
+from vllm_flashinfer_vit.choices.compare import GpuLostError, check_gpu
 from vllm_flashinfer_vit.choices.derive import (
     TuneError,
     derive_classes,
@@ -93,7 +94,8 @@ def run(options: Options, console: Console) -> Report:
     Raises:
         TuneError: There is no GPU, or CUDA begins with another one; an option is not
             valid or could not act, the file is of another stack than what is to be
-            added or would lose a part that is not measured, or nothing was measured.
+            added or would lose a part that is not measured, nothing was measured, or a
+            kernel ended all work on the GPU.
         TableError: The file that is to be added to cannot be used.
         FileError: The file cannot be written, another run is making it, or it was named
             and holds something else; that is said before anything is measured.
@@ -118,7 +120,10 @@ def run(options: Options, console: Console) -> Report:
         if not options.add:
             _check_replaced(path, gpu_name, options)
         device = torch.device("cuda:0")
-        table = build_table(options, stack, GraphClock(device), device, console)
+        try:
+            table = build_table(options, stack, GraphClock(device), device, console)
+        except GpuLostError as error:
+            raise TuneError(f"{error}; nothing was written to {path}") from error
         if older is not None:
             table = tuned.added(older, table)
         tuned.write(table, path)
@@ -229,6 +234,7 @@ def build_table(
     Raises:
         TuneError: Nothing could be measured, or not within the time limit; or GEMMs
             were asked for, and none runs.
+        GpuLostError: A kernel ended all work on the GPU.
     """
     effort = options.effort
     until = time.monotonic() + effort.time_limit_s
@@ -283,7 +289,9 @@ def build_table(
     def tried(kernel: str, head_dim: int, dtype: torch.dtype) -> str | None:
         # It compiles the kernel, for seconds.
         check_time()
-        return attempt(kernel, head_dim, dtype)
+        if error := attempt(kernel, head_dim, dtype):
+            check_gpu(kernel, error, device)
+        return error
 
     def attention(
         dtype: torch.dtype,
