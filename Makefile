@@ -22,6 +22,9 @@ AUDIT_VENV := .venv-audit
 # docs/security.md gives the reasons.
 ACCEPTED := GHSA-6q48-6c7w-9gw2
 
+# Without bytecode each process compiles all of vLLM again, for ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 # One thread for each of two processes: with more, they wait for each other on two
 # cores. An environment variable, since tests start processes of their own, too.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1

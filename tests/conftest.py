@@ -57,6 +57,34 @@ def vllms_methods_read_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def language_replaced_once_a_kernel() -> Iterator[None]:
+    """Let Triton's interpreter replace its language where a kernel begins.
+
+    It does so again at each call of a function, though until the kernel ends there is
+    nothing left to replace: looking for it takes a third of the time of such tests.
+    """
+    if HAS_GPU:
+        yield
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    replace = interpreter._patch_lang
+
+    def replace_once(fn: Callable[..., Any]) -> Any:
+        seen = [lang for lang in (tl, tl.core) if lang in fn.__globals__.values()]
+        # Of a kernel, the first of these, nothing is replaced yet.
+        is_within = hasattr(tl.tensor, "__index__")
+        if is_within and not any(tl.core.is_builtin(lang.load) for lang in seen):
+            return interpreter._LangPatchScope()
+        return replace(fn)
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(interpreter, "_patch_lang", replace_once)
+        yield
+
+
 @pytest.fixture(scope="module")
 def plain_kernel() -> Iterator[None]:
     """Let plain PyTorch attend on a GPU, too: a test of what is around the kernels

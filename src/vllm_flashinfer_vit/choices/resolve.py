@@ -2,8 +2,10 @@
 """The choices of this process's layers: what its machine can run, and what it logs."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from vllm import envs
@@ -86,8 +88,11 @@ def choices_here(
     return choices
 
 
-def gemms_here(tuned_dir: Path | None) -> dict[str, GemmChoice]:
+@functools.cache
+def gemms_here(tuned_dir: Path | None) -> Mapping[str, GemmChoice]:
     """Return what is known of the GEMMs of this machine's GPU, by `GemmLayer.key`.
+
+    The first call for a folder decides for the process.
 
     Args:
         tuned_dir: Folder of the user's measurements, or None to ignore them.
@@ -95,4 +100,4 @@ def gemms_here(tuned_dir: Path | None) -> dict[str, GemmChoice]:
     Raises:
         TableError: A file of measured choices cannot be used.
     """
-    return measured_gemms(probe(libraries=False), tuned_dir)
+    return MappingProxyType(measured_gemms(probe(libraries=False), tuned_dir))

@@ -7,6 +7,7 @@ cudnn-frontend loads, which `LD_LIBRARY_PATH` can make another than the installe
 """
 
 import csv
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -212,7 +213,12 @@ def _load_nvml() -> ModuleType:
     copy = folder / "third_party" / "pynvml.py" if folder else None
     if copy is None or not copy.exists():
         return importlib.import_module("pynvml")
-    spec = importlib.util.spec_from_file_location("_vllm_flashinfer_vit_nvml", copy)
+    return _import_file(copy)
+
+
+@functools.cache
+def _import_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("_vllm_flashinfer_vit_nvml", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # The file looks itself up by its name.
