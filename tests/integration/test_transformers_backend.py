@@ -236,17 +236,24 @@ def test_heads_that_no_kernel_takes(
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "said"),
     [
-        {"is_causal": True},
-        {"scaling": 0.5},
-        {"position_bias": torch.full((1, 1, 16, 16), 0.5).triu()},
-        {"attention_mask": torch.ones(1, 1, 16, 16, dtype=torch.bool).tril()},
+        ({"is_causal": True}, "it is causal"),
+        ({"scaling": 0.5}, "it scales by 0.5 and not by 0.17"),
+        (
+            {"position_bias": torch.full((1, 1, 16, 16), 0.5).triu()},
+            "it has a position_bias",
+        ),
+        # Whether there is one changes with the batch.
+        ({"attention_mask": torch.ones(1, 1, 16, 16, dtype=torch.bool).tril()}, None),
     ],
-    ids=lambda given: next(iter(given)),
+    ids=["causal", "scale", "bias", "mask"],
 )
 def test_what_no_layer_computes_is_left_to_sdpa(
-    given: dict[str, Any], flashinfer: Tower
+    given: dict[str, Any],
+    said: str | None,
+    flashinfer: Tower,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -254,12 +261,16 @@ def test_what_no_layer_computes_is_left_to_sdpa(
     module = next(m for m in tower.modules() if hasattr(m, transformers_towers._LAYER))
     q, k, v = (noise(1, 2 * 16, 32).view(1, 2, 16, 32) for _ in range(3))
     plain = {"attention_mask": None, "scaling": module.scale}
+    lines = log_of(transformers_towers, monkeypatch)
     with OpCount() as count:
         found, _ = transformers_towers.attend(module, q, k, v, **(plain | given))
         ours, _ = transformers_towers.attend(module, q, k, v, **plain)
     expected, _ = sdpa_attention_forward(module, q, k, v, **(plain | given))
     assert torch.equal(found, expected)
     assert count.calls == 1
+    # Whoever asked for FLASHINFER reads that it does not attend.
+    assert len(lines) == (said is not None)
+    assert said is None or f"SDPA, as without vllm-flashinfer-vit: {said}" in lines[0]
     # The call differs from what the layer computes.
     assert relative_error(found, ours) > 1e-3
 

@@ -86,20 +86,41 @@ def _is_ours(
     attention_mask: torch.Tensor | None,
     given: dict[str, Any],
 ) -> bool:
-    """Whether a module's layer computes what it is asked for."""
+    """Whether a module's layer computes what it is asked for; say so once if not."""
     layer: Any = getattr(module, _LAYER, None)
     if layer is None:
         return False
     if attention_mask is not None:
         # A mask of PyTorch's SDPA has four dimensions, and is of any form.
         return attention_mask.dim() == 1
-    if given.get("is_causal") or any(given.get(name) is not None for name in _ELSE):
-        return False
+    refused = _refused(layer, query, key, given)
+    if refused and not torch.compiler.is_compiling():
+        logger.info_once(
+            "%s attends by PyTorch's SDPA, as without vllm-flashinfer-vit: %s.",
+            type(module).__name__,
+            refused,
+        )
+    return refused is None
+
+
+def _refused(
+    layer: Any, query: torch.Tensor, key: torch.Tensor, given: dict[str, Any]
+) -> str | None:
+    """Return why a layer does not compute what is asked for, None if it does."""
+    if given.get("is_causal"):
+        return "it is causal"
+    if named := [name for name in _ELSE if given.get(name) is not None]:
+        return f"it has a {' and a '.join(named)}"
     # Over ranks a module may have a part of its heads.
     sizes = (query.shape[1], key.shape[1], query.shape[3], key.shape[2])
-    if sizes != (layer.num_heads, layer.num_kv_heads, layer.head_size, query.shape[2]):
-        return False
-    return given.get("scaling") in (None, layer.scale) and query.dtype == layer.dtype
+    wanted = (layer.num_heads, layer.num_kv_heads, layer.head_size, query.shape[2])
+    if sizes != wanted:
+        return f"it has other sizes than its layer, {sizes} and not {wanted}"
+    if (scale := given.get("scaling")) not in (None, layer.scale):
+        return f"it scales by {scale} and not by {layer.scale}"
+    if query.dtype != layer.dtype:
+        return f"its activations are {query.dtype} and not {layer.dtype}"
+    return None
 
 
 def offsets(
