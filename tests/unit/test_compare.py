@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a comparison in which a candidate takes the GPU with it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _tuning import CLOCK, ToldClock
+
+from vllm_flashinfer_vit.choices.compare import GpuLostError, compare
+from vllm_flashinfer_vit.choices.measure import Cell
+
+
+def test_a_kernel_after_which_nothing_runs_ends_the_measuring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*args: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Inputs:
+        def call(self, candidate: str) -> Callable[[], torch.Tensor]:
+            return fails if candidate == "cudnn" else lambda: torch.ones(1)
+
+        def check(self, candidate: str, out: torch.Tensor) -> None:
+            pass
+
+    gpu = torch.device("cuda")
+    clock = ToldClock(CLOCK)
+    cases = {"1 x 8 tokens": Cell(8, 1)}
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    times, left_out = compare(list(CLOCK), cases, lambda _: Inputs(), clock, gpu)
+    assert list(times[Cell(8, 1)]) == ["flash_attn"] and "cudnn" in left_out[0]
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    with pytest.raises(GpuLostError, match="^1 x 8 tokens: cudnn: RuntimeError: CUDA"):
+        compare(list(CLOCK), cases, lambda _: Inputs(), clock, gpu)
