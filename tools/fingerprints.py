@@ -89,7 +89,8 @@ def read(folders: dict[str, Path], patches: Iterable[Patch]) -> Fingerprints:
     """Return what releases, by version, have of what the patches stand for."""
     patches = tuple(patches)
     methods: dict[str, dict[str, tuple[str, ...]]] = {}
-    for method in sorted({method for patch in patches for method in patch.stands_for}):
+    wanted = {m for patch in patches for m in (*patch.stands_for, *patch.helpers)}
+    for method in sorted(wanted):
         marks: dict[str, tuple[str, ...]] = {}
         for version, folder in folders.items():
             try:

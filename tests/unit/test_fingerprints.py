@@ -139,7 +139,7 @@ def test_a_method_that_is_no_python_function(layer: Any) -> None:
 
 
 def test_the_file_knows_what_every_patch_stands_for() -> None:
-    wanted = {method for patch in all_patches() for method in patch.stands_for}
+    wanted = {m for p in all_patches() for m in (*p.stands_for, *p.helpers)}
     assert set(known().methods) == wanted, "run make fingerprints"
     names = {patch.name for patch in all_patches()}
     for version, release in known().releases.items():
@@ -164,14 +164,15 @@ def test_every_patch_fits_this_vllm() -> None:
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_programs_stand_for_what_splits_and_turns_q_and_k() -> None:
     """The functions that attention calls by name, not its methods alone."""
-    helpers = re.compile(r"split_qkv|apply_rope|apply_rotary_(pos_)?emb\w*")
+    helpers = re.compile(
+        r"split_qkv|all_gather_interleave|apply_rope|_?apply_rotary_(pos_)?emb\w*"
+    )
     missing, found = set(), 0
-    # In no release from 0.29 on, where a patch would not fit for want of it.
-    gone = {"vllm.model_executor.models.kimi_k25_vit:apply_rope"}
     for patch in all_patches():
         if not patch.name.endswith("-blocks") or patch.name in left_out():
             continue
-        for method in patch.stands_for:
+        known_there = *patch.stands_for, *patch.helpers
+        for method in filter(source.is_there, known_there):
             module, _, path = method.partition(":")
             owner = path.rpartition(".")[0]
             for call in ast.walk(source._method(method, None)):
@@ -180,6 +181,6 @@ def test_programs_stand_for_what_splits_and_turns_q_and_k() -> None:
                 # Not vLLM's layers and what a module has from elsewhere.
                 if helpers.fullmatch(name.removeprefix("self.")) and defined(wanted):
                     found += 1
-                    missing |= {wanted} - {*patch.stands_for} - gone
+                    missing |= {wanted} - {*known_there}
     assert not missing
     assert found

@@ -197,6 +197,18 @@ def test_what_it_stands_for_must_be_known(
     assert not told
 
 
+def test_a_helper_must_be_known_where_there_is_one(
+    target: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "patch_target"
+    patch = make_patch()
+    patch.helpers = (f"{module}:gone", f"{module}:helper")
+    monkeypatch.setattr(patch_module, "is_there", lambda name: name.endswith("helper"))
+    monkeypatch.setattr(patch_module, "difference", lambda name: f"{name} is another")
+    with pytest.raises(PatchError, match=f"vLLM: {module}:helper is another. Without"):
+        patch.check()
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_one_that_does_not_fit_is_left_out_alone(target: type, bad: int) -> None:
     group = [

@@ -253,7 +253,7 @@ def _rows_of_patches() -> list[dict[str, Any]]:
             "target": patch.target,
             "why": patch.why,
             "remove_when": patch.remove_when,
-            "stands_for": list(patch.stands_for),
+            "stands_for": [*patch.stands_for, *patch.helpers],
             "state": patch.state(disabled),
         }
         for patch in all_patches()

@@ -77,6 +77,7 @@ def block_program(
     parts: tuple[str, ...],
     parameters: tuple[str, ...] = BLOCK_PARAMETERS,
     name: str | None = None,
+    helpers: tuple[str, ...] = (),
 ) -> Patch:
     """Return the patch that has the blocks of a tower run their programs.
 
@@ -88,6 +89,7 @@ def block_program(
             `family:Class.method`, or `family:function`.
         parameters: What their `forward` takes.
         name: What the patch's name begins with, if not the family.
+        helpers: See `Patch.helpers`, each like one of `parts`.
     """
 
     def replace(original: Function) -> Function:
@@ -100,6 +102,7 @@ def block_program(
         target=f"{module_of(family)}:{block}.forward",
         # The constructor says which modules a block has.
         stands_for=(*map(_full, (*methods(family, block), *parts)), *LINEAR),
+        helpers=tuple(map(_full, helpers)),
         why="stock takes more kernels for a block's sums, norms and any rotary, and "
         "pays for several layers of Python in front of each of them",
         remove_when="vLLM runs a vision block by as few launches, prepared beforehand",

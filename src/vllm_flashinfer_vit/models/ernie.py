@@ -22,6 +22,7 @@ PATCHES = (
         (
             *methods("ernie45_vl", "Ernie4_5_VisionAttention", "Ernie4_5_VisionMLP"),
             "ernie45_vl:Ernie4_5_VisionAttention.split_qkv",
+            "ernie45_vl:all_gather_interleave",
         ),
         ANGLE_PARAMETERS,
     ),

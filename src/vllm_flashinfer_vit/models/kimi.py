@@ -32,6 +32,7 @@ SPEC = BlockSpec(
     rotary=Rotary("complex", ("rope_freqs_cis",)),
 )
 
+_PACKED_ROPE = "model_executor.layers.rotary_embedding.packed_qk_rope"
 _PARAMETERS = ("self", "hidden_states", "cu_seqlens", "rope_freqs_cis", "max_seqlen")
 _MOONVIT = f"{MODELS}.moonvit:MoonVitEncoder.forward"
 
@@ -82,5 +83,11 @@ PATCHES = (
             "kimi_k25_vit:MoonViTEncoderLayer.attention_qkvpacked",
         ),
         (*_PARAMETERS, "sequence_lengths"),
+        helpers=(
+            "kimi_k25_vit:apply_rope",
+            "kimi_k25_vit:_make_vision_norm",
+            f"{_PACKED_ROPE}:packed_qk_rope_",
+            f"{_PACKED_ROPE}:_packed_qk_rope_kernel",
+        ),
     ),
 )

@@ -18,6 +18,7 @@ PATCHES = (
             *methods("paddleocr_vl", "SiglipAttention"),
             *methods("siglip", "SiglipMLP"),
             "paddleocr_vl:SiglipAttention.split_qkv",
+            "paddleocr_vl:all_gather_interleave",
         ),
         ANGLE_PARAMETERS,
     ),

@@ -38,6 +38,10 @@ PATCHES = (
             "pixtral:apply_rotary_emb_vit",
         ),
         ("self", "x", "freqs_cis", *_LENGTHS),
+        helpers=(
+            "pixtral:_apply_rotary_emb_vit_complex",
+            "pixtral:_apply_rotary_emb_vit_real",
+        ),
     ),
     block_program(
         "pixtral",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_flashinfer_vit.patches.fingerprints import difference, left_out
-from vllm_flashinfer_vit.patches.source import parameters
+from vllm_flashinfer_vit.patches.source import is_there, parameters
 
 
 class PatchError(ValueError):
@@ -29,6 +29,8 @@ class Patch:
             workings it counts, each `module:Class.method` or `module:function`; they
             must be as in a vLLM that they were read in. Empty if it only adds to the
             original, or answers in its place without counting on it.
+        helpers: Functions that those call for their work, each as in a vLLM that it was
+            read in, where there is one: not every release has it.
         replace: Takes the original function and returns the new one.
         compiled: Whether vLLM may compile what is replaced, or calls of it, into code
             that it caches; False only where the replacement never runs in such code.
@@ -43,6 +45,7 @@ class Patch:
     parameters: tuple[str, ...]
     stands_for: tuple[str, ...]
     replace: Callable[[Callable[..., Any]], Callable[..., Any]]
+    helpers: tuple[str, ...] = ()
     compiled: bool = True
     inherited_from: str = ""
     _original: Any = field(default=None, init=False, repr=False)
@@ -111,7 +114,8 @@ class Patch:
                 f"{self.target} takes {', '.join(found)}; the patch was written for "
                 f"{', '.join(self.parameters)}"
             )
-        return "; ".join(filter(None, map(difference, self.stands_for))) or None
+        wanted = *self.stands_for, *filter(is_there, self.helpers)
+        return "; ".join(filter(None, map(difference, wanted))) or None
 
     def apply(self) -> None:
         """Put the replacement in place; nothing happens if it is there already."""

@@ -67,6 +67,15 @@ def fingerprint(target: str, folder: Path | None = None) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
+def is_there(target: str) -> bool:
+    """Whether there is a method or function, see `fingerprint`."""
+    try:
+        _method(target, None)
+    except LookupError:
+        return False
+    return True
+
+
 def _method(target: str, folder: Path | None) -> _Function:
     module, _, path = target.partition(":")
     class_name, _, attribute = path.partition(".")
