@@ -10,8 +10,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import ProcessorMixin
-
 from vllm_flashinfer_vit.patches.image_patches import is_asked_for
 from vllm_flashinfer_vit.patches.patch import Patch
 
@@ -45,6 +43,9 @@ def _is_read(cls: Any) -> bool:
 
 def _needs_no_text(processor: Any) -> bool:
     """Whether a processor of Transformers takes images without text."""
+    # For seconds; where there is a processor it is there.
+    from transformers import ProcessorMixin
+
     return all(
         getattr(type(processor), name) is getattr(ProcessorMixin, name)
         for name in ("__call__", "prepare_inputs_layout", "validate_inputs")
