@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,6 +104,115 @@ def test_hopper_bf16_has_a_plan_for_each_gpu(monkeypatch):
     for index, count in processors.items():
         launch, _, _ = hopper_bf16._plan(*given, torch.device("cuda", index))
         assert launch._grid == (count, 1, 1)
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """What the host does for a GPU that launches nothing: all that it notes."""
+    host = SimpleNamespace(is_capturing=False, compiled=[], settled=[], ran=[])
+
+    def settle(launch, *arguments):
+        host.settled.append((launch, arguments))
+        return lambda: host.ran.append(launch)
+
+    monkeypatch.setattr(hopper_bf16.Launch, "settle", settle)
+    monkeypatch.setattr(hopper_bf16, "_compile", lambda *of: host.compiled.append(of))
+    monkeypatch.setattr(hopper_bf16, "_processors", lambda gpu: 132)
+    capturing = "is_current_stream_capturing"
+    monkeypatch.setattr(torch.cuda, capturing, lambda: host.is_capturing)
+    return host
+
+
+def _zeros(rows, *kv_heads, heads=4, head_dim=80):
+    return [
+        torch.zeros(rows, n, head_dim, dtype=torch.bfloat16)
+        for n in (heads, *kv_heads, *kv_heads)
+    ]
+
+
+def test_hopper_bf16_hands_its_launches_what_they_read(host):
+    q, k, v = _zeros(1000, 1, head_dim=104)
+    cu_seqlens = torch.tensor([0, 700, 1000], dtype=torch.int32)
+    call = hopper_bf16.prepare(q, k, v, cu_seqlens, 700, 0.5)
+    assert host.compiled == [(4, 1, 104, q.device)]
+    (attend, given), (mend, mended) = host.settled
+    *descs, offsets, out, marks = given
+    assert [desc.base for desc in descs] == [q, q, k, k, v, v]
+    assert [desc.shape for desc in descs] == [[n, 1000, 104] for n in (4, 4, *[1] * 4)]
+    boxes = [[1, 64, 64]] * 2 + [[1, 128, 64]] * 4
+    assert [desc.block_shape for desc in descs] == boxes
+    assert offsets is cu_seqlens and marks.numel() % hopper_bf16.MARKS == 0
+    assert attend._scalars == (2, 1000, marks.numel(), 0.5 * hopper_bf16.LOG2_E)
+    assert (attend._constants["H"], attend._constants["H_RATIO"]) == (4, 4)
+    expected = q, k, v, cu_seqlens, out, marks
+    assert all(a is b for a, b in zip(mended, expected, strict=True))
+    assert mend._constants["PARTS"] == attend._constants["GROUPS"] == 2
+    assert call() is out and out.shape == q.shape and out.is_contiguous()
+    assert host.ran == [attend, mend]
+
+
+def test_hopper_bf16_compiles_nothing_in_a_capture(host):
+    host.is_capturing = True
+    qkv = _zeros(1000, 2)
+    cu_seqlens = torch.tensor([0, 1000], dtype=torch.int32)
+    hopper_bf16.prepare(*qkv, cu_seqlens, 1000, 0.5)
+    assert not host.compiled and len(host.settled) == 2
+
+
+def test_hopper_bf16_of_no_rows_launches_nothing(host):
+    cu_seqlens = torch.tensor([0, 0], dtype=torch.int32)
+    out = attention(*_zeros(0, 2, head_dim=64), cu_seqlens, 0, 0.5)
+    assert out.shape == (0, 4, 64) and not host.settled
+
+
+@pytest.mark.parametrize("odd", range(3))
+def test_hopper_bf16_attends_to_aligned_copies(monkeypatch, odd):
+    seen = []
+
+    def settle(*given):
+        seen.append(given)
+        return lambda: given[0]
+
+    monkeypatch.setattr(hopper_bf16, "_settle", settle)
+    qkv = _zeros(8, 2)
+    qkv[odd] = torch.zeros(8, qkv[odd][0].numel() + 1, dtype=torch.bfloat16)
+    qkv[odd] = qkv[odd][:, 1:].unflatten(1, (-1, 80))
+    cu_seqlens = torch.tensor([0, 8], dtype=torch.int32)
+    call = hopper_bf16.prepare(*qkv, cu_seqlens, 8, 0.5)
+    # What they hold by then.
+    qkv[odd].fill_(3.0)
+    call()
+    (given,) = seen
+    assert all(map(hopper_bf16.is_aligned, given[:3]))
+    assert all(map(torch.equal, given[:3], qkv))
+
+
+@pytest.mark.parametrize("groups", [2, 3, 4])
+@pytest.mark.parametrize("rest", [-1, 0, 1])
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_hopper_bf16_has_a_mark_for_each_group_of_every_tile(host, groups, rest, count):
+    tile = 64 * groups
+    case = Case("equal", (tile + rest,) * count, pad_rows=17)
+    q, k, v = _zeros(case.rows, 2)
+    launch, _, num_marks = hopper_bf16._plan(
+        groups, q, k, v, case.cu_seqlens("cpu"), 0.5, q.device
+    )
+    tiles = 4 * sum(-(-length // tile) for length in case.lengths)
+    marks = hopper_bf16.MARKS
+    assert num_marks % marks == 0
+    assert max(1, tiles) * groups <= num_marks <= (tiles + 4 * count) * groups + marks
+    # A program at least clears the rows of no sequence.
+    assert 1 <= launch._grid[0] <= 132
+
+
+def test_hopper_bf16_spreads_few_rows_over_all_multiprocessors():
+    assert hopper_bf16._groups(80, 16, 1024, 128) == 2
+    assert hopper_bf16._groups(80, 16, 1025, 128) == 4
+    assert [hopper_bf16._groups(d, 16, 4096, 132) for d in (96, 104)] == [4, 3]
+    # By any groups a row has the same blocks of keys, so its sums have one order.
+    for head_dim in (80, 104):
+        forms = hopper_bf16._form(head_dim, 2), hopper_bf16._form(head_dim, 4)
+        assert len({constants["BLOCK_N"] for constants, _ in forms}) == 1
 
 
 @pytest.mark.gpu
