@@ -210,6 +210,24 @@ def test_slots_are_filled_in_order(form) -> None:
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("form", FORMS)
+def test_launches_that_overlap_do_not_fill_each_others_slots(form) -> None:
+    """As those of two threads: one is called while the other looks at its tensors."""
+    kernel = Kernel(form)
+    x, y = torch.zeros(8), torch.zeros(8)
+    call = make(kernel).settle(Slot(x), Slot(x))
+
+    def launch_another() -> int:
+        call(y, y)
+        return x.data_ptr()
+
+    late: Any = SimpleNamespace(data_ptr=launch_another)
+    call(x, late)
+    found = [form.read(tuple(final))[3][:2] for _, *final in kernel.calls[1:]]
+    assert found == [(tensor.data_ptr(),) * 2 for tensor in (y, x)]
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("form", FORMS)
 def test_a_launch_without_slots_takes_nothing(form) -> None:
     kernel = Kernel(form)
     x, y = torch.zeros(8), torch.zeros(8)
@@ -336,16 +354,18 @@ def test_memory_is_held_of_what_was_settled_and_of_no_slot(form) -> None:
         launch._kernel.calls = []
         call = launch.settle(x, Slot(y))
         launch(z, z)
+        alone = torch.zeros(8)
+        calls = call, launch.settle(alone, alone)
         launch._kernel.calls.clear()
-        return launch, call, *map(weakref.ref, (x, y, z))
+        return launch, calls, *map(weakref.ref, (x, alone, y, z))
 
-    launch, call, fixed, slot, given = settle()
+    launch, calls, fixed, alone, slot, given = settle()
     gc.collect()
-    assert fixed() is not None
+    assert fixed() is not None and alone() is not None
     assert slot() is None and given() is None
-    del call
+    del calls
     gc.collect()
-    assert fixed() is None
+    assert fixed() is None and alone() is None
     assert launch is not None
 
 
