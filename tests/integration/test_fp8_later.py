@@ -48,6 +48,10 @@ def choices_of(text: str) -> tuple[Choice, ...]:
             "5120:flash_attn_4,*:triton",
         ),
         (
+            "4096:flash_attn_4,4608:triton_fp8,*:triton",
+            "4608:flash_attn_4,*:triton",
+        ),
+        (
             "4096:flash_attn_4,8192:triton_fp8,*:triton",
             "5120:flash_attn_4,8192:triton_fp8,*:triton",
         ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a comparison in which a candidate takes the GPU with it."""
+"""What becomes of a comparison in which a candidate or a case fails."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,3 +35,31 @@ def test_a_kernel_after_which_nothing_runs_ends_the_measuring(
     monkeypatch.setattr(torch.cuda, "synchronize", fails)
     with pytest.raises(GpuLostError, match="^1 x 8 tokens: cudnn: RuntimeError: CUDA"):
         compare(list(CLOCK), cases, lambda _: Inputs(), clock, gpu)
+
+
+def test_what_memory_does_not_hold_or_nobody_runs_leaves_the_rest_as_it_is() -> None:
+    class Inputs:
+        def __init__(self, case: str) -> None:
+            if "large" in case:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            self._case = case
+
+        def call(self, candidate: str) -> Callable[[], torch.Tensor] | None:
+            if candidate == "cudnn":
+                raise RuntimeError("it fails")
+            return None if self._case == "nobody's" else lambda: torch.ones(1)
+
+        def check(self, candidate: str, out: torch.Tensor) -> None:
+            pass
+
+    names = ("too large", "first", "larger", "nobody's", "last")
+    cases = {name: name for name in names}
+    clock = ToldClock(CLOCK)
+    cpu = torch.device("cpu")
+    times, left_out = compare(list(CLOCK), cases, Inputs, clock, cpu)
+    assert times == dict.fromkeys(("first", "last"), {"flash_attn": 10.0})
+    assert left_out == [
+        "too large: out of memory",
+        "cudnn from first on: RuntimeError: it fails",
+        "larger: out of memory",
+    ]

@@ -152,6 +152,17 @@ def test_one_kernel_serves_all_lengths_where_bits_must_not_depend_on_the_batch(
     assert choice.kernel == forced
 
 
+def test_such_a_kernel_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(kernel: str, head_dim: int, dtype: torch.dtype) -> str | None:
+        return "it computes nonsense" if kernel == "hopper_fp8" else None
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(resolve, "attempt", attempt)
+    monkeypatch.setattr(resolve, "probe", lambda libraries: STACK)
+    (choice,) = choices_here(80, torch.bfloat16, None, None, fp8=True)
+    assert choice.kernel == "triton_fp8"
+
+
 def test_a_head_dim_without_such_a_kernel_is_not_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -240,6 +240,16 @@ class TestMeasuredWithout:
             "flash_attn_4"
         )
 
+    def test_a_smaller_head_dim_has_the_same(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tuned, "read_bundled", lambda *_: [])
+        text, _ = self.plan(tmp_path, self.HALF, "flash_attn_4")
+        choices, _ = usable_choices(
+            STACK, 72, "bfloat16", tuned_dir=tmp_path, attempt=lambda kernel: "no"
+        )
+        assert plan_of(choices).text == text
+
     def test_a_kernel_of_another_version_is_none(self, tmp_path: Path) -> None:
         write = tuned.write
 
@@ -340,8 +350,10 @@ def test_a_forced_kernel_that_cannot_run_leaves_nothing() -> None:
     assert len(refusals) == 1
 
 
-def test_no_gpu_is_served_by_the_reference() -> None:
-    choices, _ = usable_choices(replace(STACK, gpus=()), 80, "bfloat16")
+@pytest.mark.parametrize("invariant", [False, True])
+def test_no_gpu_is_served_by_the_reference(invariant: bool) -> None:
+    stack = replace(STACK, gpus=())
+    choices, _ = usable_choices(stack, 80, "bfloat16", invariant=invariant)
     assert [choice.kernel for choice in choices] == ["reference"]
 
 
