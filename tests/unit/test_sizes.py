@@ -154,6 +154,9 @@ def test_a_models_own_padding_is_kept_where_the_buffer_holds_all() -> None:
     assert buffer.tolist() == [0, 7, 7, 7]
     with pytest.raises(ReplaySizeError, match=r"cu_seqlens .* \(5,\).* \(4,\)"):
         fill_by(cut_off, "cu_seqlens", buffer, torch.ones(5))
+    # Of fewer rows, which are too long.
+    with pytest.raises(ReplaySizeError, match=r"pos_embeds .* \(2, 5\).* \(4, 3\)"):
+        fill_by(cut_off, "pos_embeds", torch.zeros(4, 3), torch.ones(2, 5))
 
 
 def test_is_cu_seqlens() -> None:
