@@ -57,11 +57,17 @@ def test_triton_kernels_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     knobs.runtime.jit_post_compile_hook = lambda **event: events.append(event)
     warmup._triton_count.cache_clear()
     try:
-        start = warmup.counters().triton_kernels
+        start, (own, _) = warmup.counters().triton_kernels, warmup.built()
         with caplog.at_level(logging.DEBUG, "vllm.plugins.flashinfer_vit"):
             knobs.runtime.jit_post_compile_hook(repr="kernel[x]")
         assert warmup.counters().triton_kernels == start + 1
         assert events == [{"repr": "kernel[x]"}]
+        assert warmup.built()[0] == own
+        for module in ("vllm.ops", "vllm_flashinfer_vit.kernels.flash"):
+            knobs.runtime.jit_post_compile_hook(fn=SimpleNamespace(module=module))
+        # Of other packages nothing is said to have been built in a request.
+        assert warmup.built()[0] == own + 1
+        assert warmup.counters().triton_kernels == start + 3
     finally:
         knobs.runtime.jit_post_compile_hook = before
         warmup._triton_count.cache_clear()
@@ -139,6 +145,16 @@ def test_layers_that_turn_q_are_not_equal_to_those_that_do_not(
         ]
 
 
+def test_layers_that_get_q_turned_are_not_equal_to_those_that_do_not(
+    runs: list[Run],
+) -> None:
+    """Blocks of one tower may have projections that turn it, and others."""
+    engine, layer = WarmUp(an_engine()), a_layer(WINDOWS)
+    for layer.gets_turned in (False, True, True):
+        engine.run(layer)
+    assert len(runs) == 2 * len(warmup.lengths((128,)))
+
+
 def test_plans_are_built_for_each_layout(runs: list[Run]) -> None:
     """Others run what is compiled for any strides, in one."""
     engine = WarmUp(an_engine())
@@ -191,6 +207,38 @@ def test_one_token_is_real_whatever_is_declared(
         batch = batches.pop()
         assert batch.cu_seqlens.tolist() == [0] + [1] * num_seqs
         assert batch.max_seqlen == len(batch.q) == len(batch.k) == len(batch.v) == 300
+
+
+@pytest.mark.parametrize(
+    ("layout", "packed"),
+    [
+        ("views", (False, False, False)),
+        ("turned", (True, True, False)),
+        ("packed", (True, True, True)),
+    ],
+)
+def test_tensors_lie_and_turn_as_the_layers_do(
+    layout: Layout, packed: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[Batch] = []
+    monkeypatch.setattr(warmup, "_DEVICE", "cpu")
+    for turning in (
+        None,
+        Turning(torch.float32, 12),
+        Turning(torch.bfloat16, 16, interleaved=True),
+    ):
+        warmup._run(a_layer_that_notes(batches, turning=turning), 1, 300, layout)
+        batch = batches.pop()
+        qkv = batch.q, batch.k, batch.v
+        assert tuple(x.is_contiguous() for x in qkv) == packed
+        assert [x.shape[1] for x in qkv] == [4, 2, 2]
+        if turning is None:
+            assert batch.cos is batch.sin is None
+            continue
+        assert batch.interleaved is turning.interleaved
+        for table in (batch.cos, batch.sin):
+            assert table is not None and table.dtype == turning.dtype
+            assert table.shape == (300, turning[1] // 2)
 
 
 @pytest.mark.parametrize("taken", [None, "turned", "quantized"])
