@@ -49,3 +49,22 @@ def test_the_mean_length_says_whether_sequences_are_many(
     with engine.step():
         layer.passed("blocks", rows, cu_seqlens, LEAST_MEAN_LEN, rows)
     assert metrics.totals["encoder_patches", kernel, "any", "blocks"] == rows
+
+
+def test_a_pass_without_rows_is_none(engine: Counting, metrics: Metrics) -> None:
+    """As of a rank that has no image."""
+    layer = engine.enroll("blocks.0.attn", Plan.decode("*:triton"), None)
+    with engine.step():
+        layer.passed("blocks", 0, torch.zeros(1, dtype=torch.int32), 0, 0)
+    assert not any(key[0] == "encoder_passes" for key in metrics.totals)
+
+
+def test_what_follows_a_capture_is_no_step(engine: Counting, metrics: Metrics) -> None:
+    layer = engine.enroll("blocks.0.attn", Plan.decode("*:triton"), None)
+    with engine.noting() as noted:
+        pass
+    for _ in range(2):
+        layer.passed("blocks", 8, None, 8, 8)
+        with engine.step():
+            pass
+    assert not noted and not any(key[0] == "encoder_passes" for key in metrics.totals)
