@@ -202,3 +202,33 @@ def test_layers_with_given_scales_need_no_bound(
         is_static_first,
         not is_static_first,
     ]
+
+
+@pytest.mark.parametrize("family", GELUS)
+def test_bounds_pay_from_more_rows_on(
+    family: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Smaller passes neither compute them nor run the kernel that needs them."""
+    monkeypatch.setattr(quack_act, "MIN_ROWS", MIN_ROWS - 8)
+    towers = [served_bf16(family, scheme) for scheme in ("tensor", "static")]
+    calls.clear()
+    needs_bound, static = (len(programs(tower)) for tower in towers)
+    for tower in towers:
+        image(tower, MIN_ROWS - 4)
+    assert len(calls) == static
+    assert programs(towers[0])[0]._tower.bounds._memory is None
+    image(towers[0], MIN_ROWS)
+    assert len(calls) == static + needs_bound
+
+
+def test_a_ranks_part_of_a_layer_has_its_outputs_alone(calls: Calls) -> None:
+    tower = served_bf16("qwen2_vl", "tensor")
+    for layer in firsts(tower):
+        # As where two ranks share it.
+        layer.output_size = 2 * layer.output_size_per_partition
+    rebuild(tower)
+    found = larges(tower)
+    assert all(found)
+    assert [one.act.outputs for one in found if one] == [
+        layer.output_size_per_partition for layer in firsts(tower)
+    ]
