@@ -103,6 +103,33 @@ def test_dummies_do_not_count(path: Path) -> None:
     assert scales.read(path).layers[NAME].amax == (2.0, 2.0, 2.0)
 
 
+def test_dummies_that_nobody_saw_put_nothing_off(path: Path) -> None:
+    saving = saving_to(path)
+    for _ in range(16):
+        saving.step()
+    saving.layers.forget_dummies()
+    saving.states[0].history[0] = 2.0
+    for _ in range(16):
+        saving.step()
+    assert list(scales.read(path).layers) == [NAME]
+
+
+def test_a_layer_that_is_built_after_all_were_saved_is_saved_too(path: Path) -> None:
+    saving = saving_to(path)
+    for state in saving.states:
+        state.history[0] = 2.0
+    for _ in range(16):
+        saving.step()
+    assert len(scales.read(path).layers) == 2
+    later = saving.layers.enroll("visual.blocks.5.attn.attn", 72, saving.policy)
+    assert later is not None
+    later.history[0] = 3.0
+    for _ in range(16):
+        saving.step()
+    amax = {one.amax for one in scales.read(path).layers.values()}
+    assert amax == {(2.0, 2.0, 2.0), (3.0, 3.0, 3.0)}
+
+
 def test_a_rank_without_images_waits(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
