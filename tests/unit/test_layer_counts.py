@@ -59,6 +59,17 @@ def test_a_pass_without_rows_is_none(engine: Counting, metrics: Metrics) -> None
     assert not any(key[0] == "encoder_passes" for key in metrics.totals)
 
 
+def test_what_falls_back_outside_of_steps_is_no_request(
+    engine: Counting, metrics: Metrics
+) -> None:
+    layer = engine.enroll("blocks.0.attn", Plan.decode("*:triton"), None)
+    for _ in range(2):
+        layer.fell_back("key_lengths")
+        with engine.step():
+            pass
+    assert not metrics.totals["fallbacks", "key_lengths"]
+
+
 def test_what_follows_a_capture_is_no_step(engine: Counting, metrics: Metrics) -> None:
     layer = engine.enroll("blocks.0.attn", Plan.decode("*:triton"), None)
     with engine.noting() as noted:
