@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether FLASHINFER is served: by this vLLM, with a forced kernel, by which layer."""
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,3 +122,45 @@ def test_vllm_answers_where_nothing_is_served(
     asked = answer(object, 72, BF16, AttentionBackendEnum[backend])
     theirs = None if expected is None else AttentionBackendEnum[expected]
     assert asked == (object, 72, BF16, theirs)
+
+
+def test_it_knows_itself_within_another_plugins_wrapper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or it would wrap that one, too."""
+
+    def stock(*_: Any) -> None: ...
+
+    def wrapped(original: Any) -> Any:
+        return functools.wraps(original)(lambda *asked: original(*asked))
+
+    ours = selection.answer_flash_attn(stock)
+    for method, expected in (
+        (stock, False),
+        (wrapped(stock), False),
+        (ours, True),
+        (wrapped(ours), True),
+        (wrapped(wrapped(ours)), True),
+    ):
+        platform = type("Platform", (), {"get_vit_attn_backend": classmethod(method)})
+        monkeypatch.setattr(selection, "current_platform", platform)
+        assert selection.selection_is_wrapped() is expected
+
+
+def test_a_layer_is_named_by_position_or_by_name() -> None:
+    class Stock:
+        def __init__(
+            self,
+            num_heads: int,
+            head_size: int,
+            scale: float | None = None,
+            num_kv_heads: int | None = None,
+            prefix: str = "",
+        ) -> None: ...
+
+    for args, named, expected in (
+        ((4, 72), {}, ("", 72)),
+        ((4, 72, None, None, "a.layer"), {}, ("a.layer", 72)),
+        ((4,), {"head_size": 80, "prefix": "a.layer"}, ("a.layer", 80)),
+    ):
+        assert selection.name_and_head_dim(Stock, args, named) == expected
