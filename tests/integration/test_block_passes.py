@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,6 +209,48 @@ class TestBuffers:
         assert passes[0]() is None
         self.run_all(served, 44)
         assert len(passes) == 2
+
+    def test_not_kept_of_a_capture(
+        self,
+        qwen3: tuple[Tower, Tower],
+        passes: Any,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """The memory is the graph's, which holds it as long as it lives."""
+        served, _ = qwen3
+        monkeypatch.setattr(tower_pass, "_pass_key", lambda x: None)
+        for _ in range(2):
+            self.run_all(served, 48)
+        assert [now() for now in passes] == [None, None]
+
+    def test_kept_for_what_can_use_the_buffers(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gpu = SimpleNamespace(stream=5, is_capturing=False)
+        capturing, stream = "is_current_stream_capturing", "_cuda_getCurrentRawStream"
+        monkeypatch.setattr(torch.cuda, capturing, lambda: gpu.is_capturing)
+        monkeypatch.setattr(torch._C, stream, lambda index: gpu.stream, raising=False)
+        device = SimpleNamespace(index=0)
+        given = {"shape": (8, 64), "dtype": torch.bfloat16, "device": device}
+
+        def key(**other: Any) -> object:
+            x: Any = SimpleNamespace(is_cuda=True, **given | other)
+            return tower_pass._pass_key(x)
+
+        same = key()
+        assert key() == same is not None
+        others = [
+            key(shape=(4, 64)),
+            key(dtype=torch.float16),
+            key(device=SimpleNamespace(index=1)),
+        ]
+        with torch.inference_mode():
+            others.append(key())
+        gpu.stream = 6
+        others.append(key())
+        assert same not in others
+        gpu.is_capturing = True
+        assert key() is None
 
     def run_all(self, of: Tower, rows: int) -> None:
         x, with_ = stream(of, rows), tables(of, rows)
