@@ -30,6 +30,10 @@ def test_short_sequences_have_graphs_of_their_own(family: str) -> None:
         sizes = {"budgets": (64, 160), "max_items": 1, "frames_per_video": 3}
         video = build_manager(tower, max_tokens=160, **sizes)
         assert video._more_budgets["short"] == [64, 160]
+        # One image of 100 patches is all that there can be: 64 tokens hold it.
+        sizes |= {"frames_per_video": 1, "allow_video": False}
+        image = build_manager(tower, max_tokens=160, **sizes)
+        assert image._more_budgets["short"] == [64]
         manager = build_manager(tower, max_tokens=160, **LIMITS)
         capture(manager, tower)
         assert manager.get_num_graphs_to_capture() == 3 + 3 + 2

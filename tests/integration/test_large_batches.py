@@ -64,6 +64,13 @@ def test_a_larger_batch_is_left_to_the_model() -> None:
     torch.testing.assert_close(served, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_an_image_that_fills_a_step_is_one() -> None:
+    tower = small_tower("qwen3_vl")
+    manager = build_manager(tower, max_tokens=256)
+    whole = [[1, 32, 32]]
+    assert manager._is_large(request("image", pixels(tower.spec, whole), whole))
+
+
 def test_nothing_is_captured_or_held_for_it() -> None:
     tower = small_tower("qwen3_vl")
     with simulated_graphs():
