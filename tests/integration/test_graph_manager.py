@@ -327,6 +327,23 @@ def test_a_models_own_padding_is_kept() -> None:
     buffer = torch.ones(2, 4)
     logics["pixel_values"](buffer, torch.full((2, 3), 7.0))
     assert buffer.tolist() == [[7, 7, 7, 0]] * 2
+    with pytest.raises(ReplaySizeError, match="pixel_values of this batch"):
+        logics["pixel_values"](buffer, torch.ones(2, 5))
+
+
+def test_a_rank_encodes_its_share_alone_while_a_graph_does() -> None:
+    tower = small_tower("qwen3_vl")
+    manager = build_manager(tower, max_tokens=160, data_parallel=True)
+    visual = tower.visual
+    visual.use_data_parallel = True  # type: ignore[assignment]
+    with pytest.raises(KeyError), manager._one_rank():
+        assert not visual.use_data_parallel
+        raise KeyError
+    # What no graph holds the ranks share as they did.
+    assert visual.use_data_parallel
+    manager.use_dp = False
+    with manager._one_rank():
+        assert visual.use_data_parallel
 
 
 class TestStockBackend:

@@ -186,6 +186,15 @@ def test_videos_that_ranks_cannot_gather_are_left_to_the_model(
     assert counted()["graph_misses"] - before == 2
 
 
+def test_ranks_gather_an_image_as_long_as_the_longest_prompt() -> None:
+    tower = small_tower("qwen3_vl")
+    manager = build_manager(tower, max_tokens=256, data_parallel=True)
+    for columns, is_endless in ((32, False), (34, True)):
+        grids = [[1, 32, columns]]
+        inputs = request("image", pixels(tower.spec, grids), grids)
+        assert manager._has_endless(inputs) is is_endless
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_knows_its_patches(name: str) -> None:
     tower, case = built(name), CASES[name]
