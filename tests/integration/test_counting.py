@@ -273,6 +273,7 @@ class TestGraphs:
             self.run(manager, tower, [[1, 8, 8], [1, 10, 10]])
             counts = Counter(of_series(metrics, "encoder_passes"))
             assert counts == {("reference", "100", "graph"): 1}
+            assert metrics.totals["graph_real_tokens",] == 164 // 4
             self.run(manager, tower, [[1, 4, 32]])
         counts = Counter(of_series(metrics, "encoder_passes")) - counts
         assert counts["reference", "any", "graph"] == 1

@@ -43,6 +43,8 @@ def test_short_sequences_have_graphs_of_their_own(family: str) -> None:
             assert max(int(x) for x in longest) == 100
         for grids, path in (
             ([[1, 8, 8], [1, 10, 10]], "short"),
+            # One image, which has a graph of its own, too.
+            ([[1, 10, 10]], "short"),
             ([[1, 8, 8], [1, 4, 26]], "default"),
         ):
             graph = manager.budget_graphs[path][64].graph
