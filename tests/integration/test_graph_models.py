@@ -426,3 +426,6 @@ def test_widths_share_graphs_where_they_hold_as_many_rows() -> None:
     assert len(of_width[140]) == 10
     assert len({id(meta) for meta in of_width[140].values()}) == 7
     assert manager.get_num_graphs_to_capture() == 18
+    # Replays of each count as what it shares does.
+    names = {(budget, "default", keys) for budget, keys in graphs}
+    assert names == manager._captured.keys()
