@@ -16,6 +16,7 @@ from vllm_flashinfer_vit.graphs.sizes import (
     fill_by,
     fine_budgets,
     is_cu_seqlens,
+    largest_budget,
     max_sequences,
     max_windows,
     usual_frames,
@@ -87,6 +88,31 @@ def test_fine_budgets_waste_a_quarter_at_most(smallest: int, more: int) -> None:
     assert budgets == sorted(set(budgets))
     for small, large in zip(budgets, budgets[1:], strict=False):
         assert large <= small + math.ceil(small / 4)
+
+
+@given(st.integers(1, 300), st.integers(0, 40), st.integers(0, 299))
+def test_fine_budgets_of_rows_hold_whole_ones(row: int, rows: int, more: int) -> None:
+    last = row * (1 + rows) + more % row
+    first, *between = fine_budgets(row, last, row)
+    assert first == row and [row, *between][-1] == last
+    assert all(budget % row == 0 for budget in between[:-1])
+
+
+@pytest.mark.parametrize(
+    ("smallest", "largest", "ranks", "is_quick", "expected"),
+    [
+        (64, 16384, 1, True, 3072),
+        (64, 16384, 1, False, 6144),
+        (64, 16384, 2, True, 6144),
+        (64, 256, 1, True, 256),
+        # One item is more than a GPU needs to be busy.
+        (4096, 16384, 1, True, 4096),
+    ],
+)
+def test_the_largest_automatic_graph(
+    smallest: int, largest: int, ranks: int, is_quick: bool, expected: int
+) -> None:
+    assert largest_budget(smallest, largest, 4, ranks, is_quick) == expected
 
 
 def test_fine_budgets_waste_on_average() -> None:
