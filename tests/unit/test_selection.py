@@ -164,3 +164,16 @@ def test_a_layer_is_named_by_position_or_by_name() -> None:
         ((4,), {"head_size": 80, "prefix": "a.layer"}, ("a.layer", 80)),
     ):
         assert selection.name_and_head_dim(Stock, args, named) == expected
+
+
+def test_what_an_engine_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = AttentionBackendEnum
+    for config, expected in (
+        # A model that takes no images.
+        (None, False),
+        (SimpleNamespace(mm_encoder_attn_backend=None), False),
+        (SimpleNamespace(mm_encoder_attn_backend=backend.TORCH_SDPA), False),
+        (SimpleNamespace(mm_encoder_attn_backend=backend.FLASHINFER), True),
+    ):
+        monkeypatch.setattr(selection, "get_multimodal_config", lambda c=config: c)
+        assert selection.flashinfer_requested() is expected
