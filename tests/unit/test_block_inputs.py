@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm_flashinfer_vit.blocks.inputs import Inputs
+from vllm_flashinfer_vit.blocks.spec import ANGLES
 from vllm_flashinfer_vit.kernels import padding
 
 OFFSETS = torch.tensor([0, 3], dtype=torch.int32)
@@ -49,3 +50,23 @@ def test_which_passes_are_clean(
     Inputs(spec, block).clear_padding(now, stream, given)
     assert now.is_clean is expected
     assert cleared == ([(OFFSETS, (4, 2))] if expected else [])
+
+
+def test_a_longest_length_that_is_told_stays() -> None:
+    """It may be far below the rows that a mask pads all images to."""
+    spec: Any = SimpleNamespace(is_packed=False)
+    block: Any = None
+    x, told = torch.zeros(2, 9, 4), torch.tensor(3)
+    assert Inputs(spec, block).lengths(x, OFFSETS, told) == (OFFSETS, told, 0)
+    _, found, _ = Inputs(spec, block).lengths(x, OFFSETS, None)
+    assert found is not None and int(found) == 9
+
+
+def test_a_block_that_is_given_no_angles_turns_nothing() -> None:
+    spec: Any = SimpleNamespace(rotary=ANGLES)
+    block: Any = None
+    inputs, angles = Inputs(spec, block), torch.zeros(3, 2)
+    assert inputs.tables_in({}) is None
+    assert inputs.tables_in({"rotary_pos_emb": None}) is None
+    (found,) = inputs.tables_in({"rotary_pos_emb": angles}) or ()
+    assert found is angles
