@@ -35,6 +35,11 @@ def test_a_kernel_after_which_nothing_runs_ends_the_measuring(
     monkeypatch.setattr(torch.cuda, "synchronize", fails)
     with pytest.raises(GpuLostError, match="^1 x 8 tokens: cudnn: RuntimeError: CUDA"):
         compare(list(CLOCK), cases, lambda _: Inputs(), clock, gpu)
+    # Or where they are timed, and the last one to fail is not known.
+    monkeypatch.setattr(clock, "median_us", fails)
+    rest = ["flash_attn", "triton"]
+    with pytest.raises(GpuLostError, match="tokens: flash_attn or triton: RuntimeErr"):
+        compare(rest, cases, lambda _: Inputs(), clock, gpu)
 
 
 def test_what_memory_does_not_hold_or_nobody_runs_leaves_the_rest_as_it_is() -> None:

@@ -122,6 +122,11 @@ class _Failure(NamedTuple):
     is_wrong: bool
 
 
+def _in_a_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
 def _compare_one(
     candidates: Sequence[str], inputs: Inputs, clock: Clock, device: torch.device
 ) -> tuple[list[_Failure], dict[str, float]]:
@@ -140,10 +145,16 @@ def _compare_one(
             raise
         # A candidate may fail in any way; the others are measured without it.
         except Exception as error:
-            lines = str(error).strip().splitlines() or ["no message"]
-            reason = f"{type(error).__name__}: {lines[0]}"
+            reason = _in_a_line(error)
             is_wrong = isinstance(error, WrongResultError)
             failures.append(_Failure(candidate, reason, is_wrong))
             check_gpu(candidate, reason, device)
-    times = clock.median_us(runs) if runs else {}
+    try:
+        times = clock.median_us(runs) if runs else {}
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        # A kernel may fail only where it runs again.
+        check_gpu(" or ".join(runs), _in_a_line(error), device)
+        raise
     return failures, {candidate: round(us, 2) for candidate, us in times.items()}
