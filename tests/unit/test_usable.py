@@ -208,17 +208,22 @@ class TestMeasuredWithout:
         8192: {"triton": 10.0, "hopper_fp8": 5.0, "triton_fp8": 8.0},
     }
 
+    def write(
+        self, folder: Path, gpu: str, dtype: str, times: dict[int, dict[str, float]]
+    ) -> None:
+        """Write a GPU's table of such times."""
+        rows = tuple(Measurement(dtype, 80, at, 1, us) for at, us in times.items())
+        classes = {f"{dtype}/80": derive_classes(rows)}
+        table = Table({"gpu": gpu, "vllm": "0.25.1"}, classes, rows)
+        tuned.write(table, folder / tuned.file_name(gpu))
+
     def plan(
         self, folder: Path, times: dict[int, dict[str, float]], *refused: str
     ) -> tuple[str, set[str]]:
         """Return the plan and the reasons by a table of such times."""
         fp8 = times is not self.HALF
         dtype = "float8_e4m3fn" if fp8 else "bfloat16"
-        rows = tuple(Measurement(dtype, 80, at, 1, us) for at, us in times.items())
-        gpu = STACK.gpus[0].name
-        classes = {f"{dtype}/80": derive_classes(rows)}
-        table = Table({"gpu": gpu, "vllm": "0.25.1"}, classes, rows)
-        tuned.write(table, folder / tuned.file_name(gpu))
+        self.write(folder, STACK.gpus[0].name, dtype, times)
         choices, refusals = usable_choices(
             STACK,
             80,
@@ -286,15 +291,7 @@ class TestMeasuredWithout:
     ) -> None:
         blackwell = STACK.gpus[0]._replace(name="NVIDIA B200", capability=(10, 0))
         stack = replace(STACK, gpus=(blackwell,))
-        rows = tuple(
-            Measurement("bfloat16", 80, at, 1, us) for at, us in self.HALF.items()
-        )
-        table = Table(
-            {"gpu": blackwell.name, "vllm": "0.25.1"},
-            {"bfloat16/80": derive_classes(rows)},
-            rows,
-        )
-        tuned.write(table, tmp_path / tuned.file_name(blackwell.name))
+        self.write(tmp_path, blackwell.name, "bfloat16", self.HALF)
         choices, refusals = usable_choices(
             stack,
             80,

@@ -151,8 +151,6 @@ def _compare_one(
             check_gpu(candidate, reason, device)
     try:
         times = clock.median_us(runs) if runs else {}
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
         # A kernel may fail only where it runs again.
         check_gpu(" or ".join(runs), _in_a_line(error), device)
