@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -276,54 +276,107 @@ def measure(
     """Time every workload on every server, in turns."""
     if not servers:
         return
-    patch_size = NAMED_MODELS[model][1]["patch_size"]
     # Without a choice vLLM takes the first.
     (first,) = gpus_to_use(1)
     uses = {s: utilisation(s.variables.get(_VISIBLE, first)) for s in servers}
     for name in args.workloads:
-        workload = WORKLOADS[name]
         for at_once in args.concurrency:
-            count = args.requests or REQUESTS.get(at_once, 2 * at_once)
             found = {server: Samples() for server in servers}
-            for turn in range(-1, args.turns):
-                # The first one warms up: its requests are in no row.
-                sent, together = (count, at_once) if turn >= 0 else (WARM_UP, WARM_UP)
-                seeds = [
-                    zlib.crc32(f"{name} {at_once} {turn} {place}".encode())
-                    for place in range(sent)
-                ]
-                dataset = write_dataset(
-                    checkpoint, workload, patch_size, seeds, args.answer_tokens
-                )
-                for server in order_of_turn(servers, turn):
-                    use: list[tuple[float, float]] = []
-                    with noted_use(uses[server], use):
-                        result = ask(server.url, checkpoint, dataset, sent, together)
-                    if turn >= 0:
-                        tokens = image_tokens(workload, seeds)
-                        found[server].add(result, sent, tokens, use)
-            for server, samples in found.items():
-                what = f"{model} {server.setup} {name} {at_once} at once"
-                with failures.noted(what):
-                    row = {
-                        "bench": "serve",
-                        "provider": server.setup.provider,
-                        "mode": server.setup.mode,
-                        "model": model,
-                        "workload": name,
-                        "concurrency": at_once,
-                        "answer_tokens": args.answer_tokens,
-                        "serve_args": with_variables(args.serve_args),
-                        **samples.row(),
-                        **asdict(environment),
-                    }
-                    log.add(row)
-                    print(
-                        f"  {what}: {row['req_s']} requests/s, TTFT "
-                        f"{row['ttft_p50_ms']} ms, p99 {row['ttft_p99_ms']} ms, the "
-                        f"GPU busy {row['gpu_busy']} of the time",
-                        flush=True,
-                    )
+            what = {
+                "model": model,
+                "workload": name,
+                "concurrency": at_once,
+                "answer_tokens": args.answer_tokens,
+                "serve_args": with_variables(args.serve_args),
+            }
+            try:
+                ask_in_turns(found, uses, checkpoint, model, name, at_once, args)
+            finally:
+                # A run that is stopped keeps the turns that it has ended.
+                add_rows(found, what, log, failures, environment)
+
+
+def ask_in_turns(
+    found: Mapping[Server, Samples],
+    uses: Mapping[Server, Callable[[], float]],
+    checkpoint: Path,
+    model: str,
+    name: str,
+    at_once: int,
+    args: argparse.Namespace,
+) -> None:
+    """Ask servers in turns, and add to their samples what each whole turn has found.
+
+    Args:
+        found: What is added to, by server.
+        uses: What tells how busy a server's GPU is.
+        checkpoint: What they serve.
+        model: Name of the model that this is.
+        name: The workload's.
+        at_once: How many requests are under way at most.
+        args: The command line.
+    """
+    workload, patch_size = WORKLOADS[name], NAMED_MODELS[model][1]["patch_size"]
+    count = args.requests or REQUESTS.get(at_once, 2 * at_once)
+    for turn in range(-1, args.turns):
+        # The first one warms up: its requests are in no row.
+        sent, together = (count, at_once) if turn >= 0 else (WARM_UP, WARM_UP)
+        seeds = [
+            zlib.crc32(f"{name} {at_once} {turn} {place}".encode())
+            for place in range(sent)
+        ]
+        dataset = write_dataset(
+            checkpoint, workload, patch_size, seeds, args.answer_tokens
+        )
+        answers = []
+        for server in order_of_turn(list(found), turn):
+            use: list[tuple[float, float]] = []
+            with noted_use(uses[server], use):
+                result = ask(server.url, checkpoint, dataset, sent, together)
+            answers.append((server, result, use))
+        if turn >= 0:
+            tokens = image_tokens(workload, seeds)
+            for server, result, use in answers:
+                found[server].add(result, sent, tokens, use)
+
+
+def add_rows(
+    found: Mapping[Server, Samples],
+    what: Mapping[str, object],
+    log: CsvLog,
+    failures: Failures,
+    environment: Environment,
+) -> None:
+    """Add a row for each server that was asked, and print it.
+
+    Args:
+        found: What the servers did.
+        what: The columns that say what they were asked.
+        log: Where rows go.
+        failures: Where requests are noted that were not answered.
+        environment: The columns that say where this ran.
+    """
+    for server, samples in found.items():
+        if not samples.sent:
+            continue
+        said = f"{server.setup} {what['workload']} {what['concurrency']} at once"
+        title = f"{what['model']} {said}"
+        with failures.noted(title):
+            row = {
+                "bench": "serve",
+                "provider": server.setup.provider,
+                "mode": server.setup.mode,
+                **what,
+                **samples.row(),
+                **asdict(environment),
+            }
+            log.add(row)
+            print(
+                f"  {title}: {row['req_s']} requests/s, TTFT {row['ttft_p50_ms']} ms, "
+                f"p99 {row['ttft_p99_ms']} ms, the GPU busy {row['gpu_busy']} of the "
+                "time",
+                flush=True,
+            )
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -339,7 +392,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--workloads", nargs="+", choices=WORKLOADS, default=tuple(WORKLOADS)
     )
     parser.add_argument("--concurrency", nargs="+", type=int, default=CONCURRENCY)
-    parser.add_argument("--requests", type=int, help="of a turn")
+    parser.add_argument(
+        "--requests", type=int, help="of a turn, whatever the concurrency"
+    )
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--answer-tokens", type=int, default=1, help="of each answer")
     parser.add_argument("--serve-args", default="", help="more for every server")

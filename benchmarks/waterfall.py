@@ -6,6 +6,8 @@ alone, from torch's profiler, so it leaves out gaps between launches; kernels ar
 apart by their names. The figure is drawn from the CSV file.
 
     python benchmarks/waterfall.py --figure docs/figures/waterfall.svg
+    python benchmarks/waterfall.py --contenders stock-flash_attn-q8:compiled \\
+        plugin-q8:eager plugin-fp8-q8:eager --output waterfall_quantized.csv
     python benchmarks/waterfall.py --draw benchmarks/results/h200/waterfall.csv \\
         --figure docs/figures/waterfall.svg
 """
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from chosen_rows import Row, of_last_run, of_one_vllm, read
-from contenders import Contender
+from contenders import BLOCKS, Contender
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment, device
 from failures import Failures
@@ -45,12 +47,13 @@ CLASSES: Mapping[str, re.Pattern[str]] = {
 }
 OTHER = "other element-wise"
 CONTENDERS = (
-    ("stock-flash_attn", "eager"),
-    ("stock-flash_attn", "fused"),
-    ("stock-flash_attn", "compiled"),
-    ("plugin", "eager"),
+    "stock-flash_attn:eager",
+    "stock-flash_attn:fused",
+    "stock-flash_attn:compiled",
+    "plugin:eager",
+    "plugin-fp8:eager",
 )
-SMOKE_CONTENDERS = (("stock-torch_sdpa", "eager"), ("plugin", "eager"))
+SMOKE_CONTENDERS = ("stock-torch_sdpa:eager", "plugin:eager")
 COLUMNS = ("model", "case", "provider", "blocks", "dtype", "class", "ms", "kernels")
 # Enough to average over; one call takes up to half a second.
 _CALLS = 5
@@ -77,15 +80,12 @@ def measure(
     failures: Failures,
     model: str,
     case: str,
-    contenders: Sequence[tuple[str, str]],
+    contenders: Sequence[Contender],
     depth: int | None,
 ) -> None:
     """Build one model's towers side by side, and profile them one after another."""
     grids = {**CASES, **SMOKE_CASES}[case]
-    remotes = [
-        RemoteTower(Contender.of(provider, "bf16", blocks))
-        for provider, blocks in contenders
-    ]
+    remotes = [RemoteTower(contender) for contender in contenders]
     for remote in build_towers(remotes, model, depth, failures, f"{model} {case}"):
         provider, blocks = remote.contender.provider, remote.contender.blocks
         with failures.noted(f"{model} {case} {title_of(remote)}"):
@@ -193,6 +193,19 @@ def _stack(axes: Any, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
     axes.invert_yaxis()
 
 
+def contender_option(text: str) -> Contender:
+    """Return the contender that `PROVIDER:BLOCKS` stands for, for argparse."""
+    provider, _, blocks = text.partition(":")
+    if blocks not in BLOCKS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write PROVIDER:BLOCKS, blocks as one of {', '.join(BLOCKS)}"
+        )
+    try:
+        return Contender.of(provider, "bf16", blocks)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -203,7 +216,14 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--case", choices=[*CASES, *SMOKE_CASES])
     parser.add_argument("--depth", type=int, help="blocks to build; default all")
-    parser.add_argument("--fp8", action="store_true", help="profile plugin-fp8 as well")
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        type=contender_option,
+        metavar="PROVIDER:BLOCKS",
+        help="whom to profile, and how its blocks run; default: "
+        + " ".join(CONTENDERS),
+    )
     parser.add_argument("--smoke", action="store_true", help="a tiny case, any machine")
     parser.add_argument("--output", help="CSV file to append to")
     parser.add_argument("--draw", type=Path, help="draw this CSV file, measure nothing")
@@ -228,9 +248,8 @@ def main() -> None:
         vllm = environment.vllm
         source = results_path("waterfall", environment.gpu, args.output)
         log = CsvLog(source, (*COLUMNS, *ENVIRONMENT_COLUMNS))
-        contenders = SMOKE_CONTENDERS if args.smoke else CONTENDERS
-        if args.fp8:
-            contenders = (*contenders, ("plugin-fp8", "eager"))
+        names = SMOKE_CONTENDERS if args.smoke else CONTENDERS
+        contenders = args.contenders or [contender_option(name) for name in names]
         for model in args.models or (MODELS[1:2] if args.smoke else MODELS):
             measure(
                 log,

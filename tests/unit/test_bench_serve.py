@@ -252,6 +252,37 @@ def test_requests_are_sent_by_vllm(
     assert row["gpu_busy"] == "0.50"
 
 
+def test_a_run_that_is_stopped_keeps_its_whole_turns(
+    answering: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WORKLOADS, "photograph", ONE)
+    asked = []
+
+    def ask(*given: Any) -> dict[str, object]:
+        # Two servers warm up and have a turn each, then the first has another.
+        asked.append(given)
+        if len(asked) == 6:
+            raise KeyboardInterrupt
+        return result([0.1] * 5)
+
+    monkeypatch.setattr(bench_serve, "ask", ask)
+    args = bench_serve.parse_args(
+        ["--workloads", "photograph", "--concurrency", "2", "--requests", "5"]
+    )
+    log = CsvLog(tmp_path / "serve.csv", bench_serve.COLUMNS)
+    servers = [
+        started("import time; time.sleep(600)", tmp_path, answering) for _ in range(2)
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        bench_serve.measure(
+            servers, tmp_path, MODEL, args, log, Failures(), ENVIRONMENT
+        )
+    for server in servers:
+        server.stop()
+    rows = chosen_rows.read(log.path)
+    assert [row["requests"] for row in rows] == ["5", "5"]
+
+
 def test_vllm_sends_videos_too(
     answering: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

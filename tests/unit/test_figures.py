@@ -101,6 +101,24 @@ def test_equal_times_are_equal_speeds(plot):
     assert span.low == span.middle == span.high == 119.4
 
 
+def test_whom_to_profile_is_named_with_how_its_blocks_run(monkeypatch, capsys) -> None:
+    given = ["stock-flash_attn4-q8:compiled", "plugin-fp8:eager"]
+    monkeypatch.setattr("sys.argv", ["waterfall.py", "--contenders", *given])
+    stock, plugin = waterfall.parse_args().contenders
+    assert (stock.backend, stock.quantization) == ("FLASH_ATTN", "fp8")
+    assert (stock.flash_attn_version, stock.blocks) == (4, "compiled")
+    assert (plugin.is_stock, plugin.attn_dtype, plugin.blocks) == (
+        False,
+        "fp8",
+        "eager",
+    )
+    for wrong, said in [("plugin", "PROVIDER:BLOCKS"), ("stok:eager", "'stok'")]:
+        monkeypatch.setattr("sys.argv", ["waterfall.py", "--contenders", wrong])
+        with pytest.raises(SystemExit):
+            waterfall.parse_args()
+        assert said in capsys.readouterr().err
+
+
 def test_waterfall_from_a_csv(plot, tmp_path):
     source, target = tmp_path / "rows.csv", tmp_path / "figures" / "a.svg"
     columns = (*waterfall.COLUMNS, *waterfall.ENVIRONMENT_COLUMNS)
