@@ -221,8 +221,7 @@ def parse_args() -> argparse.Namespace:
         nargs="+",
         type=contender_option,
         metavar="PROVIDER:BLOCKS",
-        help="whom to profile, and how its blocks run; default: "
-        + " ".join(CONTENDERS),
+        help="default: " + " ".join(CONTENDERS),
     )
     parser.add_argument("--smoke", action="store_true", help="a tiny case, any machine")
     parser.add_argument("--output", help="CSV file to append to")
