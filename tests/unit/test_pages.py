@@ -143,7 +143,7 @@ def test_pages_say_from_which_length_on_fp8_runs(gpu: str) -> None:
     (first,) = {fp8_ranges(one)[0][0] for one in choices}
     assert f"Hopper: from {first} on with the Qwen models" in text_of("README.md")
     assert f"from {first} patches on (all Qwen models)" in text_of("serving.md")
-    assert f"begins at {first} tokens at head dims 64 to 96" in text_of("choices.md")
+    assert f"begins at {first} tokens at head dims 64 to 80" in text_of("choices.md")
 
 
 @pytest.mark.parametrize("vllm", ["0.25.1", "0.33.0"])

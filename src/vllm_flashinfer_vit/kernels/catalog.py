@@ -166,8 +166,8 @@ KERNELS: dict[str, Kernel] = {
             name="flash_attn_4",
             summary="FlashAttention 4's kernel for Hopper as bundled with vLLM, after "
             "one rotary pass",
-            sequences="any; best above 512 tokens in most head dims, with 512 rows and "
-            "more to a sequence",
+            sequences="any; best above 512 tokens where `hopper_bf16` is not measured, "
+            "with 512 rows and more to a sequence",
             entry="flash_attn:prepare_4",
             settles=True,
             needs=Needs("flash_attn_4", head_dims=(64, 128), major=9),
@@ -182,7 +182,7 @@ KERNELS: dict[str, Kernel] = {
             name="hopper_bf16",
             summary="bf16 without a running maximum, its warps specialised for Hopper, "
             "after one rotary pass",
-            sequences="long",
+            sequences="above 256 tokens; above 512 at head dim 64, long at 128",
             entry="hopper_bf16:prepare",
             settles=True,
             needs=Needs(
@@ -235,7 +235,7 @@ KERNELS: dict[str, Kernel] = {
             name="triton",
             summary="one Triton pass, the head dim cut into a power of two and a rest, "
             "after one rotary pass",
-            sequences="any; on Hopper most of 129 to 512 tokens",
+            sequences="any; on Hopper most of 129 to 256 tokens",
             entry="flash:prepare",
             settles=True,
             needs=_HALF_ON_TRITON,
