@@ -167,7 +167,7 @@ KERNELS: dict[str, Kernel] = {
             summary="FlashAttention 4's kernel for Hopper as bundled with vLLM, after "
             "one rotary pass",
             sequences="any; best above 512 tokens where `hopper_bf16` is not measured, "
-            "with 512 rows and more to a sequence",
+            "and to 8192 at head dim 128, with 512 rows and more to a sequence",
             entry="flash_attn:prepare_4",
             settles=True,
             needs=Needs("flash_attn_4", head_dims=(64, 128), major=9),
@@ -182,7 +182,7 @@ KERNELS: dict[str, Kernel] = {
             name="hopper_bf16",
             summary="bf16 without a running maximum, its warps specialised for Hopper, "
             "after one rotary pass",
-            sequences="above 256 tokens; above 512 at head dim 64, long at 128",
+            sequences="above 256 tokens; above 512 at head dim 64, above 8192 at 128",
             entry="hopper_bf16:prepare",
             settles=True,
             needs=Needs(
