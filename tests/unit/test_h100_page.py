@@ -4,9 +4,10 @@
 import statistics
 from collections import defaultdict
 
-from _pages import H100_RESULTS, rows, text_of
+from _pages import H100_RESULTS, RESULTS, rows, text_of
 
 import chosen_rows
+import tower_cases
 
 
 def test_the_page_of_an_h100_says_what_new_sizes_gain() -> None:
@@ -36,6 +37,42 @@ def test_the_page_of_an_h100_says_what_new_sizes_gain() -> None:
         f"{span[0][0]:.2f} to {span[0][1]:.2f} times as fast: {span[1][0]:.0f} to "
         f"{span[1][1]:.0f} ms in place of {span[2][0]:.0f} to {span[2][1]:.0f}"
     ) in page
+
+
+def test_the_page_of_an_h100_compares_stock_with_the_h200() -> None:
+    page = text_of("results_h100.md")
+    of_h100, of_h200 = (
+        chosen_rows.Best(rows("encoder", "0.33.0", folder))
+        for folder in (H100_RESULTS, RESULTS)
+    )
+    longer = [
+        100
+        * statistics.geometric_mean(
+            float(here["p50_ms"]) / float(there["p50_ms"])
+            for case in of_h100.cases(model)
+            if (here := of_h100.stock(model, case))
+            and (there := of_h200.stock(model, case))
+        )
+        - 100
+        for model in tower_cases.MODELS
+    ]
+    said = f"stock's best takes {min(longer):.0f} to {max(longer):.0f} % longer"
+    assert said in page
+    times: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows("encoder", "0.33.0"):
+        is_newest = row["commit"] == "884af39" and row["provider"].startswith("stock")
+        if row["model"] == tower_cases.MODELS[2] and is_newest:
+            best = times[row["case"]]
+            before = best.get(row["mode"], float("inf"))
+            best[row["mode"]] = min(before, float(row["p50_ms"]))
+    by = {
+        case: 100 * min(best["graph"], best["compiled_graph"]) / fused - 100
+        for case, best in times.items()
+        if (fused := best["fused_graph"]) == min(best.values())
+    }
+    assert len(by) == 4 and "stock's best in four cases" in page
+    assert f"by {by.pop('8x1024'):.1f} % in *8x1024* and by less than 1 %" in page
+    assert max(by.values()) < 1
 
 
 def test_the_page_of_an_h100_says_what_a_layer_gains() -> None:

@@ -125,16 +125,85 @@ def test_the_page_says_how_far_dots_ocr_is_off() -> None:
 
 
 def test_the_page_says_by_how_much_equal_kernels_differ() -> None:
-    times = fastest(newer())
+    found = rows("encoder", "0.33.0")
+    times = fastest([r for r in found if r["commit"] in (COMMIT, AGAIN)])
     text = text_of(PAGE).partition("*Noise*: ")[2]
     pairs = [
-        [times[model, case, f"{chosen_rows.PLUGIN}{end}"] for end in ("-fp8", "")]
-        for model, case in (("Step-VL", "1x1296"), ("Pixtral-12B", "20x400"))
+        [times[model, case, f"{chosen_rows.PLUGIN}{end}"] for end in ("", "-fp8")]
+        for model, case in (
+            ("Step-VL", "1x1296"),
+            ("Pixtral-12B", "20x400"),
+            (tower_cases.MODELS[1], "video16x1024"),
+            ("Pixtral-12B", "8x1024"),
+        )
     ]
     assert "{:.2f} and {:.2f} ms, *20x400*".format(*pairs[0]) in text
-    assert "`triton`, {:.1f} and {:.1f},".format(*pairs[1]) in text
-    most = 100 * max(slow / fast - 1 for slow, fast in pairs)
+    assert "`triton`, {:.1f} and {:.1f}, *video16x1024*".format(*pairs[1]) in text
+    assert "`hopper_bf16`, {:.1f} and {:.1f}, *8x1024*".format(*pairs[2]) in text
+    assert "the same, {:.1f} and {:.1f}.".format(*pairs[3]) in text
+    most = 100 * max(slow / fast - 1 for fast, slow in pairs)
     assert f"differ by up to {most:.0f} %." in text
+    assert f"equal kernels differ by up to {most:.0f} %, so" in text_of("fp8.md")
+
+
+def test_the_page_says_what_flashattention_4_brings_stocks_qwen_towers() -> None:
+    times = fastest([r for r in rows("encoder", "0.33.0") if r["commit"] == AGAIN])
+    two, two_and_a_half, three = (
+        100
+        * statistics.geometric_mean(
+            times[model, case, STOCK] / times[model, case, STOCK_4]
+            for case in tower_cases.CASES
+            if (model, case, STOCK) in times
+        )
+        - 100
+        for model in tower_cases.MODELS
+    )
+    assert (
+        f"Qwen2-VL and Qwen3-VL {two:.0f} and {three:.0f} % faster, and those of "
+        f"Qwen2.5-VL {-two_and_a_half:.0f} % slower"
+    ) in text_of(PAGE)
+
+
+def test_the_page_says_what_other_runs_of_stock_took() -> None:
+    found = rows("encoder", "0.33.0")
+    stocks = [r for r in found if r["provider"].startswith("stock-flash_attn")]
+    best: dict[tuple[str, str], float] = {}
+    newest = fastest([r for r in stocks if r["commit"] == AGAIN])
+    for (model, case, _), ms in newest.items():
+        best[model, case] = min(ms, best.get((model, case), ms))
+    older = fastest([r for r in found if r["provider"] == "stock-flashinfer"])
+    assert {model for model, *_ in older} == set(tower_cases.MODELS[1:])
+    less = {
+        (model, case): 100 - 100 * ms / best[model, case]
+        for (model, case, _), ms in older.items()
+        if ms < best[model, case]
+    }
+    ((where, saved),) = less.items()
+    assert where == (tower_cases.MODELS[1], "8x1024")
+    text = text_of(PAGE)
+    assert f"took {saved:.0f} % less time than stock's best takes here" in text
+    fused = fastest([r for r in stocks if r["commit"] == "479c147"])
+    longer = [
+        min(fused[tower_cases.MODELS[1], case, name] for name in (STOCK, STOCK_4))
+        / best[tower_cases.MODELS[1], case]
+        for case in {case for _, case, _ in fused}
+    ]
+    assert f"took {min(longer):.2f} to {max(longer):.2f} times as long" in text
+
+
+def test_the_page_says_what_flash_attn_4_gains_a_layer() -> None:
+    us = {
+        (row["head_dim"], row["case"], row["provider"]): float(row["p50_ms"])
+        for row in rows("attention", "0.33.0")
+        if (row["bench"], row["mode"]) == ("qkv_attention", "graph")
+    }
+    gains = [
+        us[dim, case, "plugin"] / us[dim, case, "plugin-flash_attn_4"]
+        for dim, case, provider in us
+        if provider == "plugin" and case in ("1x1024", "8x1024", "video16x1024")
+    ]
+    most = 100 * max(gains) - 100
+    assert f"and `flash_attn_4` is up to {most:.0f} % faster" in text_of(PAGE)
 
 
 def test_the_page_says_what_batches_of_blip_2_gain() -> None:
