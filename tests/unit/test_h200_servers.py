@@ -228,6 +228,48 @@ def test_the_page_says_why_pages_gain_no_more() -> None:
     assert f"works {min(busy)} to {max(busy)} % of the time" in text
 
 
+def test_the_page_says_what_flashattention_4_would_bring_stock() -> None:
+    page = text_of("serving.md")
+    times = {
+        (row["model"], row["provider"], row["mode"]): float(row["p50_ms"])
+        for row in rows("encoder", "0.33.0", RESULTS)
+        if (row["case"], row["commit"]) == ("1x15376", "884af39")
+    }
+    saved = [
+        100 - 100 * ms / times[model, chosen_rows.BASELINE, mode]
+        for (model, provider, mode), ms in times.items()
+        if (model, provider) == (QWEN3, "stock-flash_attn4")
+    ]
+    two = "Qwen/Qwen2-VL-7B-Instruct"
+    before = times[two, chosen_rows.BASELINE, "graph"]
+    fused = times[two, "stock-flash_attn4", "fused_graph"]
+    assert (
+        f"takes {min(saved):.0f} to {max(saved):.0f} % off a page of Qwen3-VL, and "
+        f"with fused operations {100 - 100 * fused / before:.0f} % off one of Qwen2-VL"
+    ) in page
+    (line,) = (
+        line
+        for line in server_lines(RESULTS, setups=GRAPHS)
+        if (line["model"], line["at once"]) == ("Qwen2-VL-7B", "64")
+    )
+    part = (before - fused) * of_setup(line, "stock-flash_attn:graph") / 10
+    assert f"that is up to {part:.0f} % of a server" in page
+
+
+def test_the_page_says_when_pages_come_by_the_present_fp8_kernel() -> None:
+    found = [
+        line
+        for line in server_lines(RESULTS, "serve_one_image")
+        if line["workload"] == "page"
+    ]
+    gains_of = [line["best over stock's best"] for line in found]
+    attention, linear = gains_of
+    assert (
+        f"comes {attention} times as soon as from stock without graphs; with FP8 "
+        f"linear layers, too, {linear} times as soon as from the best"
+    ) in text_of("serving.md")
+
+
 def test_the_page_says_when_first_tokens_come_with_graphs_for_one_image() -> None:
     page = text_of("serving.md")
     setups = ["stock-flash_attn4:graph", "plugin:graph", "plugin-fp8:graph"]
