@@ -162,7 +162,7 @@ def test_the_page_of_graphs_says_how_many_there_are() -> None:
     two, three = (graphs_of(dim, False) for dim in dims.values())
     (fp8,) = {graphs_of(dim, True) for dim in dims.values()}
     page = text_of("encoder_graphs.md")
-    assert f"come to {len(fine_budgets(64, 3072))} for each set" in page
+    assert f"up to {len(fine_budgets(64, 3072))} automatic budgets" in page
     assert (
         f"{three} graphs of Qwen3-VL-8B in bf16, {two} of Qwen2-VL and Qwen2.5-VL, "
         f"which have no `short` ones then, and {fp8} of each with FP8 attention"
