@@ -9,6 +9,7 @@ import pytest
 from _pages import ROOT, rows, text_of
 
 import chosen_rows
+import tower_cases
 from vllm_flashinfer_vit.choices.arrival import quantized_by_projection
 from vllm_flashinfer_vit.choices.lookup import choices_for, fp8_choices_for
 from vllm_flashinfer_vit.graphs.sizes import (
@@ -17,6 +18,7 @@ from vllm_flashinfer_vit.graphs.sizes import (
     usual_frames,
 )
 from vllm_flashinfer_vit.machine.stack import Gpu, Stack
+from vllm_flashinfer_vit.ops.plan import Class, Plan
 
 TABLE = ROOT / "src/vllm_flashinfer_vit/choices/data/0.33.0/h200.json"
 NEWEST = "884af39"
@@ -138,6 +140,39 @@ def test_the_page_of_kernels_says_what_hopper_bf16_gains_alone() -> None:
         f"it is {narrow} as fast as FlashAttention 4 from 2048 tokens on at head dims "
         f"64 to 96, and {wide} at 128"
     ) in text_of("kernels.md")
+
+
+def kernel_of(head_dim: int, case: str) -> str:
+    """Return what attends in bf16 over a case's images and frames."""
+    plan = Plan(
+        tuple(
+            Class(c.max_len, c.kernel, c.many)
+            for c in choices_for(H200, BF16, head_dim)
+        )
+    )
+    lengths = [
+        rows * columns
+        for frames, rows, columns in tower_cases.CASES[case]
+        for _ in range(frames)
+    ]
+    return plan.kernel_for(max(lengths), sum(lengths) / len(lengths))
+
+
+def test_the_page_of_kernels_says_which_cases_ran_hopper_bf16() -> None:
+    ran = {
+        (int(row["head_dim"]), row["case"])
+        for row in rows("encoder", "0.33.0")
+        if row["commit"] == NEWEST
+    }
+    assert {dim for dim, _ in ran} == {64, 72, 80, 128}
+    with_it = {where for where in ran if kernel_of(*where) == "hopper_bf16"}
+    narrow = {where for where in ran if where[0] != 128}
+    without = {(dim, "1x256") for dim in (64, 72, 80)} | {(80, "1x35344")}
+    assert narrow - with_it == without
+    assert with_it - narrow == {(128, "1x15376")}
+    page = text_of("kernels.md")
+    assert "head dims 64 to 80 run it but *1x256*, and *1x35344* at 80;" in page
+    assert "At head dim 128 (GLM-4.1V, Kimi-K3) *1x15376* alone does." in page
 
 
 def graphs_of(head_dim: int, with_fp8: bool) -> int:
