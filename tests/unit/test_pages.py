@@ -14,10 +14,8 @@ from _pages import H100_RESULTS, RESULTS, ROOT, rows, text_of
 
 import chosen_rows
 import tower_cases
-from vllm_flashinfer_vit.choices.lookup import (
-    fp8_choices_for,
-    fp8_ranges,
-)
+from vllm_flashinfer_vit.choices.arrival import without_pass
+from vllm_flashinfer_vit.choices.lookup import fp8_choices_for, fp8_ranges
 from vllm_flashinfer_vit.kernels.catalog import HEAD_DIMS, KERNELS, fp8_names
 from vllm_flashinfer_vit.machine.stack import Gpu, Stack
 
@@ -143,7 +141,20 @@ def test_pages_say_from_which_length_on_fp8_runs(gpu: str) -> None:
     (first,) = {fp8_ranges(one)[0][0] for one in choices}
     assert f"Hopper: from {first} on with the Qwen models" in text_of("README.md")
     assert f"from {first} patches on (all Qwen models)" in text_of("serving.md")
-    assert f"begins at {first} tokens at head dims 64 to 80" in text_of("choices.md")
+    page = text_of("choices.md")
+    assert f"begins at {first} tokens at head dims 64 to 80" in page
+    (wide,) = {
+        fp8_ranges(fp8_choices_for(stack, "bfloat16", dim))[0][0] for dim in (96, 128)
+    }
+    assert f"head dims 64 to 80, and at {wide} at 96 and 128." in page
+    narrow_later, wide_later = (
+        fp8_ranges(without_pass(fp8_choices_for(stack, "bfloat16", dim)))[0][0]
+        for dim in (80, 128)
+    )
+    assert (
+        f"at head dims 64 to 80 from {narrow_later} tokens on, not {first}, and at 96 "
+        f"and 128 from {wide_later} on, not {wide}."
+    ) in page
 
 
 @pytest.mark.parametrize("vllm", ["0.25.1", "0.33.0"])
