@@ -136,4 +136,4 @@ def test_a_capture_writes_no_table():
 @gpu
 @pytest.mark.gpu
 def test_a_trial():
-    assert trial(make(SIZES[0])) is None
+    assert trial(Held(make(SIZES[0]))) is None

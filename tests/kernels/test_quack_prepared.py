@@ -3,7 +3,6 @@
 
 import importlib
 import importlib.util
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -204,22 +203,17 @@ def test_another_release_is_not_recorded(compiled, monkeypatch):
 def test_build_says_why(monkeypatch):
     weight = torch.zeros(32, 64, dtype=torch.bfloat16)
 
-    def prepare(x, weight, bias, out, activation, width):
-        if weight.isnan().any():
-            raise ValueError("no kernel")
-        return lambda layer: out.fill_(width)
-
-    monkeypatch.setattr(ours, "prepare", prepare)
+    monkeypatch.setattr(
+        ours, "prepare", lambda *args: lambda layer: args[3].fill_(args[5])
+    )
     monkeypatch.setattr(ours, "views", lambda *args: None)
 
     def returns(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: torch.full((len(x), 32), value)
 
     assert "160 columns are wrong" in build(weight, None, None, returns(192))
-    weight.fill_(math.nan)
-    assert build(weight, None, None, returns(192)) == "ValueError: no kernel"
     monkeypatch.setattr(ours, "TILE_WIDTHS", (192,))
-    assert build(torch.zeros_like(weight), None, None, returns(192)) is None
+    assert build(weight, None, None, returns(192)) is None
 
 
 @hopper

@@ -164,16 +164,6 @@ def test_where_threads_store(head_dim):
     assert torch.equal(stored(tile, "v", head_dim), expected)
 
 
-def test_why_it_cannot_be_built(monkeypatch):
-    def fail(*args, **kwargs):
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(epilogue_gemm, "compiled", fail)
-    weight = torch.zeros(3840, 1280, dtype=BF16)
-    found = build(Layer(weight, None), H80, torch.float32, BF16)
-    assert found == "RuntimeError: no compiler"
-
-
 @pytest.mark.parametrize("is_wrong", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "rows"])
 @pytest.mark.parametrize(("heads", "inputs"), TOWERS[:2], ids=str)

@@ -152,16 +152,6 @@ def test_which_quack_has_it(monkeypatch, has_quack, found, expected):
     assert epilogue_gemm.is_available() is expected
 
 
-def test_a_kernel_that_cannot_be_had(monkeypatch):
-    def fail(*args):
-        raise ImportError("no such QuACK")
-
-    monkeypatch.setattr(turning_gemm, "compiled", fail)
-    layer = Layer(torch.zeros(96, 64, dtype=BF16), None)
-    reason = build(layer, Heads(16, 4, False), torch.float32, BF16)
-    assert reason == "ImportError: no such QuACK"
-
-
 @pytest.mark.parametrize("kind", ["plain", "tensor", "tokens", "rows"])
 def test_wrong_results_are_refused(monkeypatch, kind):
     heads = Heads(16, 4, False)

@@ -3,6 +3,7 @@
 
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -51,8 +52,8 @@ def kernels_of(
     steps = {"qkv": "cuBLAS"}
     layers = Layers(block, tower, frozenset(), False, BlockWeights(), steps, 0)
     found = module.resolve(layers, "qkv", Weights(layer), (heads, table))
-    assert found is not None and "QuACK" in steps["qkv"]
-    return found.kernels
+    assert (found is not None) is ("QuACK" in steps["qkv"])
+    return found and found.kernels
 
 
 @pytest.mark.parametrize("module", [quack_turn, quack_quantize])
@@ -68,6 +69,21 @@ def test_projections_that_differ_have_kernels_of_their_own(module: ModuleType) -
     )
     for other in others:
         assert kernels_of(module, tower, **other) is not kernels
+
+
+@pytest.mark.parametrize(
+    ("module", "gemm"), [(quack_turn, turning_gemm), (quack_quantize, quantizing_gemm)]
+)
+def test_a_kernel_that_cannot_be_had_is_tried_once(
+    module: ModuleType, gemm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = mock.Mock(side_effect=ImportError("no such QuACK"))
+    monkeypatch.setattr(gemm, "build", build)
+    tower = TowerProgram()
+    for _ in range(2):
+        assert kernels_of(module, tower) is None
+    build.assert_called_once()
+    assert list(tower.trials.values()) == ["ImportError: no such QuACK"]
 
 
 @pytest.mark.parametrize(

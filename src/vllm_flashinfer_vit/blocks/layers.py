@@ -92,10 +92,18 @@ class Layers(NamedTuple):
     def tried(
         self, key: tuple[object, ...], trial: Callable[..., str | None], *given: object
     ) -> str | None:
-        """Try a kernel once for all layers that are alike by `key`."""
+        """Try a kernel once for all layers that are alike by `key`.
+
+        Returns:
+            None if all is right, else why it cannot run them.
+        """
         trials = self.tower.trials
         if key not in trials:
-            trials[key] = trial(*given)
+            try:
+                trials[key] = trial(*given)
+            # A library that is built otherwise than is known here fails in any way.
+            except Exception as error:
+                trials[key] = f"{type(error).__name__}: {error}"
         return trials[key]
 
     def own(self, path: str) -> OwnLinear:

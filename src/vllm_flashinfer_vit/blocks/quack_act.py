@@ -117,7 +117,7 @@ def resolve(
     key = "quack_act", *like.alike, act
     reason = layers.tried(key, activating_gemm.build, like, act)
     if reason is None and needs_bound:
-        reason = layers.tried(("act_bound", *like.alike), act_bound.trial, like)
+        reason = layers.tried(("act_bound", *like.alike), act_bound.trial, bounded)
     if reason is not None:
         logger.warning_once(
             "QuACK cannot run %s of the vision tower's blocks with its activation, "

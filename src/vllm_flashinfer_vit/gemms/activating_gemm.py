@@ -13,7 +13,14 @@ from typing import NamedTuple
 import torch
 
 from vllm_flashinfer_vit.gemms import epilogue_gemm
-from vllm_flashinfer_vit.gemms.epilogue_gemm import FP8, Kernel, Layer, Tile
+from vllm_flashinfer_vit.gemms.epilogue_gemm import (
+    FP8,
+    FP8_TOLERANCE,
+    Kernel,
+    Layer,
+    Tile,
+)
+from vllm_flashinfer_vit.gemms.quack import is_close
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
 from vllm_flashinfer_vit.kernels.formats import MIN_ROW_SCALE, Activation
 
@@ -24,8 +31,6 @@ TILE = Tile(128, 160, (2, 1))
 _GROUP = 8
 # Rows are stored in vectors of as many bytes.
 _STORED = 16
-# e4m3 rounds by 1/16 of a value at most; sums that cancel differ by more.
-_RTOL, _ATOL = 0.13, 0.02
 
 
 class Act(NamedTuple):
@@ -174,24 +179,22 @@ def build(like: Layer, act: Act) -> str | None:
         act: What it is.
 
     Returns:
-        None if all is right, else why the kernel cannot run the layer.
+        None if all is right, else that its results are wrong.
+
+    Raises:
+        Exception: Of any kind, where it cannot be run at all.
     """
-    try:
-        x = epilogue_gemm.trial_rows(like.weight, TILE)
-        like = epilogue_gemm.with_row_scales(like, len(x))
-        sums = epilogue_gemm.project(x, like)
-        right = act_ref(sums, act.width, None, act.activation)
-        # Half of the range, so that what is too large shows.
-        scales = (right.abs().amax(1) / 224).clamp(min=MIN_ROW_SCALE)
-        written = x.new_zeros(len(x), act.columns, dtype=act.dtype)
-        call = prepare(compiled(like, act, TILE), x, written, like, act)
-        call(like, scales if act.quantizes else None)
-        found = written[:, : act.width].float()
-        if act.quantizes:
-            found *= scales[:, None]
-        atol = _ATOL * right.abs().max().item()
-        if not torch.allclose(found, right, rtol=_RTOL, atol=atol):
-            return "its results are wrong"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    x = epilogue_gemm.trial_rows(like.weight, TILE)
+    like = epilogue_gemm.with_row_scales(like, len(x))
+    sums = epilogue_gemm.project(x, like)
+    right = act_ref(sums, act.width, None, act.activation)
+    # Half of the range, so that what is too large shows.
+    scales = (right.abs().amax(1) / 224).clamp(min=MIN_ROW_SCALE)
+    written = x.new_zeros(len(x), act.columns, dtype=act.dtype)
+    call = prepare(compiled(like, act, TILE), x, written, like, act)
+    call(like, scales if act.quantizes else None)
+    found = written[:, : act.width].float()
+    if act.quantizes:
+        found *= scales[:, None]
+    is_right = is_close(found, right, FP8_TOLERANCE)
+    return None if is_right else "its results are wrong"

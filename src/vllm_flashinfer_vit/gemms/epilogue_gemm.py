@@ -17,6 +17,8 @@ from vllm_flashinfer_vit.gemms import quack
 from vllm_flashinfer_vit.kernels._alignment import UNIT
 
 FP8 = torch.float8_e4m3fn
+# Neighbours in e4m3 are 1/8 of a value apart at most.
+FP8_TOLERANCE = 0.13
 
 _ROOM = "vllm_flashinfer_vit.gemms."
 _TILES_TRIED = 3

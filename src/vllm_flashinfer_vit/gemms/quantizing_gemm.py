@@ -12,15 +12,20 @@ from typing import NamedTuple
 import torch
 
 from vllm_flashinfer_vit.gemms import epilogue_gemm, turning_gemm
-from vllm_flashinfer_vit.gemms.epilogue_gemm import FP8, Kernel, Layer, Tile
+from vllm_flashinfer_vit.gemms.epilogue_gemm import (
+    FP8,
+    FP8_TOLERANCE,
+    Kernel,
+    Layer,
+    Tile,
+)
+from vllm_flashinfer_vit.gemms.quack import is_close
 from vllm_flashinfer_vit.kernels import quantize_ref
 from vllm_flashinfer_vit.kernels.flash_fp8_ref import dequantize_ref
 from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV
 
 # Where cu_seqlens starts is a multiple of so many bytes.
 _ALIGNMENT = 16
-# e4m3 rounds by 1/16 of a value at most; sums that cancel differ by more.
-_RTOL, _ATOL = 0.13, 0.02
 
 
 class Heads(NamedTuple):
@@ -176,30 +181,27 @@ def build(
         dtype: See `heads`.
 
     Returns:
-        None if all is right, else why the kernel cannot run the projection.
+        None if all is right, else that its results are wrong.
+
+    Raises:
+        Exception: Of any kind, where it cannot be run at all.
     """
-    try:
-        tile = heads.tile()
-        assert tile is not None
-        x = epilogue_gemm.trial_rows(like.weight, tile)
-        tokens, half, device = len(x), heads.head_dim // 2, x.device
-        like = epilogue_gemm.with_row_scales(like, tokens)
-        # The last block of a sequence is not full, and an empty one ends at zero.
-        ends = torch.tensor([0, tokens // 2, tokens, 0], dtype=torch.int32)
-        ends = ends.to(device)
-        cos, sin = turning_gemm.trial_tables(tokens, half, table, device)
-        out = heads.empty(tokens // BLOCK + 3, device)
-        prepare(compiled(like, heads, table, dtype), x, cos, sin, ends, out)(like)
-        right = quantized(epilogue_gemm.project(x, like), cos, sin, ends, heads)
-        sizes = ends, tokens, out.q.shape[2]
-        both = dequantize_ref(out, *sizes), dequantize_ref(right, *sizes)
-        for found, expected in zip(*both, strict=True):
-            atol = _ATOL * expected.abs().max().item()
-            if not torch.allclose(found, expected, rtol=_RTOL, atol=atol):
-                return "its results are wrong"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    tile = heads.tile()
+    assert tile is not None
+    x = epilogue_gemm.trial_rows(like.weight, tile)
+    tokens, half, device = len(x), heads.head_dim // 2, x.device
+    like = epilogue_gemm.with_row_scales(like, tokens)
+    # The last block of a sequence is not full, and an empty one ends at zero.
+    ends = torch.tensor([0, tokens // 2, tokens, 0], dtype=torch.int32).to(device)
+    cos, sin = turning_gemm.trial_tables(tokens, half, table, device)
+    out = heads.empty(tokens // BLOCK + 3, device)
+    prepare(compiled(like, heads, table, dtype), x, cos, sin, ends, out)(like)
+    right = quantized(epilogue_gemm.project(x, like), cos, sin, ends, heads)
+    sizes = ends, tokens, out.q.shape[2]
+    both = dequantize_ref(out, *sizes), dequantize_ref(right, *sizes)
+    pairs = zip(*both, strict=True)
+    is_right = all(is_close(*pair, FP8_TOLERANCE) for pair in pairs)
+    return None if is_right else "its results are wrong"
 
 
 def quantized(

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_flashinfer_vit.gemms import epilogue_gemm, quack
+from vllm_flashinfer_vit.gemms import epilogue_gemm
 from vllm_flashinfer_vit.gemms.epilogue_gemm import FP8, Kernel, Layer, Tile, project
+from vllm_flashinfer_vit.gemms.quack import is_close
 from vllm_flashinfer_vit.kernels._alignment import UNIT
 from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 
@@ -184,22 +185,22 @@ def build(
         dtype: See `heads`.
 
     Returns:
-        None if all is right, else why the kernel cannot run the projection.
+        None if all is right, else that its results are wrong.
+
+    Raises:
+        Exception: Of any kind, where it cannot be run at all.
     """
-    try:
-        tiles = heads.tiles(like.weight.dtype)
-        x = epilogue_gemm.trial_rows(like.weight, max(tiles))
-        like = epilogue_gemm.with_row_scales(like, len(x))
-        cos, sin = trial_tables(len(x), heads.head_dim // 2, table, x.device)
-        right = turned(project(x, like), cos, sin, heads).to(dtype)
-        for tile in tiles:
-            out = torch.empty_like(right)
-            kernel = compiled(like, heads, table, dtype, tile)
-            prepare(kernel, x, cos, sin, out)(like)
-            if not quack.is_close(out, right):
-                return f"its results with tiles of {tile.rows} rows are wrong"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    tiles = heads.tiles(like.weight.dtype)
+    x = epilogue_gemm.trial_rows(like.weight, max(tiles))
+    like = epilogue_gemm.with_row_scales(like, len(x))
+    cos, sin = trial_tables(len(x), heads.head_dim // 2, table, x.device)
+    right = turned(project(x, like), cos, sin, heads).to(dtype)
+    for tile in tiles:
+        out = torch.empty_like(right)
+        kernel = compiled(like, heads, table, dtype, tile)
+        prepare(kernel, x, cos, sin, out)(like)
+        if not is_close(out, right):
+            return f"its results with tiles of {tile.rows} rows are wrong"
     return None
 
 
