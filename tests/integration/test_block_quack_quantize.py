@@ -32,7 +32,7 @@ from cases import relative_error
 from vllm_flashinfer_vit.blocks import quack_quantize
 from vllm_flashinfer_vit.gemms import epilogue_gemm, quantizing_gemm, turning_gemm
 from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer, project
-from vllm_flashinfer_vit.gemms.quantizing_gemm import Heads
+from vllm_flashinfer_vit.gemms.turning_gemm import Heads
 from vllm_flashinfer_vit.kernels.formats import DeviceScales, QuantizedQKV
 from vllm_flashinfer_vit.ops.attention import Fp8, taken_by
 from vllm_flashinfer_vit.settings import ENV_FP8_SCALES

@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from vllm_flashinfer_vit.gemms.quantizing_gemm import Heads
+from vllm_flashinfer_vit.gemms.turning_gemm import Heads
 from vllm_flashinfer_vit.kernels.formats import BLOCK
 
 # Heads and inputs.

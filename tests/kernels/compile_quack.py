@@ -39,6 +39,7 @@ from vllm_flashinfer_vit.gemms.quack import (
     TILE_WIDTHS,
     _is_05,
 )
+from vllm_flashinfer_vit.gemms.turning_gemm import Heads
 
 # QuACK 0.5 compiles for fake tensors in a mode of its own only.
 MODE = getattr(quack.cache, "compile_only_mode", FakeTensorMode)
@@ -74,15 +75,14 @@ def compile_for(
 
 
 def compile_turning(
-    heads: turning_gemm.Heads,
-    values: int,
+    heads: Heads,
     inputs: int,
     table: torch.dtype,
     dtype: torch.dtype,
     tile: epilogue_gemm.Tile,
 ) -> Exception | None:
     """Compile a QKV projection that turns q and k, as `compile_for`."""
-    outputs = (heads.turned + values) * heads.head_dim
+    outputs = (heads.queries + 2 * heads.keys) * heads.head_dim
     with MODE():
         weight = torch.empty(outputs, inputs, dtype=dtype, device="cuda")
         bias = torch.empty(outputs, dtype=torch.bfloat16, device="cuda")
@@ -98,7 +98,7 @@ def compile_turning(
 
 
 def compile_quantizing(
-    heads: quantizing_gemm.Heads,
+    heads: Heads,
     inputs: int,
     table: torch.dtype,
     dtype: torch.dtype,
@@ -154,11 +154,11 @@ def main() -> None:
                 raise SystemExit(f"{layer[0]}, {width}, {rows} rows: {error!r}")
         done += 1
     projections = (
-        ((80, 32, False), 16, 1280),
-        ((72, 32, False), 16, 1152),
-        ((72, 24, True), 12, 1536),
-        ((64, 24, False), 12, 768),
-        ((128, 24, False), 12, 1536),
+        (Heads(80, 16, 16, False), 1280),
+        (Heads(72, 16, 16, False), 1152),
+        (Heads(72, 12, 12, True), 1536),
+        (Heads(64, 12, 12, False), 768),
+        (Heads(128, 12, 12, False), 1536),
     )
     # QuACK 0.5 has no place for the rotation.
     tables = (torch.float32, torch.bfloat16)
@@ -166,10 +166,9 @@ def main() -> None:
     for one, table, dtype in itertools.product(
         () if _is_05() else projections, tables, dtypes
     ):
-        (head_dim, turned, is_interleaved), *sizes = one
-        heads = turning_gemm.Heads(head_dim, turned, is_interleaved)
+        heads, inputs = one
         for tile in heads.tiles(dtype):
-            error = compile_turning(heads, *sizes, table, dtype, tile)
+            error = compile_turning(heads, inputs, table, dtype, tile)
             if kernels() != done + 1:
                 raise SystemExit(f"{heads}, {table}, {dtype}, {tile}: {error!r}")
             done += 1

@@ -11,13 +11,14 @@ from cases import Case, make_cos_sin, make_qkv
 from vllm_flashinfer_vit.gemms import epilogue_gemm, quantizing_gemm
 from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer
 from vllm_flashinfer_vit.gemms.quantizing_gemm import (
-    Heads,
     build,
     column_order,
     compiled,
     fits,
     quantized,
+    tile_of,
 )
+from vllm_flashinfer_vit.gemms.turning_gemm import Heads
 from vllm_flashinfer_vit.kernels import quantize_ref
 from vllm_flashinfer_vit.kernels.flash_fp8_ref import attention_fp8_ref
 from vllm_flashinfer_vit.kernels.formats import BLOCK, check_blocks
@@ -40,7 +41,7 @@ RAGGED = Case("ragged", (130, 1, 128, 0, 257), zeros=1, pad_rows=3)
     ],
 )
 def test_a_tile_is_whole_heads_of_one_kind(heads, columns):
-    tile = Heads(*heads, False).tile()
+    tile = tile_of(Heads(*heads, False))
     assert (tile is None) == (columns == 0)
     if tile is not None:
         tiles = (heads[1] + 2 * heads[2]) * heads[0] // columns

@@ -12,6 +12,7 @@ from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer, project
 from vllm_flashinfer_vit.gemms.quantizing_gemm import (
     build,
     compiled,
+    empty,
     fits,
     prepare,
     quantized,
@@ -56,7 +57,7 @@ def make(case, tower, *, dtype=BF16, table=torch.float32, kind="plain", seed=0):
 
 
 def run(x, layer, cos, sin, cu_seqlens, heads, dtype=BF16, filler=None):
-    out = heads.empty(len(x) // BLOCK + len(cu_seqlens) - 1, x.device)
+    out = empty(heads, len(x) // BLOCK + len(cu_seqlens) - 1, x.device)
     if filler is not None:
         for part in out:
             part.view(torch.uint8).fill_(filler)
@@ -196,7 +197,7 @@ def test_one_call_serves_all_batches_and_layers_in_a_graph(tower, kind):
     x, layer, cos, sin, cu_seqlens, heads = inputs[0]
     layer = Layer(*(None if held is None else held.clone() for held in layer))
     held = tuple(given.clone() for given in (x, cos, sin, cu_seqlens))
-    out = heads.empty(len(x) // BLOCK + 3, x.device)
+    out = empty(heads, len(x) // BLOCK + 3, x.device)
     kernel = compiled(layer, heads, cos.dtype, BF16)
     call = prepare(kernel, *held, out)
     call(layer)

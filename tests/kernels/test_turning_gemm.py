@@ -41,7 +41,7 @@ from vllm_flashinfer_vit.kernels.rope_ref import rope_ref
 )
 def test_a_tile_is_whole_heads(head_dim, heads, tile):
     """All of a tile's columns are turned, or none."""
-    tiles = Heads(head_dim, heads, False).tiles(BF16)
+    tiles = Heads(head_dim, heads - 1, 1, False).tiles(BF16)
     assert {found.columns for found in tiles} == ({tile} if tile else set())
     assert tile == 0 or heads * head_dim % tile == 0
 
@@ -58,15 +58,15 @@ def test_a_tile_is_whole_heads(head_dim, heads, tile):
 )
 def test_the_tile_of_which_waves_take_less(rows, outputs, expected):
     """As measured on an H100."""
-    tiles = Heads(128, 24, False).tiles(BF16)
+    tiles = Heads(128, 12, 12, False).tiles(BF16)
     assert [tile.rows for tile in tiles] == [192, 128]
     assert tile_for(tiles, rows, outputs, 132).rows == expected
     for one, dtype in ((80, BF16), (128, FP8)):
-        (only,) = Heads(one, 32, False).tiles(dtype)
+        (only,) = Heads(one, 16, 16, False).tiles(dtype)
         assert tile_for((only,), rows, outputs, 132) is only
 
 
-H80 = Heads(80, 32, False)
+H80 = Heads(80, 16, 16, False)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ H80 = Heads(80, 32, False)
         (3840, 1280, torch.float32, H80, torch.float32, False),
         (3840, 1276, torch.bfloat16, H80, torch.float32, False),
         (3840, 1288, torch.bfloat16, H80, torch.float32, True),
-        (3840, 1280, torch.bfloat16, Heads(120, 16, False), torch.float32, False),
+        (3840, 1280, torch.bfloat16, Heads(120, 8, 8, False), torch.float32, False),
         (3840, 1280, torch.bfloat16, H80, torch.float64, False),
-        (228, 64, torch.bfloat16, Heads(76, 2, False), torch.float32, False),
+        (228, 64, torch.bfloat16, Heads(76, 1, 1, False), torch.float32, False),
     ],
 )
 def test_which_projections_fit(outputs, inputs, dtype, heads, table, expected):
@@ -108,7 +108,7 @@ def test_which_tables_are_read():
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_what_it_computes(is_interleaved):
     """Pairs are complex numbers that are turned, and stay where they are."""
-    heads = Heads(8, 3, is_interleaved)
+    heads = Heads(8, 2, 1, is_interleaved)
     qkv, angles = torch.randn(5, 32), torch.rand(5, 4)
     found = turned(qkv, angles.cos(), angles.sin(), heads).view(5, 4, 8)
     pairs = qkv.view(5, 4, 8)
@@ -126,7 +126,7 @@ def test_what_it_computes(is_interleaved):
 
 def test_scores_are_those_of_the_rotary_pass():
     """It leaves interleaved pairs in their places, which q and k share."""
-    heads = Heads(8, 2, True)
+    heads = Heads(8, 1, 1, True)
     qkv, angles = torch.randn(5, 24), torch.rand(5, 4)
     q, k, _ = turned(qkv, angles.cos(), angles.sin(), heads).view(5, 3, 8).unbind(1)
     plain = qkv.view(5, 3, 8).split(1, dim=1)
@@ -154,7 +154,7 @@ def test_which_quack_has_it(monkeypatch, has_quack, found, expected):
 
 @pytest.mark.parametrize("kind", ["plain", "tensor", "tokens", "rows"])
 def test_wrong_results_are_refused(monkeypatch, kind):
-    heads = Heads(16, 4, False)
+    heads = Heads(16, 2, 2, False)
     weight = torch.randn(96, 64, dtype=BF16)
     layer = make_layer(kind, weight, weight[:, 0].contiguous(), 16)
 
@@ -175,7 +175,7 @@ def test_a_projection_holds_no_layer(monkeypatch):
     made = []
     monkeypatch.setattr(turning_gemm, "compiled", lambda *args: made.append(args[4]))
     layer = Layer(torch.zeros(768, 64, dtype=BF16), torch.zeros(768, dtype=BF16))
-    heads = Heads(128, 4, False)
+    heads = Heads(128, 2, 2, False)
     found = Kernels(layer, heads, torch.float32, BF16, 8, 132)
     assert made == [Tile(192, 128, (1, 2)), Tile(128, 128, (2, 1))]
     assert not any(isinstance(x, torch.Tensor) for x in vars(found).values())
@@ -202,7 +202,7 @@ def test_what_quack_finds_kernels_by(kernel_keys, monkeypatch):
         ("a", "b"), (False, True), (2, 4), (torch.float32, BF16), layers
     ):
         monkeypatch.setattr(epilogue_gemm, "revision", lambda name, now=revision: now)
-        heads = Heads(128, turns, interleaved)
+        heads = Heads(128, turns - 1, 1, interleaved)
         for tile in heads.tiles(layer.weight.dtype):
             with pytest.raises(RuntimeError, match="compiled"):
                 compiled(layer, heads, table, BF16, tile)

@@ -38,7 +38,7 @@ def make(rows, tower, *, dtype, table, has_bias=True, seed=0, kind="plain"):
     layer = make_layer(kind, weight, bias, rows)
     if kind != "plain":
         x = (20 * x).clamp(-400, 400).to(FP8)
-    heads = Heads(head_dim, both, is_interleaved)
+    heads = Heads(head_dim, both - values, values, is_interleaved)
     return x, layer, angles.cos().to(table), angles.sin().to(table), heads
 
 

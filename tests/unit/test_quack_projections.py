@@ -20,7 +20,7 @@ from vllm_flashinfer_vit.gemms import (  # noqa: E402
     quantizing_gemm,
     turning_gemm,
 )
-from vllm_flashinfer_vit.gemms.quantizing_gemm import Heads  # noqa: E402
+from vllm_flashinfer_vit.gemms.turning_gemm import Heads  # noqa: E402
 
 HEADS = Heads(64, 2, 2, False)
 

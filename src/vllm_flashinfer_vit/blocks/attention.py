@@ -17,7 +17,7 @@ from vllm_flashinfer_vit.blocks.qkv import Qkv
 from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled
-from vllm_flashinfer_vit.gemms.quantizing_gemm import Heads
+from vllm_flashinfer_vit.gemms.turning_gemm import Heads
 from vllm_flashinfer_vit.kernels.formats import QuantizedQKV
 from vllm_flashinfer_vit.ops.batch import Batch, Taken, Turning, ready
 

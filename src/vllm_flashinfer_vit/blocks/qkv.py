@@ -18,7 +18,7 @@ from vllm_flashinfer_vit.blocks.linear import (
 )
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
 from vllm_flashinfer_vit.gemms import quantizing_gemm, turning_gemm
-from vllm_flashinfer_vit.gemms.quantizing_gemm import Heads
+from vllm_flashinfer_vit.gemms.turning_gemm import Heads
 
 # From how many rows on QuACK is faster than cuBLAS on an H200, if it turns nothing
 # (docs/experiments.md).

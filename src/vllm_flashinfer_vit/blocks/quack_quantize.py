@@ -9,7 +9,7 @@ from vllm_flashinfer_vit.blocks.layers import Layers
 from vllm_flashinfer_vit.blocks.linear import Weights
 from vllm_flashinfer_vit.blocks.quack_turn import Projection, as_layer
 from vllm_flashinfer_vit.gemms import epilogue_gemm, quantizing_gemm
-from vllm_flashinfer_vit.gemms.quantizing_gemm import Heads
+from vllm_flashinfer_vit.gemms.turning_gemm import Heads
 from vllm_flashinfer_vit.ops.plan import LEAST_MEAN_LEN
 
 logger = init_logger("vllm.plugins.flashinfer_vit")

@@ -12,7 +12,7 @@ from vllm_flashinfer_vit.blocks.linear import Weights
 from vllm_flashinfer_vit.blocks.tower_pass import Pass
 from vllm_flashinfer_vit.gemms import epilogue_gemm, turning_gemm
 from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer
-from vllm_flashinfer_vit.gemms.quantizing_gemm import Heads
+from vllm_flashinfer_vit.gemms.turning_gemm import Heads
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -81,7 +81,7 @@ def resolve(
         return None
     if not epilogue_gemm.is_available():
         return None
-    heads, table = turned[0].turning, turned[1]
+    heads, table = turned
     like = as_layer(source)
     rows = MIN_ROWS_WIDE if heads.head_dim >= _WIDE else MIN_ROWS
     if isinstance(source, Fp8Linear):

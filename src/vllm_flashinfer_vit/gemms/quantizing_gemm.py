@@ -7,7 +7,6 @@ FP8. It needs QuACK 0.6; see `epilogue_gemm`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -20,6 +19,7 @@ from vllm_flashinfer_vit.gemms.epilogue_gemm import (
     Tile,
 )
 from vllm_flashinfer_vit.gemms.quack import is_close
+from vllm_flashinfer_vit.gemms.turning_gemm import Heads
 from vllm_flashinfer_vit.kernels import quantize_ref
 from vllm_flashinfer_vit.kernels.flash_fp8_ref import dequantize_ref
 from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV
@@ -28,51 +28,31 @@ from vllm_flashinfer_vit.kernels.formats import BLOCK, QuantizedQKV
 _ALIGNMENT = 16
 
 
-class Heads(NamedTuple):
-    """What a projection's columns are.
+def tile_of(heads: Heads) -> Tile | None:
+    """Return the kernel's tile, a block of whole heads of one kind, or None."""
+    count = turning_gemm.heads_of_tile(heads.head_dim, heads.queries, heads.keys)
+    if not count:
+        return None
+    tiles = (heads.queries + 2 * heads.keys) // count
+    # Two beside each other share rows, so sequences may end anywhere.
+    return Tile(BLOCK, count * heads.head_dim, (1, 1 + (tiles % 2 == 0)))
 
-    Attributes:
-        head_dim: D.
-        queries: H.
-        keys: H_kv.
-        is_interleaved: Which columns turn together; see `Batch`.
-    """
 
-    head_dim: int
-    queries: int
-    keys: int
-    is_interleaved: bool
-
-    @property
-    def turning(self) -> turning_gemm.Heads:
-        """The same for a projection that only turns."""
-        both = self.queries + self.keys
-        return turning_gemm.Heads(self.head_dim, both, self.is_interleaved)
-
-    def tile(self) -> Tile | None:
-        """Return the kernel's tile, a block of whole heads of one kind, or None."""
-        heads = turning_gemm.heads_of_tile(self.head_dim, self.queries, self.keys)
-        if not heads:
-            return None
-        tiles = (self.queries + 2 * self.keys) // heads
-        # Two beside each other share rows, so sequences may end anywhere.
-        return Tile(BLOCK, heads * self.head_dim, (1, 1 + (tiles % 2 == 0)))
-
-    def empty(self, num_blocks: int, device: torch.device | str) -> QuantizedQKV:
-        """Return what the kernel writes, for so many blocks; nothing need be in it."""
-        rows = num_blocks * BLOCK
-        d_qk, d_v = _round_up(self.head_dim, 32), _round_up(self.head_dim, 16)
-        shapes = (
-            ((self.queries, rows, d_qk), FP8),
-            ((self.keys, rows, d_qk), FP8),
-            ((self.keys, d_v, rows), FP8),
-            ((self.queries, num_blocks), torch.float32),
-            ((self.keys, num_blocks), torch.float32),
-            ((self.keys, num_blocks), torch.float32),
-        )
-        return QuantizedQKV(
-            *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
-        )
+def empty(heads: Heads, num_blocks: int, device: torch.device | str) -> QuantizedQKV:
+    """Return what the kernel writes, for so many blocks; nothing need be in it."""
+    rows = num_blocks * BLOCK
+    d_qk, d_v = _round_up(heads.head_dim, 32), _round_up(heads.head_dim, 16)
+    shapes = (
+        ((heads.queries, rows, d_qk), FP8),
+        ((heads.keys, rows, d_qk), FP8),
+        ((heads.keys, d_v, rows), FP8),
+        ((heads.queries, num_blocks), torch.float32),
+        ((heads.keys, num_blocks), torch.float32),
+        ((heads.keys, num_blocks), torch.float32),
+    )
+    return QuantizedQKV(
+        *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+    )
 
 
 def fits(like: Layer, heads: Heads, table: torch.dtype, dtype: torch.dtype) -> bool:
@@ -86,10 +66,10 @@ def fits(like: Layer, heads: Heads, table: torch.dtype, dtype: torch.dtype) -> b
     """
     outputs = (heads.queries + 2 * heads.keys) * heads.head_dim
     return (
-        heads.tile() is not None
+        tile_of(heads) is not None
         and 32 <= heads.head_dim <= 128
         and len(like.weight) == outputs
-        and turning_gemm.fits(like, heads.turning, table, dtype)
+        and turning_gemm.fits(like, heads, table, dtype)
     )
 
 
@@ -107,7 +87,7 @@ def compiled(
     Raises:
         Exception: Of any kind, where QuACK is built otherwise than is known here.
     """
-    tile = heads.tile()
+    tile = tile_of(heads)
     assert tile is not None
     weight = like.weight
     word = weight.new_empty(1, dtype=torch.int32)
@@ -123,7 +103,7 @@ def compiled(
         tile,
         by_sequences=True,
         head_dim=heads.head_dim,
-        turned=(heads.queries + heads.keys) * heads.head_dim,
+        turned=heads.turned * heads.head_dim,
         is_interleaved=heads.is_interleaved,
         q_heads=heads.queries,
         kv_heads=heads.keys,
@@ -149,7 +129,7 @@ def prepare(
         cu_seqlens: `[N + 1]` int32, contiguous, at a multiple of 16 bytes, token prefix
             sums from 0. Where it does not rise is an empty sequence, so it may end in
             zeros. Calls read what it holds by then.
-        out: From `Heads.empty` for T // 128 + N blocks; each call overwrites the blocks
+        out: From `empty` for T // 128 + N blocks; each call overwrites the blocks
             of all sequences.
 
     Returns:
@@ -186,7 +166,7 @@ def build(
     Raises:
         Exception: Of any kind, where it cannot be run at all.
     """
-    tile = heads.tile()
+    tile = tile_of(heads)
     assert tile is not None
     x = epilogue_gemm.trial_rows(like.weight, tile)
     tokens, half, device = len(x), heads.head_dim // 2, x.device
@@ -194,7 +174,7 @@ def build(
     # The last block of a sequence is not full, and an empty one ends at zero.
     ends = torch.tensor([0, tokens // 2, tokens, 0], dtype=torch.int32).to(device)
     cos, sin = turning_gemm.trial_tables(tokens, half, table, device)
-    out = heads.empty(tokens // BLOCK + 3, device)
+    out = empty(heads, tokens // BLOCK + 3, device)
     prepare(compiled(like, heads, table, dtype), x, cos, sin, ends, out)(like)
     right = quantized(epilogue_gemm.project(x, like), cos, sin, ends, heads)
     sizes = ends, tokens, out.q.shape[2]
@@ -319,5 +299,5 @@ class Kernels:
             The call, and what it writes.
         """
         num_blocks = len(x) // BLOCK + len(cu_seqlens) - 1
-        out = self._heads.empty(num_blocks, x.device)
+        out = empty(self._heads, num_blocks, x.device)
         return prepare(self._kernel, x, cos, sin, cu_seqlens, out), out

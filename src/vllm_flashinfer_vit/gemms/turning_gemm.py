@@ -31,13 +31,20 @@ class Heads(NamedTuple):
 
     Attributes:
         head_dim: D.
-        turned: How many heads q and k have together; v's follow.
+        queries: H.
+        keys: H_kv.
         is_interleaved: Which columns turn together; see `Batch`.
     """
 
     head_dim: int
-    turned: int
+    queries: int
+    keys: int
     is_interleaved: bool
+
+    @property
+    def turned(self) -> int:
+        """How many heads q and k have together; v's follow."""
+        return self.queries + self.keys
 
     def tiles(self, dtype: torch.dtype) -> tuple[Tile, ...]:
         """Return the tiles of the kernel; none if it cannot turn these heads.
