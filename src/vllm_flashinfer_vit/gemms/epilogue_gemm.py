@@ -115,13 +115,9 @@ def tile_for(
     Returns:
         On a tie the first.
     """
-
-    def work(tile: Tile) -> int:
-        sizes = tile.rows, tile.columns
-        count = quack.waves((rows, outputs), sizes, multiprocessors)
-        return count * tile.rows * tile.columns
-
-    return min(tiles, key=work)
+    return min(
+        tiles, key=lambda tile: quack.work(rows, outputs, tile[:2], multiprocessors)
+    )
 
 
 def compiled(

@@ -97,22 +97,23 @@ def tile_width(rows: int, outputs: int, multiprocessors: int) -> int:
         One of `TILE_WIDTHS`, on a tie the first.
     """
 
-    def columns(width: int) -> int:
-        return waves((rows, outputs), (_TILE_ROWS, width), multiprocessors) * width
+    return min(
+        TILE_WIDTHS,
+        key=lambda width: work(rows, outputs, (_TILE_ROWS, width), multiprocessors),
+    )
 
-    return min(TILE_WIDTHS, key=columns)
 
-
-def waves(out: tuple[int, int], tile: tuple[int, int], multiprocessors: int) -> int:
-    """Return how many waves of tiles a GEMM takes.
+def work(rows: int, outputs: int, tile: tuple[int, int], multiprocessors: int) -> int:
+    """Return how many values a multiprocessor computes: a tile in each of the waves.
 
     Args:
-        out: Rows and columns of the output.
-        tile: Likewise, of a tile.
-        multiprocessors: How many tiles make a wave.
+        rows: As for `tile_width`, like the other arguments.
+        outputs: See `rows`.
+        tile: Rows and columns of a tile.
+        multiprocessors: See `rows`.
     """
-    tiles = -(-out[0] // tile[0]) * -(-out[1] // tile[1])
-    return -(-tiles // multiprocessors)
+    tiles = -(-rows // tile[0]) * -(-outputs // tile[1])
+    return -(-tiles // multiprocessors) * tile[0] * tile[1]
 
 
 def views(
