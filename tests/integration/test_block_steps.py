@@ -208,7 +208,7 @@ class TestGemms:
         monkeypatch.setattr(mlp_module, "_act_into", lambda *_: act_into)
         served = build(family)
         found = outputs(served)
-        width = programs(served)[0].widths(1, False)[1]
+        width = programs(served)[0].widths(1, False).hidden
         is_gated = family == "qwen2_5_vl"
         assert calls == 2 * [(ROWS, width, width * (1 + is_gated))]
         assert relative_error(found, outputs(build(family, "TORCH_SDPA"))) < TOLERANCE
@@ -279,7 +279,7 @@ class TestOwnLinears:
         served = self.check(family, expected, ran)
         if "first" in own and family != "qwen2_vl":
             # Quantised rows keep their size.
-            assert programs(served)[0].widths(1, False)[1] == SIZE
+            assert programs(served)[0].widths(1, False).hidden == SIZE
             assert any(SIZE in p.shape for p in mlp(served).parameters())
 
     @pytest.mark.parametrize("is_wanted", [False, True])

@@ -16,7 +16,7 @@ ROWS = 6
 
 @pytest.fixture
 def now() -> Pass:
-    widths = Widths(qkv=24, hidden=16, first=0, activated=0, quantized=0, groups=0)
+    widths = Widths(hidden=16, qkv=24)
     return Pass([widths], torch.zeros(ROWS, 8), None, False)
 
 

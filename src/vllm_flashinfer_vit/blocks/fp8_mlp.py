@@ -10,7 +10,7 @@ from vllm_flashinfer_vit.blocks.aligned_linear import inputs_of
 from vllm_flashinfer_vit.blocks.layers import Layers
 from vllm_flashinfer_vit.blocks.quack_act import QuackAct
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
-from vllm_flashinfer_vit.blocks.tower_pass import MlpWidths, Pass
+from vllm_flashinfer_vit.blocks.tower_pass import Pass, Widths
 from vllm_flashinfer_vit.kernels.formats import Activation, Bound
 
 
@@ -46,14 +46,14 @@ class Fp8Mlp:
     def _large_in(self, now: Pass) -> QuackAct | None:
         return self._large_for(len(now.normed), now.can_bound)
 
-    def widths(self, rows: int, can_bound: bool) -> MlpWidths:
+    def widths(self, rows: int, can_bound: bool) -> Widths:
         """See `Mlp`."""
         large = self._large_for(rows, can_bound)
         if large is None:
-            return MlpWidths(0, self.first.outputs, 0)
+            return Widths(first=self.first.outputs)
         if large.act.quantizes:
-            return MlpWidths(0, 0, self.second.inputs)
-        return MlpWidths(large.act.columns, 0, 0)
+            return Widths(activated=self.second.inputs)
+        return Widths(hidden=large.act.columns)
 
     def bound(self, now: Pass) -> Bound | None:
         """Return what gives the second layer's rows their scales, if a norm does."""

@@ -21,7 +21,7 @@ from vllm_flashinfer_vit.blocks.linear import (
     run,
 )
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
-from vllm_flashinfer_vit.blocks.tower_pass import MlpWidths, Pass
+from vllm_flashinfer_vit.blocks.tower_pass import Pass, Widths
 from vllm_flashinfer_vit.gemms import quack
 from vllm_flashinfer_vit.kernels._vllm_ops import compiled_op
 from vllm_flashinfer_vit.kernels.formats import GELU_APPROXIMATE, Activation
@@ -85,9 +85,9 @@ class Mlp:
     def _plain_hidden(self, weights: Weights, x: torch.Tensor) -> torch.Tensor:
         return self._act(linear(weights, x))
 
-    def widths(self, rows: int, can_bound: bool) -> MlpWidths:
-        """Return the columns of the buffers that a pass of so many rows needs."""
-        return MlpWidths(self._hidden, self._stacked, 0)
+    def widths(self, rows: int, can_bound: bool) -> Widths:
+        """Return the columns of its buffers in a pass of so many rows."""
+        return Widths(hidden=self._hidden, first=self._stacked)
 
     def bound(self, now: Pass) -> None:
         """Return nothing: the second layer's rows are quantised when they are known."""

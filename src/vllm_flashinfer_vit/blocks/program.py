@@ -123,12 +123,11 @@ class BlockProgram:
         """Return the columns of the buffers that a pass needs; see `Pass`."""
         # A block of a tower may not be built yet, and then takes no part in a pass.
         if not self.is_ready:
-            return Widths(0, 0, 0, 0, 0, 0)
+            return Widths()
         layers = self._attention.qkv.step, self._proj, *self._mlp.quantized
         quantized = [layer for layer in layers if isinstance(layer, Fp8Linear)]
-        return Widths(
-            self._attention.columns,
-            *self._mlp.widths(rows, can_bound),
+        return self._mlp.widths(rows, can_bound)._replace(
+            qkv=self._attention.columns,
             quantized=max((layer.inputs for layer in quantized), default=0),
             groups=max((layer.groups for layer in quantized), default=0),
         )

@@ -107,39 +107,25 @@ class TowerProgram:
             self.now = None
 
 
-class MlpWidths(NamedTuple):
-    """Columns of the buffers of an MLP, 0 for one that it does not need.
-
-    Attributes:
-        hidden: For what its second layer gets, in 16 bits.
-        first: For what its first layer returns, where the activation moves it.
-        activated: For what its second layer gets in e4m3, where the first GEMM writes
-            that.
-    """
-
-    hidden: int
-    first: int
-    activated: int
-
-
 class Widths(NamedTuple):
     """Columns of the buffers that a block needs, 0 for one that it does not need.
 
     Attributes:
+        hidden: For what the MLP's second layer gets, in 16 bits.
+        first: For what its first layer returns, where the activation moves it.
+        activated: For what its second layer gets in e4m3, where the first GEMM writes
+            that.
         qkv: For q, k and v.
-        hidden: See `MlpWidths`.
-        first: See `MlpWidths`.
-        activated: See `MlpWidths`.
         quantized: For other rows in e4m3.
         groups: For scales of these, where each group of a row has its own.
     """
 
-    qkv: int
-    hidden: int
-    first: int
-    activated: int
-    quantized: int
-    groups: int
+    hidden: int = 0
+    first: int = 0
+    activated: int = 0
+    qkv: int = 0
+    quantized: int = 0
+    groups: int = 0
 
 
 class Settled(NamedTuple):
