@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 from vllm_flashinfer_vit.engine.counting import Counting  # noqa: E402
 from vllm_flashinfer_vit.engine.metrics import Metrics  # noqa: E402
+from vllm_flashinfer_vit.ops.batch import Batch  # noqa: E402
 from vllm_flashinfer_vit.ops.plan import LEAST_MEAN_LEN, Plan  # noqa: E402
 
 
@@ -17,6 +18,12 @@ from vllm_flashinfer_vit.ops.plan import LEAST_MEAN_LEN, Plan  # noqa: E402
 def engine(metrics: Metrics) -> Counting:
     config = SimpleNamespace(compilation_config=SimpleNamespace(), model_config=None)
     return Counting(config)
+
+
+def batch_of(rows: int, cu_seqlens: torch.Tensor | None) -> Batch:
+    q = torch.empty(rows, 1, 8)
+    seq_len = rows if cu_seqlens is None else 0
+    return Batch(q, q, q, cu_seqlens=cu_seqlens, seq_len=seq_len)
 
 
 def test_the_first_and_the_last_one_of_each_tower(engine: Counting) -> None:
@@ -47,7 +54,7 @@ def test_the_mean_length_says_whether_sequences_are_many(
     # Without a sequence all rows are padding.
     rows = sum(lengths) or LEAST_MEAN_LEN - 1
     with engine.step():
-        layer.passed("blocks", rows, cu_seqlens, LEAST_MEAN_LEN, rows)
+        layer.passed("blocks", batch_of(rows, cu_seqlens))
     assert metrics.totals["encoder_patches", kernel, "any", "blocks"] == rows
 
 
@@ -55,7 +62,7 @@ def test_a_pass_without_rows_is_none(engine: Counting, metrics: Metrics) -> None
     """As of a rank that has no image."""
     layer = engine.enroll("blocks.0.attn", Plan.decode("*:triton"), None)
     with engine.step():
-        layer.passed("blocks", 0, torch.zeros(1, dtype=torch.int32), 0, 0)
+        layer.passed("blocks", batch_of(0, torch.zeros(1, dtype=torch.int32)))
     assert not any(key[0] == "encoder_passes" for key in metrics.totals)
 
 
@@ -75,7 +82,7 @@ def test_what_follows_a_capture_is_no_step(engine: Counting, metrics: Metrics) -
     with engine.noting() as noted:
         pass
     for _ in range(2):
-        layer.passed("blocks", 8, None, 8, 8)
+        layer.passed("blocks", batch_of(8, None))
         with engine.step():
             pass
     assert not noted and not any(key[0] == "encoder_passes" for key in metrics.totals)

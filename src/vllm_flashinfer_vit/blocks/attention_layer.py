@@ -13,15 +13,7 @@ from vllm_flashinfer_vit.ops.batch import Batch, Layout, Taken, Turning
 class Counts(Protocol):
     """Counts a tower's passes; see `engine.counting.LayerCounts`."""
 
-    def passed(
-        self,
-        path: Literal["blocks"],
-        num_tokens: int,
-        cu_seqlens: torch.Tensor | None,
-        max_seqlen: torch.Tensor | None,
-        seq_len: int,
-        is_first: bool | None,
-    ) -> None: ...
+    def passed(self, path: Literal["blocks"], batch: Batch, is_first: bool) -> None: ...
 
     def fell_back(self, reason: str) -> None: ...
 

@@ -28,6 +28,7 @@ from vllm_flashinfer_vit.blocks.norms import Norm
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, TowerProgram, Widths
 from vllm_flashinfer_vit.kernels.formats import Bound
+from vllm_flashinfer_vit.ops.batch import Batch
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
 
@@ -212,8 +213,8 @@ class BlockProgram:
         """Count the pass at a tower's first block, and at its last."""
         offsets, longest = self._inputs.offsets(now, given), self._longest(given)
         lengths = self._inputs.lengths(x, offsets, longest)
-        counts, is_first = self._attention.layer.counts, self._index == 0
-        counts.passed("blocks", len(now.qkv), *lengths, is_first)
+        batch = Batch(now.qkv, now.qkv, now.qkv, None, None, *lengths)
+        self._attention.layer.counts.passed("blocks", batch, self._index == 0)
 
     def _longest(self, given: Mapping[str, Any]) -> torch.Tensor | None:
         return given.get("max_seqlen", self._tower.told.get(self._index))

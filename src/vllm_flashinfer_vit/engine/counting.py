@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -23,7 +22,7 @@ from vllm_flashinfer_vit.engine.metrics import Key, of_process
 from vllm_flashinfer_vit.engine.sleep import may_sleep
 from vllm_flashinfer_vit.fp8.state import ScaleState
 from vllm_flashinfer_vit.machine.per_engine import PerEngine
-from vllm_flashinfer_vit.ops.batch import longest_of
+from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
 
 logger = init_logger("vllm.plugins.flashinfer_vit")
@@ -180,35 +179,25 @@ class LayerCounts:
     def passed(
         self,
         path: RanBy,
-        num_tokens: int,
-        cu_seqlens: torch.Tensor | None,
-        max_seqlen: torch.Tensor | int | None,
-        seq_len: int,
+        batch: Batch,
         is_first: bool | None = None,
     ) -> None:
         """Count a pass of the tower, by the kernel that this layer attends by.
 
         Args:
             path: How its blocks run.
-            num_tokens: Rows of the batch.
-            cu_seqlens: See `Batch`.
-            max_seqlen: See `Batch`.
-            seq_len: See `Batch`.
+            batch: What it attends over; of q only the rows count.
             is_first: Whether it runs first, as who calls it knows; None if it was built
                 first.
         """
-        if not self._engine.is_on or not num_tokens:
+        rows = batch.q.shape[0]
+        if not self._engine.is_on or not rows:
             return
-        found = self.plan.class_for(
-            longest_of(num_tokens, cu_seqlens, max_seqlen, seq_len)
-        )
-        mean_len: float = seq_len
-        if cu_seqlens is not None:
-            mean_len = num_tokens / max(1, cu_seqlens.shape[0] - 1)
-        kind = found.kernel_for(mean_len), str(found.max_len or "any")
+        found = self.plan.class_for(batch.longest)
+        kind = found.kernel_for(batch.mean_len), str(found.max_len or "any")
         if is_first is None:
             is_first = self.is_first
-        self._engine.passed(kind, path, num_tokens, is_first)
+        self._engine.passed(kind, path, rows, is_first)
 
     def fell_back(self, reason: str) -> None:
         """Count what vLLM serves in its own way."""

@@ -264,8 +264,7 @@ class FlashInferViTAttention(MMEncoderAttention):
         """
         # In this order, so that code compiled for one block has no guard on its place.
         if not torch.compiler.is_compiling() and self.counts.is_end:
-            given = batch.cu_seqlens, batch.max_seqlen, batch.seq_len
-            self.counts.passed("attention", batch.q.shape[0], *given)
+            self.counts.passed("attention", batch)
         if self._watch is not None:
             return self._watch(self, self._attend, batch)
         return self._attend(batch)

@@ -62,8 +62,13 @@ class Batch(NamedTuple):
     @property
     def longest(self) -> int:
         """What bounds the sequence lengths on the host, in tokens."""
-        lengths = self.cu_seqlens, self.max_seqlen, self.seq_len
-        return longest_of(self.q.shape[0], *lengths)
+        num_tokens, found = self.q.shape[0], self.max_seqlen
+        if self.cu_seqlens is None:
+            return self.seq_len
+        if isinstance(found, int) or (found is not None and found.is_cpu):
+            # Some models hand over 0 where vLLM's default backend needs no length.
+            return min(int(found), num_tokens) or num_tokens
+        return num_tokens
 
     @property
     def mean_len(self) -> float:
@@ -139,18 +144,3 @@ def row_offsets(tokens: torch.Tensor, length: int) -> torch.Tensor:
     starts = ends[:-1]
     both = torch.stack([starts, starts + tokens], dim=1).flatten()
     return torch.cat([both, ends[-1:]])
-
-
-def longest_of(
-    num_tokens: int,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: torch.Tensor | int | None,
-    seq_len: int,
-) -> int:
-    """Return what bounds the sequence lengths on the host, in tokens; see `Batch`."""
-    if cu_seqlens is None:
-        return seq_len
-    if isinstance(max_seqlen, int) or (max_seqlen is not None and max_seqlen.is_cpu):
-        # Some models hand over 0 where vLLM's default backend needs no length.
-        return min(int(max_seqlen), num_tokens) or num_tokens
-    return num_tokens
