@@ -86,11 +86,10 @@ class ExactManager(PaddedManager):
 
     def _say_what_is_captured(self) -> None:
         text = f"one for each budget of {self.token_budgets} tokens"
-        if axes := getattr(self, "_capture_axes", ()):
-            (widths,) = axes
+        if widths := list(itertools.chain(*self.model.axis_keys)):
             text = (
-                f"one for each number of images of {list(widths)} tokens that budgets "
-                f"of {self.token_budgets} tokens hold"
+                f"one for each number of images of {widths} tokens that budgets of "
+                f"{self.token_budgets} tokens hold"
             )
         if budgets := self._more_budgets[SINGLE]:
             text += f", another one for {budgets}, for batches of one image"
@@ -133,8 +132,7 @@ class ExactManager(PaddedManager):
         return [spec.output_tokens for spec in self._get_item_specs(mm_kwargs)]
 
     def _holds_a_row(self, token_budget: int) -> bool:
-        keys = itertools.product(*getattr(self, "_capture_axes", ()))
-        return any(self.model.tokens(token_budget, key) for key in keys)
+        return any(self.model.tokens(token_budget, k) for k in self.model.axis_keys)
 
     def _frames(self, token_budget: int) -> int:
         return self.model.frames(token_budget, self.max_frames_per_batch)
@@ -167,7 +165,7 @@ class ExactManager(PaddedManager):
         """Count the graphs, for vLLM's estimate of their memory."""
         sizes = (
             {self.model.tokens(budget, keys) for budget in self.token_budgets} - {0}
-            for keys in itertools.product(*getattr(self, "_capture_axes", ()))
+            for keys in self.model.axis_keys
         )
         vllms = sum(map(len, sizes))
         if self._captures_vllms:

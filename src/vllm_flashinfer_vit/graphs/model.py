@@ -32,6 +32,14 @@ class ExactModel:
 
     Graphs run one after another, and every replay fills what it reads, so the graphs of
     smaller budgets use the first rows of the largest one's inputs and output.
+
+    Attributes:
+        wrapped: The model itself.
+        layout: What its buffers are.
+        unit: Patches that become a token in a packed tower, else 1.
+        short_bound: The longest sequence that some layer has another kernel for, in
+            patches; None if there is none.
+        axis_keys: What each budget is captured for; `()` where that is one thing.
     """
 
     def __init__(
@@ -63,10 +71,10 @@ class ExactModel:
         self._smallest = smallest
         self._max_budget = max_budget
         self._has_frames = frames
-        self._axis_keys = list(itertools.product(*axes))
+        self.axis_keys = list(itertools.product(*axes))
         self._max_rows = max_rows
         # What the largest graph writes; 0 if there is none.
-        self._most = max(self.tokens(max_budget, keys) for keys in self._axis_keys)
+        self._most = max(self.tokens(max_budget, keys) for keys in self.axis_keys)
         self._inputs: dict[str, torch.Tensor] = {}
         self._sizes: dict[str, int] = {}
         self._output: torch.Tensor | None = None
@@ -191,7 +199,7 @@ class ExactModel:
         """Note how large a dense tower's buffers are in the largest budget's graphs."""
         meta = torch.device("meta")
         prepare = self.wrapped.prepare_encoder_cudagraph_capture_inputs
-        for keys in self._axis_keys:
+        for keys in self.axis_keys:
             # vLLM before 0.29 has no such argument.
             axis_keys = (keys,) if args else ()
             tokens = self.tokens(self._max_budget, *axis_keys)
