@@ -19,7 +19,7 @@ from vllm_flashinfer_vit.blocks.spec import BlockSpec
 from vllm_flashinfer_vit.blocks.tower_pass import Pass, Settled
 from vllm_flashinfer_vit.gemms.turning_gemm import Heads
 from vllm_flashinfer_vit.kernels.formats import QuantizedQKV
-from vllm_flashinfer_vit.ops.batch import Batch, Taken, Turning, ready
+from vllm_flashinfer_vit.ops.batch import Batch, Turning, ready
 
 # Of tables that a pass has settled attention for: two with windows, for two batches.
 _MAX_TABLES = 4
@@ -58,8 +58,9 @@ class Attention:
         qk_norms = self._qk_norms()
         self._turn = Turn(qk_norms) if qk_norms else None
         self._has_scales = layer.own_scales is not None
-        turned = self._projected_heads("turned")
-        quantized = self._projected_heads("quantized")
+        heads, takes = self._projected_heads(), layer.takes
+        turned = heads if "turned" in takes else None
+        quantized = heads if "quantized" in takes else None
         self.qkv = Qkv(spec.qkv, layers, turned, quantized)
         steps = self.qkv.turning, self.qkv.quantizing
         layer.settle_projection(*(step is not None for step in steps))
@@ -67,7 +68,7 @@ class Attention:
         # What ranks gather are tensors of its own for each block.
         if self._split is None:
             groups = layers.tower.groups
-            projects = [step and step.kernels.alike for step in steps]
+            projects = [step and step.kernels for step in steps]
             shared = layer.prepares_for, self._is_interleaved, *projects
             self.group = groups.setdefault(shared, len(groups))
 
@@ -157,13 +158,11 @@ class Attention:
             dim = operator.attrgetter(rotary.dim)(self._block)
         return Turning(dtype, dim, rotary.is_interleaved)
 
-    def _projected_heads(self, taken: Taken) -> tuple[Heads, torch.dtype] | None:
+    def _projected_heads(self) -> tuple[Heads, torch.dtype] | None:
         """Return what a projection that does more has to know, None without one."""
         heads, kv_heads, head_dim = self._heads
         turning = self.layer.turning
         if turning is None or turning.dim != head_dim or self._split is not None:
-            return None
-        if taken not in self.layer.takes:
             return None
         return Heads(head_dim, heads, kv_heads, turning.interleaved), turning.dtype
 

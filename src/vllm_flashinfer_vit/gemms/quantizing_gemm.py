@@ -239,8 +239,7 @@ def _round_up(size: int, multiple: int) -> int:
 class Kernels:
     """What runs a tower's projections of the same sizes; `build` found nothing wrong.
 
-    Attributes:
-        alike: What projections have alike that can use each other's settled calls.
+    Projections that have the same object can use each other's settled calls.
     """
 
     def __init__(
@@ -261,7 +260,6 @@ class Kernels:
             min_mean_rows: From how many rows to a sequence on, empty ones included, it
                 is faster than what else there is.
         """
-        self.alike: tuple[object, ...] = *like.alike, heads, table, min_mean_rows
         self._heads, self._table = heads, table
         self._min_mean_rows = min_mean_rows
         self._kernel = compiled(like, heads, table, dtype)

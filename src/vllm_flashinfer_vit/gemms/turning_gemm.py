@@ -234,8 +234,7 @@ def turned(
 class Kernels:
     """What runs a tower's projections of the same sizes; `build` found nothing wrong.
 
-    Attributes:
-        alike: What projections have alike that can use each other's settled calls.
+    Projections that have the same object can use each other's settled calls.
     """
 
     def __init__(
@@ -257,7 +256,6 @@ class Kernels:
             min_rows: From how many rows on it is faster than what else there is.
             multiprocessors: The GPU's.
         """
-        self.alike: tuple[object, ...] = *like.alike, heads, table, min_rows
         self._outputs = len(like.weight)
         self._half, self._table = heads.head_dim // 2, table
         self._min_rows, self._multiprocessors = min_rows, multiprocessors
