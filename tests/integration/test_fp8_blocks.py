@@ -123,21 +123,23 @@ def test_scales_that_are_other_tensors_are_used() -> None:
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have settled launches take scales of the settled shape alone, as on a GPU."""
 
-    def checked(prepare: Callable[..., Any], at: int) -> Callable[..., Any]:
+    def checked(
+        prepare: Callable[..., Any], scales_of: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def settle(*given: Any) -> Callable[..., None]:
-            call = prepare(*given)
+            call, like = prepare(*given), scales_of(*given)
 
             def launch(*later: Any) -> None:
-                scales = [x for x in later if isinstance(x, torch.Tensor)][-1]
-                assert given[at] is None or scales.shape == given[at].shape
+                assert like is None or scales_of(*later).shape == like.shape
                 call(*later)
 
             return launch
 
         return settle
 
-    monkeypatch.setattr(norms, "prepare", checked(norms.prepare, 4))
-    rows = checked(fp8_linear.prepare_rows, 5)
+    sums = checked(norms.prepare, lambda terms, *normed: terms[4])
+    monkeypatch.setattr(norms, "prepare", sums)
+    rows = checked(fp8_linear.prepare_rows, lambda *given: given[-1])
     monkeypatch.setattr(fp8_linear, "prepare_rows", rows)
 
 

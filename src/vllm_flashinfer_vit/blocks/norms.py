@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norms of a block, and the residual sums in front of them."""
 
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -9,34 +11,7 @@ from vllm_flashinfer_vit.blocks.fp8_linear import quantize
 from vllm_flashinfer_vit.kernels.add_norm_ref import sum_norm_ref, write_bound
 from vllm_flashinfer_vit.kernels.formats import Bound
 
-
-class SumNorm(Protocol):
-    """A residual sum and its norm, settled."""
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        branches: "Branches",
-        norm: "Norm",
-        total: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        layer_scales: "LayerScales",
-        bound: Bound | None,
-    ) -> None:
-        """Add and normalise.
-
-        Args:
-            x: The stream.
-            branches: What is added to it, contiguous.
-            norm: The norm.
-            total: What to write the sum to, or None.
-            scales: What the norm's rows are quantised by, or None.
-            layer_scales: As many as branches, or none.
-            bound: What it was settled for has, with this layer's factors; or None.
-        """
-
-
-# One or two, of T rows of C values each.
+# One or two, of T rows of C values each, contiguous.
 Branches = tuple[torch.Tensor, ...]
 # `[C]` each: what branches are multiplied by before they are added.
 LayerScales = tuple[torch.Tensor, ...]
@@ -61,6 +36,21 @@ class Norm:
     def bias(self) -> torch.Tensor | None:
         """`[C]` of a LayerNorm, None of an RMSNorm."""
         return self._parameters["bias"] if self.is_layer_norm else None
+
+
+# A residual sum and its norm: the stream, `[T, 1, C]`; what is added to it; the norm;
+# where the sum is written, like the stream, or None; what the norm's rows are quantised
+# by, see `kernels.add_norm.prepare`, or None; as many layer scales as branches, or
+# none; the bound of the rows that an activation makes of the norm's, or None.
+Terms = tuple[
+    torch.Tensor,
+    Branches,
+    Norm,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    LayerScales,
+    Bound | None,
+]
 
 
 def scaling_of(
@@ -123,33 +113,20 @@ def _is_layer_norm(module: Any) -> bool:
     return native is not None and native is getattr(own, "forward_native", None)
 
 
-def prepare(
-    x: torch.Tensor,
-    branches: Branches,
-    norm: Norm,
-    normed: torch.Tensor,
-    scales: torch.Tensor | None = None,
-    layer_scales: LayerScales = (),
-    bound: Bound | None = None,
-) -> SumNorm:
+def prepare(like: Terms, normed: torch.Tensor) -> Callable[[Terms], None]:
     """Settle a residual sum and its norm.
 
     Args:
-        x: `[T, 1, C]`, a stream like those to come.
-        branches: Those like which the calls' are. The sum with one is not kept.
-        norm: One of the norms that will be applied; all have its `eps`.
+        like: Terms like those to come: their norms have its `eps`, their bounds its
+            scales. The sum with one branch is not kept.
         normed: `[T, C]`, what calls write the norm to. It may be a call's last branch.
-        scales: For a norm in e4m3: scales like those to come, see
-            `kernels.add_norm.prepare`.
-        layer_scales: Those like which the calls' are.
-        bound: Of the rows that an activation makes of the norm, like those to come; or
-            None.
 
     Returns:
         A call.
     """
+    x, branches, norm, _, scales, layer_scales, bound = like
     if not x.is_cuda:
-        return _reference(normed)
+        return functools.partial(_reference, normed)
     from vllm_flashinfer_vit.kernels import add_norm
 
     parameters = norm.weight, norm.bias, norm.eps
@@ -157,15 +134,8 @@ def prepare(
         x, branches, *parameters, normed, scales, layer_scales, bound
     )
 
-    def call(
-        x: torch.Tensor,
-        branches: Branches,
-        norm: Norm,
-        total: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        layer_scales: LayerScales,
-        bound: Bound | None,
-    ) -> None:
+    def call(terms: Terms) -> None:
+        x, branches, norm, total, scales, layer_scales, bound = terms
         weight, bias = norm.weight, norm.bias
         # Of what is not there, nothing is read or written.
         given: tuple[torch.Tensor, ...] = (
@@ -186,56 +156,31 @@ def prepare(
     return call
 
 
-def _reference(normed: torch.Tensor) -> SumNorm:
-    def call(
-        x: torch.Tensor,
-        branches: Branches,
-        norm: Norm,
-        total: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        layer_scales: LayerScales,
-        bound: Bound | None,
-    ) -> None:
-        terms = [term.view(normed.shape) for term in (x, *branches)]
-        keep = total is not None
-        kept, found = sum_norm_ref(
-            terms, norm.weight, norm.bias, norm.eps, keep, scales, layer_scales, bound
-        )
-        normed.copy_(found)
-        if total is not None and kept is not None:
-            total.copy_(kept.view(total.shape))
-
-    return call
+def _reference(normed: torch.Tensor, terms: Terms) -> None:
+    x, branches, norm, total, scales, layer_scales, bound = terms
+    added = [term.view(normed.shape) for term in (x, *branches)]
+    keep = total is not None
+    kept, found = sum_norm_ref(
+        added, norm.weight, norm.bias, norm.eps, keep, scales, layer_scales, bound
+    )
+    normed.copy_(found)
+    if total is not None and kept is not None:
+        total.copy_(kept.view(total.shape))
 
 
-def separate(
-    x: torch.Tensor,
-    branches: Branches,
-    norm: Norm,
-    normed: torch.Tensor,
-    scales: torch.Tensor | None = None,
-    layer_scales: LayerScales = (),
-    bound: Bound | None = None,
-) -> SumNorm:
+def separate(like: Terms, normed: torch.Tensor) -> Callable[[Terms], None]:
     """Return what `prepare` does as vLLM does it: sums are rounded, then normalised."""
+    return functools.partial(_separately, normed)
 
-    def call(
-        x: torch.Tensor,
-        branches: Branches,
-        norm: Norm,
-        total: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        layer_scales: LayerScales,
-        bound: Bound | None,
-    ) -> None:
-        summed = add(x.view(normed.shape), branches, layer_scales)
-        if total is not None:
-            total.copy_(summed.view(total.shape))
-        found = write_norm(norm, summed, normed, scales)
-        if bound is not None:
-            write_bound(found, bound)
 
-    return call
+def _separately(normed: torch.Tensor, terms: Terms) -> None:
+    x, branches, norm, total, scales, layer_scales, bound = terms
+    summed = add(x.view(normed.shape), branches, layer_scales)
+    if total is not None:
+        total.copy_(summed.view(total.shape))
+    found = write_norm(norm, summed, normed, scales)
+    if bound is not None:
+        write_bound(found, bound)
 
 
 def add(x: torch.Tensor, branches: Branches, layer_scales: LayerScales) -> torch.Tensor:

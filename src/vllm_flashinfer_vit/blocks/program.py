@@ -117,7 +117,8 @@ class BlockProgram:
         now = Pass([self.widths(1, False)], x, None, False)
         normed, scales = _read_by(now, mlp.first)
         branches, scaled = (now.attended,), self._layer_scales()[:1]
-        self._prepare_sum(x, branches, self._norm2, normed, scales, scaled, None)
+        like = x, branches, self._norm2, None, scales, scaled, None
+        self._prepare_sum(like, normed)
         mlp.settle_small(now)
 
     def widths(self, rows: int, can_bound: bool) -> Widths:
@@ -252,12 +253,11 @@ class BlockProgram:
         normed, scales = _read_by(now, reader)
         form = None if scales is None else scales.shape
         key = len(branches), norm.eps, form, bound is None
+        terms = x, branches, norm, total, scales, layer_scales, bound
         call = now.settled.get(key)
         if call is None:
-            call = now.settled[key] = self._prepare_sum(
-                x, branches, norm, normed, scales, layer_scales, bound
-            )
-        call(x, branches, norm, total, scales, layer_scales, bound)
+            call = now.settled[key] = self._prepare_sum(terms, normed)
+        call(terms)
 
     def _projected(
         self, now: Pass, settled: dict[object, Any], context: torch.Tensor
