@@ -25,7 +25,7 @@ from vllm_flashinfer_vit.blocks.act_bound import factors_of
 from vllm_flashinfer_vit.blocks.quack_act import QuackAct
 from vllm_flashinfer_vit.gemms import activating_gemm, epilogue_gemm, turning_gemm
 from vllm_flashinfer_vit.gemms.activating_gemm import Act
-from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer, Tile, project
+from vllm_flashinfer_vit.gemms.epilogue_gemm import Layer, project
 from vllm_flashinfer_vit.kernels.act_quantize_ref import act_ref
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX
 from vllm_flashinfer_vit.towers.tower import Tower
@@ -54,7 +54,7 @@ class Calls(list[Call]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.compiled: list[tuple[Act, Tile]] = []
+        self.compiled: list[Act] = []
         self.prepared: list[Act] = []
 
     def clear(self) -> None:
@@ -67,8 +67,8 @@ def pretend_activating(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Pretend that there is a Hopper GPU; collect what runs with its activation."""
     seen = Calls()
 
-    def compiled(like: Layer, act: Act, tile: Tile) -> Act:
-        seen.compiled.append((act, tile))
+    def compiled(like: Layer, act: Act) -> Act:
+        seen.compiled.append(act)
         return act
 
     def prepare(

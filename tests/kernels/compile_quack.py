@@ -131,7 +131,7 @@ def compile_activating(
         scales = torch.empty(1, device="cuda"), torch.empty(1, device="cuda")
         layer = epilogue_gemm.Layer(weight, None if has_no_bias else bias, *scales)
         try:
-            activating_gemm.compiled(layer, act_of(tower, dtype), activating_gemm.TILE)
+            activating_gemm.compiled(layer, act_of(tower, dtype))
         except Exception as error:
             return error
     return None

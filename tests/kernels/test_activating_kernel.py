@@ -9,7 +9,6 @@ from torch.nn.functional import gelu, linear, silu
 
 from cases import relative_error
 from vllm_flashinfer_vit.gemms.activating_gemm import (
-    TILE,
     build,
     compiled,
     fits,
@@ -63,7 +62,7 @@ def scales_of(expected, rows):
 def run(x, layer, act, scales=None, out=None):
     if out is None:
         out = x.new_zeros(len(x), act.columns, dtype=act.dtype)
-    call = prepare(compiled(layer, act, TILE), x, out, layer, act)
+    call = prepare(compiled(layer, act), x, out, layer, act)
     call(layer, scales)
     return out
 
@@ -152,7 +151,7 @@ def test_one_call_serves_all_layers_in_a_graph(tower):
     x, layer = first[0].clone(), type(first[1])(*(x.clone() for x in first[1]))
     scales = scales_of(exact(*first, act), 1024)
     out = x.new_zeros(len(x), act.columns)
-    call = prepare(compiled(layer, act, TILE), x, out, layer, act)
+    call = prepare(compiled(layer, act), x, out, layer, act)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call(layer, scales)

@@ -130,7 +130,7 @@ def resolve(
     layers.steps[path] += f"; from {rows} rows on QuACK activates"
     kernel = layers.tower.gemms.get(key)
     if kernel is None:
-        kernel = activating_gemm.compiled(like, act, activating_gemm.TILE)
+        kernel = activating_gemm.compiled(like, act)
         layers.tower.gemms[key] = kernel
     bounds = None
     if needs_bound:

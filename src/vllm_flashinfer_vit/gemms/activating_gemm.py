@@ -109,13 +109,12 @@ def fits(like: Layer, act: Act, dtype: torch.dtype) -> bool:
     )
 
 
-def compiled(like: Layer, act: Act, tile: Tile) -> Kernel:
+def compiled(like: Layer, act: Act) -> Kernel:
     """Compile the kernel, or load it from QuACK's folder, for seconds.
 
     Args:
         like: A layer that `fits`.
         act: What it is.
-        tile: Its tile.
 
     Raises:
         Exception: Of any kind, where QuACK is built otherwise than is known here.
@@ -129,11 +128,11 @@ def compiled(like: Layer, act: Act, tile: Tile) -> Kernel:
     if act.is_gated:
         gemm = "activating_kernel", "SwigluGemm"
         return epilogue_gemm.compiled(
-            gemm, like, None, {**read, "out": out}, tile, half=act.width
+            gemm, like, None, {**read, "out": out}, TILE, half=act.width
         )
     gemm = "activating_kernel", "ActivatingGemm"
     return epilogue_gemm.compiled(
-        gemm, like, out, read, tile, activation=act.activation
+        gemm, like, out, read, TILE, activation=act.activation
     )
 
 
@@ -191,7 +190,7 @@ def build(like: Layer, act: Act) -> str | None:
     # Half of the range, so that what is too large shows.
     scales = (right.abs().amax(1) / 224).clamp(min=MIN_ROW_SCALE)
     written = x.new_zeros(len(x), act.columns, dtype=act.dtype)
-    call = prepare(compiled(like, act, TILE), x, written, like, act)
+    call = prepare(compiled(like, act), x, written, like, act)
     call(like, scales if act.quantizes else None)
     found = written[:, : act.width].float()
     if act.quantizes:
