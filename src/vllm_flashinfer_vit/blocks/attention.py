@@ -13,6 +13,7 @@ import torch
 from vllm_flashinfer_vit.blocks.attention_layer import AttentionLayer
 from vllm_flashinfer_vit.blocks.inputs import Inputs
 from vllm_flashinfer_vit.blocks.layers import Layers
+from vllm_flashinfer_vit.blocks.linear import OwnLinear
 from vllm_flashinfer_vit.blocks.qkv import Qkv
 from vllm_flashinfer_vit.blocks.rotary import Turn
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
@@ -65,8 +66,8 @@ class Attention:
         steps = self.qkv.turning, self.qkv.quantizing
         layer.settle_projection(*(step is not None for step in steps))
         self.group: int | None = None
-        # What ranks gather are tensors of its own for each block.
-        if self._split is None:
+        # What ranks gather, or vLLM's own layers return, are each block's own tensors.
+        if self._split is None and not isinstance(self.qkv.step, OwnLinear):
             groups = layers.tower.groups
             projects = [step and step.kernels for step in steps]
             shared = layer.prepares_for, self._is_interleaved, *projects
@@ -115,16 +116,15 @@ class Attention:
         else:
             projected = found.project, found.quantized
         project, quantized = projected
-        qkv = now.qkv
         if project is None:
             qkv = self.qkv(now)
         else:
+            qkv = now.qkv
             step = self.qkv.turning if quantized is None else self.qkv.quantizing
             # Blocks of a group all have one, or none has.
             assert step is not None
             project(step.layer(now))
-        is_shared = is_shared and qkv is now.qkv
-        if found is None or not is_shared:
+        if found is None:
             found = self._settle(now, x, qkv, read, given, *projected)
             if is_shared:
                 if len(now.attention) == _MAX_TABLES:
