@@ -111,11 +111,11 @@ def runs(
         @functools.wraps(original)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             program = program_of(self)
+            if program is None:
+                return original(self, *args, **kwargs)
             given: Mapping[str, Any] = kwargs
             if args:
                 given = {**kwargs, **dict(zip(parameters[1:], args, strict=False))}
-            if program is None:
-                return original(self, *args, **kwargs)
             if spec.packed_by is not None:
                 given = _with_lengths(given, spec.packed_by)
             if not program.takes(given[stream], given):
