@@ -212,7 +212,8 @@ def test_which_batches_it_reads(rows, table, columns, first, expected, monkeypat
     assert kernels.reads(rows, tables, tables, offsets) is expected
     # Attention refuses these, and names the layer.
     wrong = offsets.long(), offsets.repeat(2)[::2], offsets[:1], offsets.to("meta")
-    assert not any(kernels.reads(rows, tables, tables, one) for one in wrong)
+    for one in (*wrong, offsets[0], offsets[None]):
+        assert not kernels.reads(rows, tables, tables, one)
 
 
 @pytest.mark.skipif(not HAS_RUNTIME, reason="needs QuACK 0.6")

@@ -271,16 +271,13 @@ class Kernels:
 
         Not with offsets that attention refuses: that names the layer.
         """
-        sequences = len(cu_seqlens) - 1
-        is_kind = cu_seqlens.dtype == torch.int32 and cu_seqlens.device == cos.device
-        is_place = cu_seqlens.dim() == 1 and cu_seqlens.is_contiguous()
-        is_place = is_place and cu_seqlens.data_ptr() % _ALIGNMENT == 0
-        is_long = sequences > 0 and rows >= self._min_mean_rows * sequences
-        half = self._heads.head_dim // 2
+        half, sequences = self._heads.head_dim // 2, cu_seqlens.numel() - 1
         return (
-            is_kind
-            and is_place
-            and is_long
+            cu_seqlens.dtype == torch.int32
+            and cu_seqlens.device == cos.device
+            and cu_seqlens.stride() == (1,)
+            and cu_seqlens.data_ptr() % _ALIGNMENT == 0
+            and 0 < sequences <= rows // self._min_mean_rows
             and turning_gemm.reads_tables(cos, sin, rows, half, self._table)
         )
 
