@@ -273,7 +273,7 @@ def test_a_layer_that_is_refused(library: Library, name, message) -> None:
         Layer(t.weight, t.bias, False)
 
 
-SIZES = r"Sizes\(rows=3, outputs=8, inputs=16, form=Form\("
+SIZES = r"Sizes\(rows=3, form=Form\(outputs=8, inputs=16, "
 
 
 @pytest.mark.parametrize(("status", "count"), [(15, 1), (0, 0)])

@@ -145,15 +145,19 @@ class Scaling(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What layers of the same sizes have alike that have one algorithm.
+    """What layers have alike that have one algorithm.
 
     Attributes:
+        outputs: The weight's rows.
+        inputs: The weight's columns.
         dtype: Of the weight and of x.
         epilogue: A cublasLtEpilogue_t.
         scales: Kind of scales in FP8, else None.
         alignments: Of the weight and the bias, in bytes.
     """
 
+    outputs: int
+    inputs: int
     dtype: torch.dtype
     epilogue: int
     scales: Scales | None
@@ -166,9 +170,7 @@ class Layer:
     Attributes:
         address: Of the weight.
         operation: What is computed, with the addresses of bias and scales.
-        outputs: The weight's rows.
-        inputs: The weight's columns.
-        form: What else an algorithm is chosen by.
+        form: What an algorithm is chosen by.
         factors: Of the product, and of what is in the output already, as launches
             take them.
         row_scales: Address of the rows' scales that the operation reads, 0 for none.
@@ -194,7 +196,6 @@ class Layer:
         """
         name = "cublasLtMatmulDesc"
         self.address = ctypes.c_void_p(weight.data_ptr())
-        self.outputs, self.inputs = weight.shape
         self.operation = _owned(self, name, _create(name, _COMPUTE_FP32, _FP32))
         # Rows of PyTorch's are columns of cuBLAS's: y^T = W x^T, W read transposed.
         self._set(_TRANSPOSE_A, ctypes.c_int(1))
@@ -208,7 +209,10 @@ class Layer:
         if scaling is not None:
             self._scale(scaling, bias)
         alignment = _MAX_ALIGNMENT if bias is None else _alignment(bias)
+        outputs, inputs = weight.shape
         self.form = Form(
+            outputs,
+            inputs,
             weight.dtype,
             epilogue,
             None if scaling is None else scaling.kind,
@@ -252,16 +256,12 @@ class Sizes(NamedTuple):
 
     Attributes:
         rows: T.
-        outputs: The weight's rows.
-        inputs: The weight's columns.
         form: The layer's.
         dtype: Of the output.
         alignments: Of x and the output, in bytes.
     """
 
     rows: int
-    outputs: int
-    inputs: int
     form: Form
     dtype: torch.dtype
     alignments: tuple[int, int]
@@ -277,10 +277,11 @@ class _Problem:
             made = _create(name, _TYPES[dtype], *size, ctypes.c_int64(rows))
             return _owned(self, name, made)
 
-        self.weight = layout(sizes.form.dtype, sizes.inputs, sizes.outputs)
-        self.x = layout(sizes.form.dtype, sizes.inputs, sizes.rows)
-        self.out = layout(sizes.dtype, sizes.outputs, sizes.rows)
-        of_weight, of_bias = sizes.form.alignments
+        form = sizes.form
+        self.weight = layout(form.dtype, form.inputs, form.outputs)
+        self.x = layout(form.dtype, form.inputs, sizes.rows)
+        self.out = layout(sizes.dtype, form.outputs, sizes.rows)
+        of_weight, of_bias = form.alignments
         of_x, of_out = sizes.alignments
         name = "cublasLtMatmulPreference"
         preference = _create(name)
@@ -341,9 +342,7 @@ class Problems:
         """
         handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
         alignments = _alignment(x), _alignment(out)
-        sizes = Sizes(
-            len(x), layer.outputs, layer.inputs, layer.form, out.dtype, alignments
-        )
+        sizes = Sizes(len(x), layer.form, out.dtype, alignments)
         problem = self._found.get(sizes)
         if problem is None:
             problem = self._found[sizes] = _Problem(handle, layer, sizes)
