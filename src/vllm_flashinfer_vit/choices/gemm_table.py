@@ -2,13 +2,13 @@
 """Tables of choices: the part on GEMMs of linear layers in FP8."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple, Self, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from vllm_flashinfer_vit.gemms.catalog import GEMMS, SCALES, Scales
-from vllm_flashinfer_vit.machine.json_files import one_of
+from vllm_flashinfer_vit.machine.json_files import Strict, one_of
 
 
 class GemmLayer(NamedTuple):
@@ -75,27 +75,38 @@ _Name = Annotated[str, one_of(GEMMS)]
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _Row(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class _Row(Strict):
     max_rows: int | None
     gemm: _Name
 
 
-def _ascending_rows(rows: list[_Row]) -> list[_Row]:
-    *bounded, last = [row.max_rows for row in rows] or [0]
-    if last is not None:
-        raise ValueError("it lacks the last class, whose max_rows is null")
-    most = 0
-    for bound in bounded:
-        if bound is None:
-            raise ValueError("it has a class after the one for any number of rows")
-        if bound <= most:
+def check_bounds(bounds: Sequence[int | None], field: str, unit: str) -> None:
+    """Check the largest sizes of classes that follow each other.
+
+    Args:
+        bounds: The sizes; None for any.
+        field: What a file calls one.
+        unit: What it counts.
+
+    Raises:
+        ValueError: They do not ascend to a last one that is None.
+    """
+    most: int | None = 0
+    for bound in bounds:
+        if most is None:
+            raise ValueError(f"it has a class after the one for any number of {unit}")
+        if bound is not None and bound <= most:
             raise ValueError(
-                f"it has a class up to {bound} rows after {most}; the numbers must "
+                f"it has a class up to {bound} {unit} after {most}; the numbers must "
                 "ascend"
             )
         most = bound
+    if most is not None:
+        raise ValueError(f"it lacks the last class, whose {field} is null")
+
+
+def _ascending(rows: list[_Row]) -> list[_Row]:
+    check_bounds([row.max_rows for row in rows], "max_rows", "rows")
     return rows
 
 
@@ -110,7 +121,7 @@ def _layer(name: str) -> str:
     return name
 
 
-_Rows = Annotated[list[_Row], AfterValidator(_ascending_rows)]
+_Rows = Annotated[list[_Row], AfterValidator(_ascending)]
 
 
 def _layers(gemms: dict[str, _Rows]) -> dict[str, _Rows]:
@@ -122,10 +133,10 @@ def _layers(gemms: dict[str, _Rows]) -> dict[str, _Rows]:
 GemmRows = Annotated[dict[str, _Rows], AfterValidator(_layers)]
 
 
-class GemmMeasurementRow(BaseModel):
+class GemmMeasurementRow(Strict):
     """A `GemmMeasurement` as a file has it."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     layer: Annotated[str, AfterValidator(_layer)]
     rows: int

@@ -10,13 +10,13 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from packaging.version import InvalidVersion, Version
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from vllm_flashinfer_vit.choices.gemm_table import (
     GemmClass,
@@ -24,10 +24,17 @@ from vllm_flashinfer_vit.choices.gemm_table import (
     GemmMeasurementRow,
     GemmRows,
     Time,
+    check_bounds,
 )
 from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.machine import files
-from vllm_flashinfer_vit.machine.json_files import one_of, read_json, validated
+from vllm_flashinfer_vit.machine.json_files import (
+    Strict,
+    lined,
+    one_of,
+    read_json,
+    validated,
+)
 from vllm_flashinfer_vit.ops.plan import Class
 
 # 2: without the version of QuACK. 3: without GEMMs.
@@ -229,36 +236,24 @@ def write(table: Table, path: Path) -> None:
 
 def dumps(table: Table) -> str:
     """Return a table's JSON text, a line for each entry and each measurement."""
-    classes, gemms = (
-        [
-            f"{json.dumps(name)}: {json.dumps([row._asdict() for row in rows])}"
-            for name, rows in entries.items()
-        ]
-        for entries in (table.classes, table.gemms)
-    )
-    measurements, gemm_measurements = (
-        [json.dumps(row._asdict()) for row in rows]
-        for rows in (table.measurements, table.gemm_measurements)
-    )
-    parts = (
-        f'  "schema": {json.dumps(SCHEMA)}',
-        f'  "made_by": {_block("{}", _pairs(table.made_by))}',
-        f'  "left_out": {_block("[]", map(json.dumps, table.left_out))}',
-        f'  "classes": {_block("{}", classes)}',
-        f'  "measurements": {_block("[]", measurements)}',
-        f'  "gemms": {_block("{}", gemms)}',
-        f'  "gemm_measurements": {_block("[]", gemm_measurements)}',
-    )
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    return lined(to_json(table))
 
 
-def _pairs(mapping: Mapping[str, Any]) -> Iterable[str]:
-    return (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in mapping.items())
+def to_json(table: Table) -> dict[str, Any]:
+    """Return the document of a table's file."""
+    return {
+        "schema": SCHEMA,
+        "made_by": dict(table.made_by),
+        "left_out": list(table.left_out),
+        "classes": {name: _rows(rows) for name, rows in table.classes.items()},
+        "measurements": _rows(table.measurements),
+        "gemms": {name: _rows(rows) for name, rows in table.gemms.items()},
+        "gemm_measurements": _rows(table.gemm_measurements),
+    }
 
 
-def _block(brackets: str, lines: Iterable[str]) -> str:
-    text = ",\n".join(f"    {line}" for line in lines)
-    return f"{brackets[0]}\n{text}\n  {brackets[1]}" if text else brackets
+def _rows(records: Sequence[Any]) -> list[dict[str, Any]]:
+    return [record._asdict() for record in records]
 
 
 def _parse(document: Any) -> Table:
@@ -291,11 +286,7 @@ def _parse(document: Any) -> Table:
     )
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _MadeBy(_Part):
+class _MadeBy(Strict):
     gpu: str
     vllm: str
     torch: str | None = None
@@ -308,31 +299,21 @@ class _MadeBy(_Part):
 _KernelName = Annotated[str, one_of(KERNELS)]
 
 
-class _ClassRow(_Part):
+class _ClassRow(Strict):
     max_len: int | None
     kernel: _KernelName
     many: _KernelName | None
 
 
 def _ascending(rows: list[_ClassRow]) -> list[_ClassRow]:
-    longest: int | None = 0
+    check_bounds([row.max_len for row in rows], "max_len", "tokens")
     for row in rows:
-        if longest is None:
-            raise ValueError("it has a class after the one for any length")
-        if row.max_len is not None and row.max_len <= longest:
-            raise ValueError(
-                f"it has a class up to {row.max_len} tokens after {longest}; the "
-                "numbers must ascend"
-            )
         for used in filter(None, (row.kernel, row.many)):
             bound = KERNELS[used].max_len
             if bound is not None and (row.max_len is None or row.max_len > bound):
                 raise ValueError(
                     f"it gives {used} sequences of more than {bound} tokens"
                 )
-        longest = row.max_len
-    if longest is not None:
-        raise ValueError("it lacks the last class, whose max_len is null")
     return rows
 
 
@@ -346,7 +327,7 @@ def _named(classes: dict[str, _Rows]) -> dict[str, _Rows]:
     return classes
 
 
-class _MeasurementRow(_Part):
+class _MeasurementRow(Strict):
     model_config = ConfigDict(extra="forbid")
 
     dtype: str
@@ -356,7 +337,7 @@ class _MeasurementRow(_Part):
     us: dict[str, Time]
 
 
-class _Document(_Part):
+class _Document(Strict):
     schema_: _Schema = Field(alias="schema")
     made_by: _MadeBy
     classes: Annotated[dict[str, _Rows], AfterValidator(_named)]

@@ -17,20 +17,9 @@ from vllm_flashinfer_vit.commands.tune import Report
 
 def to_json(report: Report) -> dict[str, Any]:
     """Return the document that `tune --json` prints: the file's path and classes."""
-    return {
-        "path": str(report.path),
-        "schema": tuned.SCHEMA,
-        "made_by": dict(report.table.made_by),
-        "left_out": list(report.table.left_out),
-        "classes": {
-            name: [row._asdict() for row in rows]
-            for name, rows in report.table.classes.items()
-        },
-        "gemms": {
-            name: [row._asdict() for row in rows]
-            for name, rows in report.table.gemms.items()
-        },
-    }
+    document = tuned.to_json(report.table)
+    del document["measurements"], document["gemm_measurements"]
+    return {"path": str(report.path), **document}
 
 
 def render(report: Report, console: Console) -> None:

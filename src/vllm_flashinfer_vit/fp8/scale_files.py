@@ -14,18 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    RootModel,
-)
+from pydantic import AfterValidator, AliasChoices, Field, RootModel
 
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, FP32_TINY
 from vllm_flashinfer_vit.machine import files
-from vllm_flashinfer_vit.machine.json_files import read_json, validated
+from vllm_flashinfer_vit.machine.json_files import Strict, lined, read_json, validated
 
 _Schema = Literal["vllm-flashinfer-vit/fp8-scales/1"]
 SCHEMA: _Schema = "vllm-flashinfer-vit/fp8-scales/1"
@@ -304,15 +297,7 @@ def dumps(scales: ScaleFile) -> str:
         }
         for name, one in scales.layers.items()
     }
-    return (
-        f'{{\n  "schema": {json.dumps(SCHEMA)},\n'
-        f'  "made_by": {_block(made_by)},\n  "layers": {_block(layers)}\n}}\n'
-    )
-
-
-def _block(mapping: Mapping[str, Any]) -> str:
-    lines = (f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in mapping.items())
-    return "{\n" + ",\n".join(lines) + "\n  }"
+    return lined({"schema": SCHEMA, "made_by": made_by, "layers": layers})
 
 
 def _some(names: Collection[str]) -> str:
@@ -394,11 +379,7 @@ _Scale = Annotated[float, AfterValidator(_is_scale)]
 _Amax = Annotated[float, AfterValidator(_is_amax)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Three(_Part):
+class _Three(Strict):
     q: float
     k: float
     v: float
@@ -422,7 +403,7 @@ class _Row(_Three):
     head_dim: int = Field(ge=1)
 
 
-class _MadeBy(_Part):
+class _MadeBy(Strict):
     command: str
     version: str
     vllm: str
@@ -431,7 +412,7 @@ class _MadeBy(_Part):
     margin: _Scale
 
 
-class _Document(_Part):
+class _Document(Strict):
     schema_: _Schema = Field(alias="schema")
     made_by: _MadeBy
     layers: Annotated[dict[str, _Row], AfterValidator(_some_layer)]

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON files that are read: an error says in one line which entry is wrong, and why."""
+"""JSON files: what is read is checked, what is written has a line for each entry.
+
+An error says in one line which entry is wrong, and why.
+"""
 
 import json
 import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -26,6 +29,12 @@ _WANTED = {
     "model_type": "an object",
     "string_type": "a string",
 }
+
+
+class Strict(BaseModel):
+    """A part of a document; a value of another type than it says is wrong."""
+
+    model_config = ConfigDict(strict=True)
 
 
 def read_json(path: Path) -> Any:
@@ -51,6 +60,24 @@ def read_json(path: Path) -> Any:
         return json.loads(content.decode())
     except RecursionError:
         raise ValueError("it is too deeply nested") from None
+
+
+def lined(document: Mapping[str, Any]) -> str:
+    """Return a document's JSON text, a line for each entry of its members."""
+    members = (f"  {json.dumps(k)}: {_block(v)}" for k, v in document.items())
+    return "{\n" + ",\n".join(members) + "\n}\n"
+
+
+def _block(member: Any) -> str:
+    if isinstance(member, dict):
+        brackets = "{}"
+        entries = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in member.items()]
+    elif isinstance(member, list):
+        brackets, entries = "[]", [json.dumps(entry) for entry in member]
+    else:
+        return json.dumps(member)
+    text = ",\n".join(f"    {entry}" for entry in entries)
+    return f"{brackets[0]}\n{text}\n  {brackets[1]}" if text else brackets
 
 
 def one_of(names: Collection[str]) -> AfterValidator:

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from vllm_flashinfer_vit.machine.json_files import read_json, validated
+from vllm_flashinfer_vit.machine.json_files import Strict, read_json, validated
 
 Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm4v_moe"]
 # Of a file of a checkpoint that `wants_own_code`.
@@ -290,10 +290,8 @@ def model_module(family: Family) -> ModuleType:
 _Size = Annotated[int, Field(ge=1)]
 
 
-class _VisionConfig(BaseModel):
+class _VisionConfig(Strict):
     """What a tower is built from; what is left out gets a default by transformers."""
-
-    model_config = ConfigDict(strict=True)
 
     depth: _Size = 1
     embed_dim: _Size = 1
@@ -312,9 +310,7 @@ class _VisionConfig(BaseModel):
     deepstack_visual_indexes: list[int] = []
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class _Config(Strict):
     model_type: str
     vision_config: _VisionConfig = _VisionConfig()
 
