@@ -4,7 +4,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from vllm_flashinfer_vit.commands.images import (
     not_looked_at,
 )
 from vllm_flashinfer_vit.kernels.formats import dtype_name
+from vllm_flashinfer_vit.machine.versions import installed
 from vllm_flashinfer_vit.towers import model_tower
 from vllm_flashinfer_vit.towers.built import Built
 from vllm_flashinfer_vit.towers.resolve import resolve
@@ -307,16 +307,5 @@ def progress_bar(console: Console | None) -> Progress:
 
 def versions() -> dict[str, str]:
     """Return the versions of what a result depends on, by package name."""
-    found = {}
-    for name in (
-        "vllm-flashinfer-vit",
-        "vllm",
-        "torch",
-        "transformers",
-        "flashinfer-python",
-    ):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    names = "vllm-flashinfer-vit", "vllm", "torch", "transformers", "flashinfer-python"
+    return {name: found for name in names if (found := installed(name))}

@@ -28,6 +28,7 @@ from vllm_flashinfer_vit.machine.child import run_isolated
 from vllm_flashinfer_vit.machine.problems import stack_problems
 from vllm_flashinfer_vit.machine.remedies import PACKAGES
 from vllm_flashinfer_vit.machine.stack import CUDNN_WHEELS, Gpu, Problem, Stack
+from vllm_flashinfer_vit.machine.versions import installed
 
 _PINNED_BY_VLLM = ("flashinfer-python", "nvidia-cudnn-frontend")
 
@@ -46,7 +47,7 @@ def probe(
         stop: As `run_isolated` takes it.
     """
     problems: list[Problem] = []
-    wheels = {name: v for name in CUDNN_WHEELS if (v := _version(name))}
+    wheels = {name: v for name in CUDNN_WHEELS if (v := installed(name))}
     pins = _pins()
     gpus, driver = _read_gpus(problems)
     facts: dict[str, Any] = {}
@@ -62,13 +63,13 @@ def probe(
         errors = facts.pop("import_errors", {})
     stack = Stack(
         python=platform.python_version(),
-        vllm=_version("vllm"),
-        torch=_version("torch"),
-        triton=_version("triton"),
-        flashinfer=_version(PACKAGES["flashinfer"]),
-        cudnn_frontend=_version(PACKAGES["cudnn_frontend"]),
-        quack=_version("quack-kernels"),
-        cuda_bindings=_version("cuda-bindings"),
+        vllm=installed("vllm"),
+        torch=installed("torch"),
+        triton=installed("triton"),
+        flashinfer=installed(PACKAGES["flashinfer"]),
+        cudnn_frontend=installed(PACKAGES["cudnn_frontend"]),
+        quack=installed("quack-kernels"),
+        cuda_bindings=installed("cuda-bindings"),
         damaged_bindings=_damaged_bindings() if isolated else (),
         cudnn_wheels=wheels,
         cudnn_backend=facts.get("cudnn_backend"),
@@ -134,13 +135,6 @@ def _read_flashinfer() -> dict[str, Any]:
 _LIBRARIES: Mapping[str, Callable[[], dict[str, Any]]] = MappingProxyType(
     {"torch": _read_torch, "cudnn": _read_cudnn, "flashinfer.cudnn": _read_flashinfer}
 )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _damaged_bindings() -> tuple[str, ...]:

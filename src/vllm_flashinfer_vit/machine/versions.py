@@ -3,7 +3,7 @@
 
 import functools
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -30,6 +30,14 @@ MIN_CUDNN_FP8 = 91701
 # Packed FP8 batches by TransformerEngine's gate (#2994). On an H200, 9.19's kernel runs
 # an illegal instruction, which no process survives: it must not even be tried.
 MIN_CUDNN_FP8_HOPPER = 92300
+
+
+def installed(package: str) -> str | None:
+    """Return an installed package's version, or None if there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 @functools.cache

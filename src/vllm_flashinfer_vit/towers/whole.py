@@ -10,9 +10,9 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, get_type_hints
 
+from vllm_flashinfer_vit.machine.versions import installed
 from vllm_flashinfer_vit.towers.spec import Spec, TowerError
 
 # Of the language model: vLLM reads and sometimes builds it, and nothing runs it.
@@ -186,10 +186,5 @@ class ModelSpec(Spec):
 
 
 def _installed() -> str:
-    texts = []
-    for name in ("vllm", "transformers"):
-        try:
-            texts.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            texts.append(f"no {name}")
-    return " and ".join(texts)
+    found = ((name, installed(name)) for name in ("vllm", "transformers"))
+    return " and ".join(f"{name} {v}" if v else f"no {name}" for name, v in found)
