@@ -64,7 +64,21 @@ def without_pass(choices: Iterable[Choice]) -> tuple[Choice, ...]:
     token, and what FP8 saves of a token's grows with the sequence: the shortest
     sequence that FP8 is worth it for has more tokens.
     """
-    return _fp8_later(choices, _WITHOUT_PASS)
+    measured = tuple(choices)
+    found = [*measured[:1]]
+    begin = 0
+    for short, choice in itertools.pairwise(measured):
+        if _begins_by_speed(short, choice):
+            assert short.max_len is not None
+            begin = short.max_len + _WITHOUT_PASS
+            _, last = next(r for r in fp8_ranges(measured) if r[0] == short.max_len + 1)
+            if last is not None:
+                # Where another kernel is faster than FP8, it stays.
+                begin = min(begin, last)
+            found[-1] = short._replace(max_len=begin)
+        if choice.max_len is None or choice.max_len > begin:
+            found.append(choice)
+    return tuple(found)
 
 
 def quantized_by_projection(choices: Iterable[Choice]) -> tuple[Choice, ...]:
@@ -94,25 +108,6 @@ def _class_of(choices: Iterable[Choice], length: int | None) -> Choice:
         for choice in choices
         if choice.max_len is None or (length is not None and length <= choice.max_len)
     )
-
-
-def _fp8_later(choices: Iterable[Choice], tokens: int) -> tuple[Choice, ...]:
-    """Have FP8 begin so many tokens later than it was measured to be worth it."""
-    measured = tuple(choices)
-    found = [*measured[:1]]
-    begin = 0
-    for short, choice in itertools.pairwise(measured):
-        if _begins_by_speed(short, choice):
-            assert short.max_len is not None
-            begin = short.max_len + tokens
-            _, last = next(r for r in fp8_ranges(measured) if r[0] == short.max_len + 1)
-            if last is not None:
-                # Where another kernel is faster than FP8, it stays.
-                begin = min(begin, last)
-            found[-1] = short._replace(max_len=begin)
-        if choice.max_len is None or choice.max_len > begin:
-            found.append(choice)
-    return tuple(found)
 
 
 def _begins_by_speed(short: Choice, long: Choice) -> bool:
