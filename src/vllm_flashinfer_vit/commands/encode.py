@@ -173,9 +173,7 @@ def run(options: Options, console: Console | None = None) -> Report:
                 check_backend(backend, job.device, job.dtype)
             check_quantization(options.quantization, options.unquantized, job.device)
             # What the processor leaves to one tower, it leaves to all of them.
-            kwargs = processor_kwargs(
-                job.spec, REFERENCE_BACKEND, job.device, processor
-            )
+            kwargs = processor_kwargs(job.spec, job.device, processor)
             patches = []
             for file in job.files:
                 step(f"read {file.name}", 1)

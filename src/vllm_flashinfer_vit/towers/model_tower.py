@@ -133,24 +133,19 @@ def check_quantizable(
 
 
 def processor_kwargs(
-    spec: Spec, backend: str, device: torch.device, image_processor: Any
+    spec: Spec, device: torch.device, image_processor: Any
 ) -> Mapping[str, Any]:
     """Return what an engine calls the image processor of a spec's tower with.
 
     Args:
         spec: From `resolve`.
-        backend: As for `build_tower`.
         device: As for `build_tower`.
         image_processor: As for `build_tower`.
     """
     if not isinstance(spec, TowerSpec):
         return {}
     return tower_config(
-        spec,
-        dtype=torch.float32,
-        device=device,
-        image_processor=image_processor,
-        **model_arguments(backend),
+        spec, dtype=torch.float32, device=device, image_processor=image_processor
     ).processor_kwargs
 
 
