@@ -204,7 +204,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def bad_values(env: Mapping[str, str] = os.environ) -> list[Problem]:
+def bad_values(env: Mapping[str, str]) -> list[Problem]:
     """List the variables whose values are not valid, each with the valid ones."""
     problems = []
     for variable in VARIABLES:
