@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_flashinfer_vit.fp8 import scale_files as scales
-from vllm_flashinfer_vit.fp8.margin import check_margin
 from vllm_flashinfer_vit.fp8.scale_files import (
     QKV,
     SCHEMA,
@@ -56,12 +55,12 @@ def own() -> dict[str, Any]:
 )
 def test_a_margin_that_e4m3_cannot_hold(margin: float) -> None:
     with pytest.raises(ScaleError, match=rf"^--margin is {re.escape(f'{margin:g}')}:"):
-        check_margin(margin, "--margin")
+        scales.check_margin(margin, "--margin")
 
 
 @pytest.mark.parametrize("margin", [1 / 448, 0.5, 1.0, 1.5, 448])
 def test_a_margin_of_use(margin: float) -> None:
-    check_margin(margin, "--margin")
+    scales.check_margin(margin, "--margin")
 
 
 def test_a_scale_is_the_margin_above_the_abs_max() -> None:

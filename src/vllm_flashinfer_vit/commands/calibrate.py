@@ -42,7 +42,6 @@ from vllm_flashinfer_vit.commands.job import (
 )
 from vllm_flashinfer_vit.commands.quiet import quiet_vllm
 from vllm_flashinfer_vit.fp8 import scale_files as scales
-from vllm_flashinfer_vit.fp8.margin import check_margin
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, DeviceScales, dtype_name
@@ -134,7 +133,7 @@ def run(options: Options, console: Console | None = None) -> Report:
         NotServedError: This machine cannot run FLASHINFER, or not in FP8.
         ScaleError: The margin or the file to merge cannot be used.
     """
-    check_margin(options.margin, "--margin")
+    scales.check_margin(options.margin, "--margin")
     figure = None if options.plot is None else import_figure(options.plot)
     job = prepare(options)
     files.check(options.output, keep=job.reads)

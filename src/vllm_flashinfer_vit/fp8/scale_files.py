@@ -92,6 +92,24 @@ class ScaleFile:
         return self.is_upstream or _SIGNED in self.made_by["method"]
 
 
+def check_margin(margin: float, option: str) -> None:
+    """Check head room before anything is seen that it would spoil.
+
+    Args:
+        margin: What the abs-max is to be multiplied by.
+        option: What gave it, for the message.
+
+    Raises:
+        ScaleError: e4m3 cannot hold values with such scales.
+    """
+    if not 1 / E4M3_MAX <= margin <= E4M3_MAX:
+        raise ScaleError(
+            f"{option} is {margin:g}: use a number from 1/448 to 448, such as 1.5; "
+            "with more, one unit of e4m3 is above all values, with less, all beyond a "
+            "448th of the largest are cut off"
+        )
+
+
 def from_amax(
     amax: Mapping[str, tuple[QKV, int]], margin: float, made_by: Mapping[str, str]
 ) -> ScaleFile:

@@ -18,7 +18,6 @@ from vllm.platforms import current_platform
 from vllm_flashinfer_vit import __version__
 from vllm_flashinfer_vit.choices.usable import NotServedError
 from vllm_flashinfer_vit.fp8 import scale_files as scales
-from vllm_flashinfer_vit.fp8.margin import check_margin
 from vllm_flashinfer_vit.fp8.policy import Policy, names
 from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.kernels.formats import HISTORY, DeviceScales
@@ -159,7 +158,9 @@ class EngineScales(PerEngine):
         self._states.append(state)
         if policy.save_path is not None:
             if self._saving is None or self._saving.done:
-                check_margin(policy.save_margin, "mm_encoder_fp8_scale_save_margin")
+                scales.check_margin(
+                    policy.save_margin, "mm_encoder_fp8_scale_save_margin"
+                )
                 self._check_save_path(policy.save_path)
                 self._saving = _Saving(policy.save_path, policy.save_margin, [])
             self._saving.states.append(state)
