@@ -30,6 +30,7 @@ from vllm_flashinfer_vit.commands.images import (
     read_patches,
 )
 from vllm_flashinfer_vit.commands.job import (
+    BUILD_STEPS,
     Inputs,
     Job,
     JobReport,
@@ -52,8 +53,6 @@ from vllm_flashinfer_vit.settings import Settings
 from vllm_flashinfer_vit.towers.built import Built
 
 Attend = Callable[[Batch], torch.Tensor]
-
-_BUILD_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def _calibrate(
     notes: list[str] = []
     failures: list[str] = []
     with progress_bar(console) as progress, quiet_vllm():
-        total = _BUILD_STEPS + 2 * len(job.files)
+        total = BUILD_STEPS + 2 * len(job.files)
         bar = progress.add_task("build the tower", total=total)
         processor = image_processor(job.spec, job.max_pixels)
         tower = build(
@@ -191,7 +190,7 @@ def _calibrate(
             # Engines refuse a file with such layers; a part of a tower lacks some.
             if options.merge is not None and job.spec.depth == job.spec.full_depth:
                 scales.check_no_others(old, options.merge, head_dims)
-        progress.advance(bar, _BUILD_STEPS)
+        progress.advance(bar, BUILD_STEPS)
 
         def encode_all(what: str, images: Sequence[ImageFile]) -> Iterator[ImageFile]:
             for file in images:

@@ -27,6 +27,7 @@ from vllm_flashinfer_vit.commands.images import (
     read_patches,
 )
 from vllm_flashinfer_vit.commands.job import (
+    BUILD_STEPS,
     Inputs,
     JobReport,
     build,
@@ -49,9 +50,6 @@ REFERENCE_BACKEND = "TORCH_SDPA"
 _FP8_BACKEND = "FLASHINFER"
 
 GPU_RUNS = 5
-
-# A tower takes about as long to build as these many images take to encode.
-_BUILD_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ def run(options: Options, console: Console | None = None) -> Report:
     notes: list[str] = []
     with progress_bar(console) as progress:
         count = len(job.files)
-        total = count + (1 + len(backends)) * (count + _BUILD_STEPS)
+        total = count + (1 + len(backends)) * (count + BUILD_STEPS)
         bar = progress.add_task("load the image processor", total=total)
 
         def step(now: str, advance: int = 0) -> None:
@@ -351,7 +349,7 @@ def _encode_all(
     tower: Built, images: Iterable[Patches], step: Callable[[str, int], None]
 ) -> list[_Encoded]:
     with memory_hint(tower.device):
-        step(f"warm up {tower.backend}", _BUILD_STEPS)
+        step(f"warm up {tower.backend}", BUILD_STEPS)
         tower.warm_up()
         encoded = []
         for image in images:

@@ -36,6 +36,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 # Five images then take two CPU cores about a minute, most of it vLLM's imports.
 CPU_DEPTH = 4
 CPU_MAX_PIXELS = 512 * 512
+# A tower takes about as long to build as these many images take to encode.
+BUILD_STEPS = 2
 
 
 @dataclass(frozen=True)
