@@ -64,10 +64,6 @@ _Row = TypeVar("_Row")
 _Class = TypeVar("_Class")
 
 
-class TimeIsUpError(RuntimeError):
-    """The time limit passed."""
-
-
 @dataclass(frozen=True)
 class Report:
     """A written table.
@@ -112,7 +108,7 @@ def run(options: Options, console: Console) -> Report:
     path = options.output
     if path is None:
         path = Settings.from_env().tuned_dir / tuned.file_name(gpu_name)
-    _check_writable(path)
+    _make_folder(path)
     with files.locked(path):
         older = tuned.read_file(path, gpu_name) if options.add else None
         if older is not None:
@@ -200,11 +196,11 @@ def _check_replaced(path: Path, gpu_name: str, options: Options) -> None:
         )
 
 
-def _check_writable(path: Path) -> None:
-    """Check that the table can be written, and make its folder.
+def _make_folder(path: Path) -> None:
+    """Make the folder of a table's file, if there is none.
 
     Raises:
-        FileError: It cannot.
+        FileError: It cannot be made.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +208,6 @@ def _check_writable(path: Path) -> None:
         raise files.FileError(
             f"{path} cannot be written: {error}; choose another with --output"
         ) from error
-    files.check(path)
 
 
 def build_table(
@@ -276,12 +271,12 @@ def build_table(
             left_out.extend(f"{name}: {failure}" for failure in failures)
             entries[name] = derive(found)
             rows += found
-        except (TimeIsUpError, TuneError) as error:
+        except TuneError as error:
             left_out.append(f"{name}: {error}")
 
     def check_time() -> None:
         if time.monotonic() > until:
-            raise TimeIsUpError(
+            raise TuneError(
                 f"the time limit of {effort.time_limit_s:g} s passed before all of "
                 "it was measured, so that nothing of it counts; raise --time-limit"
             )
