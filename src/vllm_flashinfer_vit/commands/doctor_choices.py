@@ -31,8 +31,16 @@ def examine_choices(
     """
     # As vLLM reads it.
     invariant = env.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
-    rows, problems, notes = _choices(stack, settings, invariant)
-    fp8_rows, fp8_note = _fp8_choices(stack, settings, invariant)
+    try:
+        rows, problems, notes = _choices(stack, settings, invariant)
+        fp8_rows, fp8_note = _fp8_choices(stack, settings, invariant)
+        of_tables = [
+            *([] if invariant else _version_notes(stack, settings)),
+            _unmeasured_note(stack, settings),
+        ]
+    except TableError as error:
+        # Every look-up reads the same files.
+        return [], [Problem(str(error), None, True)], []
     if settings is not None and settings.kernel in fp8_names():
         text = (
             f"{ENV_KERNEL}={settings.kernel} forces FP8 attention: an engine without "
@@ -42,13 +50,8 @@ def examine_choices(
             notes.append(f"{text}.")
         else:
             problems.append(Problem(text, f"unset {ENV_KERNEL}", True))
-    single = [
-        fp8_note,
-        *([] if invariant else _version_notes(stack, settings)),
-        _unmeasured_note(stack, settings),
-        _tuned_dir_note(stack, settings, env),
-    ]
-    return rows + fp8_rows, problems, [*notes, *filter(None, single)]
+    single = filter(None, [fp8_note, *of_tables, _tuned_dir_note(stack, settings, env)])
+    return rows + fp8_rows, problems, [*notes, *single]
 
 
 def gemm_rows(stack: Stack, settings: Settings | None) -> list[dict[str, Any]]:
@@ -90,18 +93,14 @@ def _choices(
     unserved: dict[str, list[tuple[int, str]]] = {}
     for dtype in HALF_DTYPES:
         for head_dim in sorted(HEAD_DIMS):
-            try:
-                usable, refused = usable_choices(
-                    stack,
-                    head_dim,
-                    dtype,
-                    forced,
-                    settings.tuned_dir if settings else None,
-                    invariant=invariant,
-                )
-            except TableError as error:
-                problems.append(Problem(str(error), None, True))
-                continue
+            usable, refused = usable_choices(
+                stack,
+                head_dim,
+                dtype,
+                forced,
+                settings.tuned_dir if settings else None,
+                invariant=invariant,
+            )
             refusals.update(refused)
             rows += [
                 {"head_dim": head_dim, "dtype": dtype, **choice._asdict()}
@@ -138,19 +137,15 @@ def _fp8_choices(
     rows: list[dict[str, Any]] = []
     refusals: dict[str, str] = {}
     for head_dim in sorted(HEAD_DIMS):
-        try:
-            usable, refused = usable_choices(
-                stack,
-                head_dim,
-                HALF_DTYPES[-1],
-                forced,
-                settings.tuned_dir if settings else None,
-                fp8=True,
-                invariant=invariant,
-            )
-        except TableError:
-            # Reported for the other dtypes already.
-            continue
+        usable, refused = usable_choices(
+            stack,
+            head_dim,
+            HALF_DTYPES[-1],
+            forced,
+            settings.tuned_dir if settings else None,
+            fp8=True,
+            invariant=invariant,
+        )
         if not serves_fp8(usable, refused):
             refusals.update(refused)
             continue
@@ -179,14 +174,10 @@ def _version_notes(stack: Stack, settings: Settings | None) -> list[str]:
     if settings is None or settings.kernel is not None:
         return []
     served_by: dict[str | None, list[str]] = {}
-    try:
-        for dtype in (*HALF_DTYPES, FP8_DTYPE):
-            for head_dim in sorted(HEAD_DIMS):
-                text = other_versions(stack, dtype, head_dim, settings.tuned_dir)
-                served_by.setdefault(text, []).append(key(dtype, head_dim))
-    except TableError:
-        # A problem of the choices already.
-        return []
+    for dtype in (*HALF_DTYPES, FP8_DTYPE):
+        for head_dim in sorted(HEAD_DIMS):
+            text = other_versions(stack, dtype, head_dim, settings.tuned_dir)
+            served_by.setdefault(text, []).append(key(dtype, head_dim))
     return [
         text if len(served_by) == 1 else f"{text} (For {', '.join(names)}.)"
         for text, names in served_by.items()
@@ -198,11 +189,7 @@ def _unmeasured_note(stack: Stack, settings: Settings | None) -> str | None:
     """Say how to measure a GPU of which there is no file."""
     if not stack.gpus or settings is None or settings.kernel is not None:
         return None
-    try:
-        if is_measured(stack.gpus[0].name, settings.tuned_dir):
-            return None
-    except TableError:
-        # A problem of the choices already.
+    if is_measured(stack.gpus[0].name, settings.tuned_dir):
         return None
     return (
         f"Nobody measured these kernels on {stack.gpus[0].name}. `vllm-flashinfer-vit "
