@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vllm_flashinfer_vit.blocks.spec import BlockSpec
+from vllm_flashinfer_vit.models import positions
 from vllm_flashinfer_vit.models._shared import (
     BLOCK_PARAMETERS,
     Function,
@@ -20,7 +21,6 @@ from vllm_flashinfer_vit.models._shared import (
 )
 from vllm_flashinfer_vit.models.ends import patch_embed
 from vllm_flashinfer_vit.models.metadata import kept_metadata
-from vllm_flashinfer_vit.models.positions import summed_positions
 from vllm_flashinfer_vit.patches.patch import Patch
 
 _GLM_5 = "models.glm5next.common.multimodal"
@@ -98,6 +98,6 @@ PATCHES = (
         parameters=("self", "x", "grid_thw", "encoder_metadata"),
         replace=_prepare,
     ),
-    summed_positions("glm4_1v", "Glm4vVisionTransformer", "Glm4vVisionEmbeddings"),
+    positions.PATCH,
     patch_embed("glm4_1v", "Glm4vVisionPatchEmbed"),
 )

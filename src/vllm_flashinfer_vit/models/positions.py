@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned positions of a whole batch of images, interpolated by one weighted sum."""
+"""GLM-4.xV's learned positions of a whole batch, interpolated by one weighted sum."""
 
 import functools
 import math
@@ -16,30 +16,8 @@ from vllm_flashinfer_vit.patches.patch import Patch
 # (Keys, 1981, has -0.5).
 _CUBIC = -0.75
 
-
-def summed_positions(family: str, tower: str, embeddings: str) -> Patch:
-    """Return the patch of a tower that samples its positions by `grid_sample`.
-
-    Args:
-        family: vLLM's module of the model.
-        tower: The class of its vision tower.
-        embeddings: The class of its positions.
-    """
-    return Patch(
-        name=f"{family}-summed-positions",
-        target=f"{MODELS}.{family}:{tower}.pos_embeds_interpolate",
-        stands_for=(
-            f"{MODELS}.{family}:{tower}.pos_embeds_interpolate",
-            f"{MODELS}.{family}:{embeddings}.__init__",
-            f"{MODELS}.{family}:{embeddings}.forward",
-        ),
-        why="stock samples each image by itself, with a GPU thread for a patch, which "
-        "walks through all channels: 3 ms an image",
-        remove_when="vLLM samples the positions of a batch by threads for its channels",
-        parameters=("self", "grid_thw"),
-        replace=_sum_taps,
-        compiled=False,
-    )
+_FAMILY = f"{MODELS}.glm4_1v"
+_TARGET = f"{_FAMILY}:Glm4vVisionTransformer.pos_embeds_interpolate"
 
 
 def _sum_taps(original: Function) -> Function:
@@ -123,3 +101,20 @@ def _along(
     far = ((away - 5) * away + 8) * away * _CUBIC - 4 * _CUBIC
     taps = (first[:, None] + offsets).clamp(0, side - 1)
     return taps.int(), torch.where(away <= 1, near, far)
+
+
+PATCH = Patch(
+    name="glm4_1v-summed-positions",
+    target=_TARGET,
+    stands_for=(
+        _TARGET,
+        f"{_FAMILY}:Glm4vVisionEmbeddings.__init__",
+        f"{_FAMILY}:Glm4vVisionEmbeddings.forward",
+    ),
+    why="stock samples each image by itself, with a GPU thread for a patch, which "
+    "walks through all channels: 3 ms an image",
+    remove_when="vLLM samples the positions of a batch by threads for its channels",
+    parameters=("self", "grid_thw"),
+    replace=_sum_taps,
+    compiled=False,
+)
