@@ -168,10 +168,11 @@ class TestBeforeMeasuring:
         monkeypatch.setenv(ENV_TUNED_DIR, str(tmp_path))
         monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
         # NVML's first GPU is an H200.
-        has_gpu(monkeypatch, "NVIDIA RTX PRO 6000")
-        error = self.tune()
-        assert "CUDA's first GPU is NVIDIA RTX PRO 6000" in error
-        assert "export CUDA_DEVICE_ORDER=PCI_BUS_ID" in error
+        for other in ("NVIDIA RTX PRO 6000", "NVIDIA H200 NVL"):
+            has_gpu(monkeypatch, other)
+            error = self.tune()
+            assert f"CUDA's first GPU is {other}" in error
+            assert "export CUDA_DEVICE_ORDER=PCI_BUS_ID" in error
         assert not measured
         # Then both are the same, by whichever names.
         monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

@@ -136,8 +136,9 @@ def _check_order(gpu_name: str) -> None:
         TuneError: It is another one, and the order can be made the same.
     """
     measured = torch.cuda.get_device_name(0)
-    # CUDA adds the part of a GPU that a process has: `NVIDIA H200 MIG 1g.18gb`.
-    is_same = measured.startswith(gpu_name)
+    # CUDA adds the part of a GPU that a process has: `NVIDIA H200 MIG 1g.18gb`. Names
+    # of other GPUs begin alike, as that of an L4 and of an L40.
+    is_same = measured == gpu_name or measured.startswith(f"{gpu_name} MIG ")
     if not is_same and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         raise TuneError(
             f"CUDA's first GPU is {measured}, and NVML's, by which files are named, is "
