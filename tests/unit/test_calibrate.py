@@ -116,7 +116,7 @@ def file(amax: QKV) -> scales.ScaleFile:
 
 def test_an_older_file_that_is_wide_enough() -> None:
     notes = calibrate._differences(
-        file(QKV(5, 5, 5)), file(QKV(1, 2, 5)), Path("old.json")
+        file(QKV(5, 5, 5)), Path("old.json"), file(QKV(1, 2, 5))
     )
     assert notes == ["old.json is taken into account: abs-max of 7 images."]
 
@@ -128,13 +128,13 @@ def test_an_older_file_with_scales_of_vllms_own() -> None:
         (upstream, "was written by vLLM itself. vLLM's scales come from signed maxima"),
         (merged, "taken into account: vLLM's signed maxima + abs-max of 7 images. vLL"),
     ):
-        (note,) = calibrate._differences(old, file(QKV(1, 1, 1)), Path("old.json"))
+        (note,) = calibrate._differences(old, Path("old.json"), file(QKV(1, 1, 1)))
         assert origin in note
 
 
 def test_an_older_file_that_is_too_narrow() -> None:
     notes = calibrate._differences(
-        file(QKV(5, 1, 1)), file(QKV(1, 2, 5)), Path("old.json")
+        file(QKV(5, 1, 1)), Path("old.json"), file(QKV(1, 2, 5))
     )
     assert notes[1] == (
         "Its scales cut off 2 of 3 tensors here; the worst is v of a.layer, 5 times "

@@ -158,10 +158,10 @@ def run(options: Options, console: Console | None = None) -> Report:
 def _calibrate(
     options: Options, job: Job, console: Console | None
 ) -> tuple[Report, ScaleFile]:
-    old = None
+    old: tuple[ScaleFile, Path] | None = None
     if options.merge is not None:
-        old = scales.read(options.merge)
-        scales.check_model(old, options.merge, job.spec.name)
+        old = scales.read(options.merge), options.merge
+        scales.check_model(*old, job.spec.name)
     notes: list[str] = []
     failures: list[str] = []
     with progress_bar(console) as progress, quiet_vllm():
@@ -186,10 +186,10 @@ def _calibrate(
                 options.margin,
                 _made_by(options, job, 0),
             )
-            _merged(old, nothing, options.merge)
+            _merged(*old, nothing)
             # Engines refuse a file with such layers; a part of a tower lacks some.
-            if options.merge is not None and job.spec.depth == job.spec.full_depth:
-                scales.check_no_others(old, options.merge, head_dims)
+            if job.spec.depth == job.spec.full_depth:
+                scales.check_no_others(*old, head_dims)
         progress.advance(bar, BUILD_STEPS)
 
         def encode_all(what: str, images: Sequence[ImageFile]) -> Iterator[ImageFile]:
@@ -215,8 +215,8 @@ def _calibrate(
             _made_by(options, job, len(seen)),
         )
         if old is not None:
-            notes += _differences(old, new, options.merge)
-            new = _merged(old, new, options.merge)
+            notes += _differences(*old, new)
+            new = _merged(*old, new)
         check = _Check(new, kernel, job.device)
         with _watching(tower, check.attend):
             for _ in encode_all("attend in FP8 to", seen):
@@ -405,14 +405,14 @@ class _Check:
         )
 
 
-def _merged(old: ScaleFile, new: ScaleFile, path: Path | None) -> ScaleFile:
+def _merged(old: ScaleFile, path: Path, new: ScaleFile) -> ScaleFile:
     try:
         return scales.merge(old, new)
     except ScaleError as error:
         raise ScaleError(f"{path} cannot be merged: {error}") from None
 
 
-def _differences(old: ScaleFile, new: ScaleFile, path: Path | None) -> list[str]:
+def _differences(old: ScaleFile, path: Path, new: ScaleFile) -> list[str]:
     """Say where what a file can represent is less than what was seen."""
     ratios = {
         f"{part} of {name}": getattr(layer.amax, part)
