@@ -94,12 +94,9 @@ def candidates(
             left_out.append(f"{kernel}: {error}")
         else:
             found.append(kernel)
-    if is_fp8 and not any(KERNELS[kernel].is_fp8 for kernel in found):
-        raise TuneError(
-            "; ".join(["no FP8 kernel takes this head dim here", *left_out])
-        )
-    if not found:
-        raise TuneError("; ".join(["no kernel takes this head dim here", *left_out]))
+    if not any(KERNELS[kernel].is_fp8 == is_fp8 for kernel in found):
+        what = "FP8 kernel" if is_fp8 else "kernel"
+        raise TuneError("; ".join([f"no {what} takes this head dim here", *left_out]))
     return found, left_out
 
 
