@@ -287,8 +287,11 @@ class _OtherPlatform:
 @cpu_only
 class TestCpuPlatform:
     def test_once_is_enough(self) -> None:
-        assert use_cpu_platform()
-        assert use_cpu_platform()
+        import vllm.platforms
+
+        use_cpu_platform()
+        use_cpu_platform()
+        assert vllm.platforms.current_platform.is_cpu()
 
     def test_modules_that_hold_the_platform_see_the_cpu(
         self, monkeypatch: pytest.MonkeyPatch
@@ -299,7 +302,8 @@ class TestCpuPlatform:
         # What vLLM finds without a GPU; this process's was changed long ago.
         held = UnspecifiedPlatform()
         monkeypatch.setattr(vllm.platforms, "_current_platform", held)
-        assert not held.is_cpu() and use_cpu_platform()
+        assert not held.is_cpu()
+        use_cpu_platform()
         assert held.is_cpu() and held.device_type == "cpu"
         assert vllm.platforms.current_platform is held
 
@@ -310,7 +314,7 @@ class TestCpuPlatform:
 
         platform = _OtherPlatform()
         monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
-        assert not use_cpu_platform()
+        use_cpu_platform()
         assert type(platform) is _OtherPlatform
 
     def test_no_operator_of_the_cpu_wheel(

@@ -14,16 +14,13 @@ import torch
 _MODELS = "vllm.model_executor.models."
 
 
-def use_cpu_platform(*, force: bool = False) -> bool:
+def use_cpu_platform(*, force: bool = False) -> None:
     """Make vLLM run models on the CPU; call it before vLLM's models are imported.
 
     Without `force`, nothing happens where vLLM has found a platform of its own.
 
     Args:
         force: Take the CPU even where vLLM sees a GPU.
-
-    Returns:
-        Whether vLLM runs on the CPU now.
 
     Raises:
         RuntimeError: A model has been imported for another platform already.
@@ -33,10 +30,10 @@ def use_cpu_platform(*, force: bool = False) -> bool:
 
     platform = vllm.platforms.current_platform
     if platform._enum == PlatformEnum.CPU:
-        return True
+        return
     if platform._enum != PlatformEnum.UNSPECIFIED:
         if not force:
-            return False
+            return
         if loaded := sorted(name for name in sys.modules if name.startswith(_MODELS)):
             raise RuntimeError(
                 f"{loaded[0]} was imported for {platform.device_name} before "
@@ -48,7 +45,6 @@ def use_cpu_platform(*, force: bool = False) -> bool:
     _replace_activations()
     _keep_weights_unpacked()
     _answer_for_memory()
-    return True
 
 
 def _cpu_platform_class() -> type:
