@@ -189,9 +189,12 @@ def image_processor(spec: Spec, max_pixels: int | None) -> Any:
 
     smallest, largest, mean, std = _PROCESSORS[spec.family]
     processor = Qwen2VLImageProcessor(
-        **_patch_sizes(spec), image_mean=list(mean), image_std=list(std)
+        **_patch_sizes(spec),
+        size={"shortest_edge": smallest, "longest_edge": largest},
+        image_mean=list(mean),
+        image_std=list(std),
     )
-    _limit_pixels(processor, smallest, largest, max_pixels)
+    _limit_pixels(processor, max_pixels)
     return processor
 
 
@@ -211,8 +214,7 @@ def _processor_of_folder(folder: Path, spec: TowerSpec, max_pixels: int | None) 
         for name, size in _patch_sizes(spec).items():
             if (found := getattr(processor, name, None)) != size:
                 raise ValueError(f"its {name} is {found}, and the tower's {size}")
-        edges = processor.size["shortest_edge"], processor.size["longest_edge"]
-        _limit_pixels(processor, *edges, max_pixels)
+        _limit_pixels(processor, max_pixels)
         # Most settings are looked at with an image only; this one must be resized.
         side = spec.patch_size * spec.merge_size + 1
         processor(images=[Image.new("RGB", (side, side))], return_tensors="pt")
@@ -262,16 +264,11 @@ def _patch_sizes(spec: TowerSpec) -> dict[str, int]:
     }
 
 
-def _limit_pixels(
-    processor: Any, smallest: int, largest: int, max_pixels: int | None
-) -> None:
+def _limit_pixels(processor: Any, max_pixels: int | None) -> None:
+    smallest, largest = processor.size["shortest_edge"], processor.size["longest_edge"]
     if max_pixels is not None:
         largest = min(largest, max_pixels)
-    # Set afterwards, because constructors of some transformers ignore `size`.
     processor.size = {"shortest_edge": min(smallest, largest), "longest_edge": largest}
-    if getattr(processor, "min_pixels", None) is not None:
-        processor.min_pixels = min(smallest, largest)
-        processor.max_pixels = largest
 
 
 def read_patches(
