@@ -32,7 +32,7 @@ def _fake_nvml(gpus: list[Gpu]) -> types.SimpleNamespace:
         NVMLError=NVMLError,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
-        nvmlSystemGetDriverVersion=lambda: b"580.65.06",
+        nvmlSystemGetDriverVersion=lambda: "580.65.06",
         nvmlDeviceGetCount=lambda: len(gpus),
         nvmlDeviceGetHandleByIndex=lambda i: gpus[i],
         nvmlDeviceGetHandleByUUID=lambda uuid: gpus[int(uuid.removeprefix("GPU-"))],

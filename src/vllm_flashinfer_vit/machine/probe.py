@@ -237,11 +237,11 @@ def _read_gpus(problems: list[Problem]) -> tuple[tuple[Gpu, ...], str | None]:
     driver = None
     try:
         with _nvml() as nvml:
-            driver = _decoded(nvml.nvmlSystemGetDriverVersion())
+            driver = nvml.nvmlSystemGetDriverVersion()
             problems += _order_problems(nvml)
             for handle in _visible(nvml):
                 capability = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-                name = _decoded(nvml.nvmlDeviceGetName(handle))
+                name = nvml.nvmlDeviceGetName(handle)
                 memory = _memory_bytes(nvml, handle)
                 gpus.append(Gpu(name, tuple(capability), memory))
     except Exception as error:
@@ -292,7 +292,7 @@ def _order_problems(nvml: ModuleType) -> list[Problem]:
     if not by_number or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
         return []
     handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-    names = dict.fromkeys(_decoded(nvml.nvmlDeviceGetName(each)) for each in handles)
+    names = dict.fromkeys(map(nvml.nvmlDeviceGetName, handles))
     if len(names) < 2:
         return []
     return [
@@ -303,7 +303,3 @@ def _order_problems(nvml: ModuleType) -> list[Problem]:
             "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
     ]
-
-
-def _decoded(text: bytes | str) -> str:
-    return text.decode() if isinstance(text, bytes) else text
