@@ -77,11 +77,15 @@ def _written(
         try:
             return *child.communicate(timeout=_POLL_S), None
         except subprocess.TimeoutExpired as error:
-            written = _text(error.stdout), _text(error.stderr)
+            # It has bytes, though a child's output is text.
+            out, err = (
+                (written or b"").decode(errors="replace")
+                for written in (error.stdout, error.stderr)
+            )
         if stop is not None and stop.is_set():
-            return *written, "was stopped"
+            return out, err, "was stopped"
         if time.monotonic() >= end_s:
-            return *written, f"did not finish in {timeout_s:.0f} s"
+            return out, err, f"did not finish in {timeout_s:.0f} s"
 
 
 def _child(module: str, report: str) -> None:
@@ -90,9 +94,3 @@ def _child(module: str, report: str) -> None:
         print(f"\n{_MARK}{json.dumps(facts)}", flush=True)
 
     getattr(importlib.import_module(module), report)(emit)
-
-
-def _text(output: bytes | str | None) -> str:
-    return (
-        output.decode(errors="replace") if isinstance(output, bytes) else output or ""
-    )
