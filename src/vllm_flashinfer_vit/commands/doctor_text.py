@@ -59,7 +59,8 @@ def render(report: Report, console: Console) -> None:
     console.print(report.summary, style="bold green" if report.ok else "bold red")
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
+    """Return an empty table without a frame, whose cells are folded."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -139,7 +140,7 @@ def _kernel_table(rows: Iterable[dict[str, Any]]) -> RenderableType:
         lines.setdefault((kernel, _listed(served)), []).append(dtype)
     if not lines:
         return Text("none")
-    table = _table("kernel", "dtypes", "head dims")
+    table = plain_table("kernel", "dtypes", "head dims")
     for (kernel, listed), dtypes in lines.items():
         table.add_row(kernel, ", ".join(dtypes), listed)
     return table
@@ -213,7 +214,7 @@ def _gemm_list(rows: Iterable[Mapping[str, Any]]) -> RenderableType | None:
     for (dtype, scales, sizes), classes in layers.items():
         named = alike.setdefault((dtype, scales, in_words(tuple(classes))), [])
         named.append(sizes)
-    table = _table("dtype", "scales", "inputs x outputs", "GEMM")
+    table = plain_table("dtype", "scales", "inputs x outputs", "GEMM")
     for (dtype, scales, gemms), named in alike.items():
         table.add_row(dtype, scales, ", ".join(named), gemms)
     text = "Layers of other sizes or scales run by CUTLASS."

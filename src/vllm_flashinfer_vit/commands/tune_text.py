@@ -4,14 +4,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table as TextTable
+from rich.table import Table
 
 from vllm_flashinfer_vit.choices import table as tuned
 from vllm_flashinfer_vit.choices.gemm_table import GemmClass, GemmLayer
 from vllm_flashinfer_vit.choices.gemms import STOCK, in_words
 from vllm_flashinfer_vit.choices.lookup import Choice
+from vllm_flashinfer_vit.commands.doctor_text import plain_table
 from vllm_flashinfer_vit.commands.tune import Report
 
 
@@ -29,9 +29,7 @@ def render(report: Report, console: Console) -> None:
         report: A written table.
         console: Where to print.
     """
-    text = TextTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in ("dtype", "head dim", "longest sequence", "kernel"):
-        text.add_column(column, overflow="fold")
+    text = plain_table("dtype", "head dim", "longest sequence", "kernel")
     for name, rows in report.table.classes.items():
         dtype, _, head_dim = name.partition("/")
         for row in rows:
@@ -71,11 +69,9 @@ def _folded(left_out: Sequence[str]) -> list[str]:
     return lines
 
 
-def _gemm_table(gemms: Mapping[str, tuple[GemmClass, ...]]) -> TextTable:
+def _gemm_table(gemms: Mapping[str, tuple[GemmClass, ...]]) -> Table:
     """Return a line for each layer whose GEMM is not vLLM's own throughout."""
-    table = TextTable(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in ("layer in FP8", "dtype", "scales", "GEMM"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("layer in FP8", "dtype", "scales", "GEMM")
     for name, classes in gemms.items():
         layer = GemmLayer.of_key(name)
         if classes != STOCK:
