@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this machine has: GPUs, libraries, and importing as little as possible."""
 
+import mmap
 import os
 import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +276,20 @@ def test_probing_works_without_any_of_the_packages() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("None None ()")
+
+
+def test_loaded_cudnn_is_found_beside_files_of_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudnn = types.SimpleNamespace(backend_version=lambda: 91900)
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    library = tmp_path / "a folder" / "libcudnn.so.9"
+    library.parent.mkdir()
+    with ExitStack() as stack:
+        for path in (library, tmp_path / os.fsdecode(b"of another encoding \xff")):
+            path.write_bytes(b"0")
+            file = stack.enter_context(path.open("rb"))
+            stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        facts = probing._read_cudnn()
+    assert facts["cudnn_backend"] == 91900
+    assert str(library) in facts["cudnn_libraries"]

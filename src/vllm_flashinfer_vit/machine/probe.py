@@ -119,7 +119,8 @@ def _read_cudnn() -> dict[str, Any]:
     facts = {"cudnn_backend": cudnn.backend_version()}
     maps = Path("/proc/self/maps")
     if maps.exists():
-        paths = re.findall(r"/\S*/libcudnn\.so\S*", maps.read_text())
+        # The name of any file that is mapped, in any encoding.
+        paths = re.findall(r" (/.*/libcudnn\.so.*)", maps.read_text(errors="replace"))
         facts["cudnn_libraries"] = sorted(set(paths))
     return facts
 
