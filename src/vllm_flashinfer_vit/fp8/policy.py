@@ -179,9 +179,9 @@ def _method(
     if not whole_tensor:
         return wanted or "block"
     if wanted == "block":
-        names = ", ".join(sorted(whole_tensor))
+        which = ", ".join(sorted(whole_tensor))
         raise NotServedError(
-            f"{ENV_FP8_SCALES}=block, but {names} takes one scale for each tensor; set "
+            f"{ENV_FP8_SCALES}=block, but {which} takes one scale for each tensor; set "
             f"{ENV_KERNEL}={PORTABLE_FP8} too"
         )
     return "dynamic"
