@@ -39,7 +39,6 @@ from vllm_flashinfer_vit.commands.job import (
     prepare,
     progress_bar,
     report_header,
-    versions,
 )
 from vllm_flashinfer_vit.commands.quiet import quiet_vllm
 from vllm_flashinfer_vit.fp8 import scale_files as scales
@@ -47,6 +46,7 @@ from vllm_flashinfer_vit.fp8.scale_files import QKV, ScaleError, ScaleFile
 from vllm_flashinfer_vit.kernels.catalog import fp8_names
 from vllm_flashinfer_vit.kernels.formats import E4M3_MAX, DeviceScales, dtype_name
 from vllm_flashinfer_vit.machine import files
+from vllm_flashinfer_vit.machine.versions import vllm_version
 from vllm_flashinfer_vit.ops.batch import Batch
 from vllm_flashinfer_vit.ops.plan import Plan
 from vllm_flashinfer_vit.settings import Settings
@@ -260,7 +260,7 @@ def _made_by(options: Options, job: Job, images: int) -> dict[str, str]:
         "command": f"vllm-flashinfer-vit calibrate --model {options.model} "
         f"--margin {options.margin:g}",
         "version": __version__,
-        "vllm": versions()["vllm"],
+        "vllm": vllm_version(),
         "model": job.spec.name,
         "method": f"abs-max of {images} images",
     }
