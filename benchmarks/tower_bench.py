@@ -116,9 +116,8 @@ class Bench:
                 if kernels := remote.call("load", grids, reference):
                     print(f"  {title_of(remote)} runs {kernels}")
                 loaded.append(remote)
-        # Stock's own first: where a run ends within a case, this package has no row of
-        # it yet, and is not compared with less than stock's best.
-        for mode in (*self.stock_modes, *self.modes):
+        rows = []
+        for mode in dict.fromkeys((*self.stock_modes, *self.modes)):
             errors: dict[RemoteTower, float] = {}
             for remote in loaded:
                 if self.runs(remote.contender, mode):
@@ -145,8 +144,12 @@ class Bench:
                         flops=0 if what_is_timed(mode) in ("host", "new") else flops,
                         rel_err=errors[remote],
                     )
-                    self.log.add(row)
+                    rows.append(row)
                     print_row(row)
+        # All of a case or none: where a run ends within it, nothing is compared with
+        # less than stock's best, or with what an earlier run of the command has left.
+        for row in rows:
+            self.log.add(row)
 
     def runs(self, contender: Contender, mode: str) -> bool:
         """Whether a contender is to be timed in a mode."""

@@ -332,18 +332,29 @@ def test_a_tower_of_host_rows_counts_no_operations(tmp_path):
     assert (row["p50_ms"], row["rel_err"]) == ("0.0500", "1.00e-02")
 
 
-def test_a_run_that_is_cut_short_leaves_no_plugin_without_stocks_best(tmp_path):
+def test_a_run_that_is_cut_short_leaves_no_part_of_a_case(tmp_path, monkeypatch):
     remotes = [
         Remote("stock-flash_attn"),
         Remote("plugin"),
         Remote("stock-flash_attn", "fused"),
     ]
-    rows = rows_of(tmp_path, remotes, ["graph"], ["fused_graph"])
+    modes = ["graph"], ["fused_graph", "graph"]
+    rows = rows_of(tmp_path, remotes, *modes)
     assert [(row["provider"], row["mode"]) for row in rows] == [
         ("stock-flash_attn", "fused_graph"),
         ("stock-flash_attn", "graph"),
         ("plugin", "graph"),
     ]
+
+    def call(method, *arguments):
+        if method == "sample":
+            raise KeyboardInterrupt
+        return Remote.call(remotes[1], method, *arguments)
+
+    monkeypatch.setattr(remotes[1], "call", call)
+    with pytest.raises(KeyboardInterrupt):
+        rows_of(tmp_path, remotes, *modes)
+    assert rows_of(tmp_path, [], *modes) == rows
 
 
 def test_metadata_of_a_known_batch_comes_first_and_is_not_timed(monkeypatch):
