@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+_OWN_VARIABLES = "VLLM_FLASHINFER_VIT_"
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,12 @@ def commit() -> str:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """Return the command that repeats a run, without where it wrote what."""
+    """Return the command that repeats a run, without where it wrote what.
+
+    This package's variables stand in front: what `plugin` runs goes by them.
+    """
+    names = sorted(name for name in os.environ if name.startswith(_OWN_VARIABLES))
+    given = [f"{name}={shlex.quote(os.environ[name])}" for name in names]
     kept = []
     words = iter(argv[1:])
     for word in words:
@@ -115,4 +121,5 @@ def command_line(argv: Sequence[str]) -> str:
             next(words, None)
         elif not word.startswith(("--output=", "--logs=")):
             kept.append(word)
-    return shlex.join(["python", f"benchmarks/{Path(argv[0]).name}", *kept])
+    command = shlex.join(["python", f"benchmarks/{Path(argv[0]).name}", *kept])
+    return " ".join([*given, command])

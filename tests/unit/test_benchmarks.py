@@ -246,6 +246,15 @@ def test_command_line_leaves_out_where_rows_go():
     assert command_line(argv) == expected
 
 
+def test_command_line_has_the_variables_that_decide_what_runs(monkeypatch):
+    monkeypatch.setenv("VLLM_FLASHINFER_VIT_KERNEL", "triton")
+    monkeypatch.setenv("VLLM_FLASHINFER_VIT_TUNED_DIR", "my tables")
+    assert command_line(["bench_host.py"]) == (
+        "VLLM_FLASHINFER_VIT_KERNEL=triton VLLM_FLASHINFER_VIT_TUNED_DIR='my tables' "
+        "python benchmarks/bench_host.py"
+    )
+
+
 def test_cpu_times_do_not_become_results():
     with pytest.raises(SystemExit, match="--output"):
         results_path("encoder", "none", None)
