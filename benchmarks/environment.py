@@ -107,6 +107,11 @@ def commit() -> str:
         return "unknown"
 
 
+def is_clean(commit: str) -> bool:
+    """Whether a commit, as `commit` returns it, says all of what was measured."""
+    return commit != "unknown" and not commit.endswith("+dirty")
+
+
 def command_line(argv: Sequence[str]) -> str:
     """Return the command that repeats a run, without where it wrote what.
 

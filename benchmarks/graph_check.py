@@ -38,7 +38,13 @@ import torch
 from chosen_rows import read
 from csv_log import CsvLog, results_path
 from engines import Job, start
-from environment import ENVIRONMENT_COLUMNS, STACK_COLUMNS, Environment, gpus_to_use
+from environment import (
+    ENVIRONMENT_COLUMNS,
+    STACK_COLUMNS,
+    Environment,
+    gpus_to_use,
+    is_clean,
+)
 from failures import Failures
 from graph_engine import CONFIGS, run_engine, run_smoke
 from graph_requests import MAX_TOKENS
@@ -90,9 +96,9 @@ def jobs_for(models: Sequence[str], configs: Sequence[str]) -> list[Job]:
 def finished(path: Path, environment: Environment) -> set[Job]:
     """Return the engines whose rows of this commit and stack are in a file already.
 
-    Those with a row that is wrong are to run again.
+    Those with a row that is wrong are to run again, and all of a tree with changes.
     """
-    if not path.exists():
+    if not path.exists() or not is_clean(environment.commit):
         return set()
     here = {name: getattr(environment, name) for name in ("commit", *STACK_COLUMNS)}
     ended, wrong = set(), set()
@@ -176,10 +182,12 @@ def main() -> None:
     # A simulated GPU is a number.
     smoke_gpus = [str(i) for i in range(args.gpus)]
     gpus = smoke_gpus if args.smoke else gpus_to_use(args.gpus)
-    skip = finished(path, environment)
-    jobs = [job for job in jobs_for(args.models, args.configs) if job not in skip]
-    if args.smoke:
-        jobs = [job for job in jobs if job.provider == "plugin"]
+    skip, jobs = finished(path, environment), []
+    for job in jobs_for(args.models, args.configs):
+        if job in skip:
+            print(f"{job.stem}: its rows of {environment.commit} are there already")
+        elif job.provider == "plugin" or not args.smoke:
+            jobs.append(job)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(args.logs or scratch).absolute()
         folder.mkdir(parents=True, exist_ok=True)

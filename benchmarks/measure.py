@@ -24,7 +24,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from csv_log import results_path
-from environment import ROOT, commit, gpus_to_use
+from environment import ROOT, commit, gpus_to_use, is_clean
 from server_process import GroupProcess, stop_as_by_ctrl_c
 from vllm_flashinfer_vit.machine import files
 from vllm_flashinfer_vit.machine.versions import vllm_version
@@ -246,18 +246,15 @@ class Runner:
 
     def _ended_well(self) -> set[str]:
         """Return what ended well with this commit and stack; with changes nothing."""
-        if not self._done.exists() or not self._is_clean():
+        if not self._done.exists() or not is_clean(self._commit):
             return set()
         return set(json.loads(self._done.read_text()).get(self._measured, ()))
 
     def _note(self, step: Step) -> None:
-        if self._is_clean():
+        if is_clean(self._commit):
             noted = json.loads(self._done.read_text()) if self._done.exists() else {}
             noted[self._measured] = sorted({*self._ended_well(), step.command})
             files.write(self._done, json.dumps(noted, indent=1).encode())
-
-    def _is_clean(self) -> bool:
-        return self._commit != "unknown" and not self._commit.endswith("+dirty")
 
 
 def print_outcomes(outcomes: Mapping[str, Outcome]) -> None:
