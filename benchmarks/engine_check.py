@@ -322,6 +322,8 @@ def check_all(
             failures.add(job.stem, f"needs {ranks} GPUs")
         else:
             jobs.append(job)
+            # What another run left in the same folder is not to be compared with.
+            (folder / f"{job.stem}.safetensors").unlink(missing_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
         running = {
             job: pool.submit(start, __file__, job, [], folder, PROCESS_TIMEOUT_S)

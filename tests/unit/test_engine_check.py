@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of real engines: what they are given, and how they are judged."""
 
+import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
-from _benchmarks import BENCHMARKS  # noqa: F401, it puts the benchmarks on the path
+from _benchmarks import ENVIRONMENT
+from safetensors.torch import save_file
 
 import engine_check
 import engine_models
 import engines
+from chosen_rows import read
+from csv_log import CsvLog
+from environment import ENVIRONMENT_COLUMNS
+from failures import Failures
 
 
 def test_pixels_are_the_same_values_in_every_dtype():
@@ -158,3 +165,27 @@ def test_compiled_engine_is_compared_with_eager_stock_once():
         ("tp2", "stock-flash_attn"),
         ("tp2", "plugin"),
     ]
+
+
+def test_nothing_is_compared_with_what_another_run_has_left(tmp_path, monkeypatch):
+    ours, stocks = (
+        engines.Job("m", "eager", name).stem for name in ("plugin", "stock-flash_attn")
+    )
+    save_file({"output": torch.ones(2)}, tmp_path / f"{stocks}.safetensors")
+
+    def start(script, job, arguments, folder, timeout_s):
+        if job.provider != "plugin":
+            raise RuntimeError("exit status 1")
+        save_file({"output": torch.ones(2)}, folder / f"{ours}.safetensors")
+        facts = {*engine_check.COLUMNS} - {*ENVIRONMENT_COLUMNS, *asdict(job)}
+        (folder / f"{ours}.json").write_text(json.dumps(dict.fromkeys(facts, "")))
+
+    monkeypatch.setattr(engine_check, "start", start)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    log = CsvLog(tmp_path / "rows.csv", engine_check.COLUMNS)
+    args = SimpleNamespace(models=["m"], configs=["eager"], jobs=1)
+    failures = Failures()
+    engine_check.check_all(args, tmp_path, log, failures, ENVIRONMENT)
+    (row,) = read(log.path)
+    assert (row["provider"], row["rel_err"]) == ("plugin", "")
+    assert any("differ from stock's by unknown" in line for line in failures.lines)
