@@ -25,7 +25,6 @@ import argparse
 import json
 import random
 import shlex
-import statistics
 import tempfile
 import time
 import zlib
@@ -37,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from csv_log import CsvLog, results_path
+from csv_log import CsvLog, percentiles, results_path
 from environment import ENVIRONMENT_COLUMNS, Environment
 from failures import Failures
 from make_checkpoint import make_checkpoint
@@ -341,7 +340,7 @@ def add_rows(
     print(f"  {bench} {model} {setup} {workload}", flush=True)
     for stage in (*BENCHES[bench], WHOLE):
         values = [sample[stage] for sample in samples]
-        cuts = statistics.quantiles(values, n=10, method="inclusive")
+        p20, p50, p80 = (f"{ms:.2f}" for ms in percentiles(values))
         rows.add(
             {
                 "bench": bench,
@@ -351,12 +350,14 @@ def add_rows(
                 "workload": workload,
                 "stage": stage,
                 "requests": len(values),
-                **{f"p{10 * i + 10}_ms": f"{cuts[i]:.2f}" for i in (1, 4, 7)},
+                "p20_ms": p20,
+                "p50_ms": p50,
+                "p80_ms": p80,
                 "engine_args": with_variables(args.engine_args),
                 **asdict(environment),
             }
         )
-        print(f"    {stage:<20} {cuts[4]:8.2f} ms", flush=True)
+        print(f"    {stage:<20} {p50:>8} ms", flush=True)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -374,7 +375,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=REQUESTS, help="of a turn")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument(
-        "--traces", type=int, default=TRACES, help="watched requests, 2 or more, or 0"
+        "--traces", type=int, default=TRACES, help="watched requests; 0 for none"
     )
     parser.add_argument("--engine-args", default="", help="more for every engine")
     parser.add_argument("--output", help="CSV file to append to")

@@ -210,7 +210,7 @@ def test_rows_and_their_figure(tmp_path: Path) -> None:
     setups = [Setup.of("stock-flash_attn:graph"), Setup.of("plugin:graph")]
     engines = {setup: Fake() for setup in setups}
     args = bench_request.parse_args(
-        ["--workloads", "photograph", "--requests", "3", "--turns", "2"]
+        ["--workloads=photograph", "--requests=3", "--turns=2", "--traces=1"]
     )
     log = CsvLog(tmp_path / "request.csv", bench_request.COLUMNS)
     failures = Failures()
@@ -224,15 +224,15 @@ def test_rows_and_their_figure(tmp_path: Path) -> None:
         ENVIRONMENT,
     )
     # The first turn, of two requests, warms up.
-    assert engines[setups[0]].requests == [2, 3, 3, 4]
+    assert engines[setups[0]].requests == [2, 3, 3, 2]
     assert len(failures.lines) == 2
     found = read(log.path)
     for bench, stages in bench_request.BENCHES.items():
         rows = [row for row in found if row["bench"] == bench]
         assert [row["stage"] for row in rows] == [*stages, WHOLE] * 2
-        assert {row["requests"] for row in rows} == {"3"}
-        expected = "1.00" if bench == "trace" else "3.00"
-        assert {row["p50_ms"] for row in rows} == {expected}
+        count = "1" if bench == "trace" else "3"
+        assert {row["requests"] for row in rows} == {count}
+        assert {row["p50_ms"] for row in rows} == {f"{count}.00"}
         figure = plot_request.draw_request(rows)
         (axes,) = figure.axes
         assert len(axes.patches) == 2 * len(stages)
