@@ -4,7 +4,7 @@
 For each model and configuration a process starts `vllm.LLM` with stock FLASH_ATTN and
 another with this package. Both answer an image, a video and a multi-image prompt, and
 encode the same images with the same tower weights; the embeddings are compared. Models
-of other_models.py are compared by their image prompt, and most are asked no video:
+other than Qwen's are compared by their image prompt, and most are asked no video:
 `answered_video` is empty then. With `graphs`, what encoder CUDA graphs return is also
 compared with this package's eager mode; for Qwen's models graph_check.py does more.
 This is a check, not a benchmark: processes may run side by side.
@@ -34,6 +34,7 @@ from correctness import relative_error
 from csv_log import CsvLog, results_path
 from engine_models import (
     MODELS,
+    OTHER_MODELS,
     describe_tower,
     draw_inputs,
     embed,
@@ -55,7 +56,6 @@ from engines import (
 )
 from environment import ENVIRONMENT_COLUMNS, Environment
 from failures import Failures
-from other_models import OTHER_MODELS
 from tower_cases import MODELS as QWEN_MODELS
 
 # Engine arguments by configuration.

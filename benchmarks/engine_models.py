@@ -21,10 +21,12 @@ from make_checkpoint import (
     make_checkpoint,
 )
 from other_checkpoints import make_other_checkpoint
-from other_models import OTHER_MODELS
+from other_dense import DENSE_MODELS
+from other_packed import PACKED_MODELS
 from tower_cases import MODELS as QWEN_MODELS
 from vllm_flashinfer_vit.towers.weights import GEMMA4_ATTENTION
 
+OTHER_MODELS = {**PACKED_MODELS, **DENSE_MODELS}
 MODELS = (*QWEN_MODELS, *OTHER_MODELS)
 # Images of Qwen's towers that are compared: frames, rows and columns of patches.
 GRIDS = [[1, 16, 16], [1, 26, 38], [1, 64, 64]]

@@ -72,7 +72,7 @@ def make_other_checkpoint(
 
     Args:
         folder: Made if it does not exist.
-        model: One of other_models.py.
+        model: One of `OTHER_MODELS` of engine_models.py.
         depth: Blocks of the vision tower; None for all.
     """
     folder.mkdir(parents=True, exist_ok=True)

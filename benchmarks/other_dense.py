@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of other_models.py whose towers get dense batches, and Gemma 4."""
+"""Models whose towers get dense batches, and Gemma 4, as folders to write."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of other_models.py whose towers get packed sequences."""
+"""Models other than Qwen's whose towers get packed sequences, as folders to write."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -23,9 +23,9 @@ from cases import relative_error
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import engine_models  # noqa: E402
+from engine_models import OTHER_MODELS  # noqa: E402
 from engines import fill_tower  # noqa: E402
 from other_checkpoints import make_other_checkpoint  # noqa: E402
-from other_models import OTHER_MODELS  # noqa: E402
 
 # vLLM 0.25.1 fails with them and the Transformers that it is tested with.
 NEWER = (
