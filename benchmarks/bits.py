@@ -193,9 +193,6 @@ def parse_args() -> argparse.Namespace:
         help="names or checkpoint folders",
     )
     parser.add_argument("--cases", nargs="+", choices=[*CASES, *SMOKE_CASES])
-    parser.add_argument(
-        "--attn-dtypes", nargs="+", choices=ATTN_DTYPES, default=ATTN_DTYPES
-    )
     parser.add_argument("--modes", nargs="+", choices=MODES)
     parser.add_argument("--depth", type=int, help="blocks to build; default all")
     parser.add_argument("--smoke", action="store_true", help="tiny cases, any machine")
@@ -237,7 +234,7 @@ def main() -> None:
     log = CsvLog(results_path("bits", environment.gpu, args.output), COLUMNS)
     failures = Failures()
     for model in args.models:
-        for attn_dtype in args.attn_dtypes:
+        for attn_dtype in ATTN_DTYPES:
             rows = tower_rows(
                 model,
                 attn_dtype,

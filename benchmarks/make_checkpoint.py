@@ -2,14 +2,10 @@
 """Writes a Qwen-VL checkpoint folder without weights, for engines with dummy weights.
 
 The vision tower has the true dimensions of a published model, the language model after
-it is small, and the tokenizer knows bytes and the special tokens only. With `--llm` the
-language model has its true dimensions, too, and the tokenizer as many tokens.
-
-    python benchmarks/make_checkpoint.py FOLDER Qwen/Qwen2.5-VL-7B-Instruct
-    python benchmarks/make_checkpoint.py FOLDER Qwen/Qwen3-VL-8B-Instruct --llm
+it is small, and the tokenizer knows bytes and the special tokens only. Or the language
+model has its true dimensions, too, and the tokenizer as many tokens.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -196,19 +192,3 @@ def _processor(
         tokenizer=tokenizer,
         video_processor=getattr(transformers, f"{videos}VideoProcessor")(**pixels),
     )
-
-
-def main() -> None:
-    """Write a checkpoint folder."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("model", choices=NAMED_MODELS)
-    parser.add_argument("--llm", action="store_true", help="of its true dimensions")
-    args = parser.parse_args()
-    make_checkpoint(args.folder, args.model, args.llm)
-
-
-if __name__ == "__main__":
-    main()

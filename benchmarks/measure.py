@@ -273,11 +273,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=(), help="names or shell patterns")
     parser.add_argument("--minutes", type=float, default=600, help="for all of it")
     parser.add_argument("--gpus", type=int, help="how many to use; default all")
-    parser.add_argument("--plan", type=Path, default=PLAN, help="another list of steps")
     parser.add_argument("--logs", type=Path, default=LOGS, help="folder for the logs")
     parser.add_argument("--print", action="store_true", help="only print the steps")
     args = parser.parse_args()
-    steps = read_plan(args.plan, args.only)
+    steps = read_plan(PLAN, args.only)
     if args.print:
         for step in steps:
             print(f"{step.name} ({step.minutes:g} minutes): {step.answers}")
