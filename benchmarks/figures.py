@@ -99,6 +99,32 @@ def text_colour(background: str) -> str:
     return "black" if luminance > 0.179 else "white"
 
 
+def draw_part(
+    axes: Any, bar: str, begin: float, length: float, colour: str, room: float
+) -> None:
+    """Draw a part of a horizontal bar, and its length in it where there is room.
+
+    Args:
+        axes: Where.
+        bar: The bar's name.
+        begin: Where the part before it ends.
+        length: Of the part.
+        colour: Of the part, `#RRGGBB`.
+        room: What a number takes.
+    """
+    axes.barh(bar, length, left=begin, color=colour)
+    if length > room:
+        axes.text(
+            begin + length / 2,
+            bar,
+            f"{length:.3g}",
+            ha="center",
+            va="center",
+            color=text_colour(colour),
+            fontsize=7,
+        )
+
+
 def say_where(figure: Any, names: str, rows: Sequence[Row]) -> None:
     """Write under a figure what its names mean, and what measured its rows."""
     where = dict.fromkeys(

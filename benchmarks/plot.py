@@ -31,8 +31,8 @@ from figures import (
     GREY,
     STYLE,
     colour_of,
+    draw_part,
     say_where,
-    text_colour,
     write_svg,
 )
 
@@ -274,17 +274,7 @@ def _host_bars(axes: Any, rows: Sequence[Row], colours: Mapping[str, str]) -> No
             continue
         name, colour = "plugin's steps", colours[row["case"]]
         begin = totals.get(name, 0.0)
-        axes.barh(name, middle, left=begin, color=colour)
-        if middle > 0.03 * longest:
-            axes.text(
-                begin + middle / 2,
-                name,
-                f"{middle:.2g}",
-                ha="center",
-                va="center",
-                color=text_colour(colour),
-                fontsize=7,
-            )
+        draw_part(axes, name, begin, middle, colour, 0.04 * longest)
         totals[name] = ends[name] = begin + middle
     for name, total in totals.items():
         where = ends[name] + 0.01 * longest

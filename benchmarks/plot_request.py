@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 
 from bench_request import BENCHES, WHOLE
 from chosen_rows import Row, of_last_run
-from figures import CLASS_COLOURS, draw_by_options, say_where, text_colour
+from figures import CLASS_COLOURS, draw_by_options, draw_part, say_where
 
 NAMES = (
     "One request at a time, one token of answer. Medians of each part; the number at a "
@@ -27,8 +27,6 @@ COLOURS = dict(
         strict=True,
     )
 )
-# Of a bar's length: what is shorter has no room for its number.
-_ROOM = 0.04
 
 
 def draw_request(rows: Sequence[Row]) -> Any:
@@ -65,16 +63,10 @@ def _bars(axes: Any, rows: Sequence[Row]) -> None:
     for setup, whole in wholes.items():
         begin = 0.0
         for stage in BENCHES[whole["bench"]]:
-            colour = COLOURS[stage]
             found = (r for r in rows if _setup(r) == setup and r["stage"] == stage)
             # Where parts overlap, nothing is left for the rest.
             length = max(0.0, float(next(found)["p50_ms"]))
-            axes.barh(setup, length, left=begin, color=colour)
-            if length > _ROOM * longest:
-                middle = begin + length / 2
-                style = {"ha": "center", "va": "center", "fontsize": 7}
-                text = f"{length:.3g}"
-                axes.text(middle, setup, text, color=text_colour(colour), **style)
+            draw_part(axes, setup, begin, length, COLOURS[stage], 0.04 * longest)
             begin += length
         end = begin + 0.01 * longest
         text = f"{float(whole['p50_ms']):.3g}"

@@ -125,7 +125,7 @@ def draw(source: Path, target: Path, vllm: str | None = None) -> None:
     """
     from matplotlib import pyplot as plt
 
-    from figures import CLASS_COLOURS, STYLE, write_svg
+    from figures import CLASS_COLOURS, STYLE, say_where, write_svg
 
     rows = of_one_vllm(read(source), vllm, source)
     rows = of_last_run(rows, ("model", "case"), ("provider", "blocks", "class"))
@@ -150,13 +150,7 @@ def draw(source: Path, target: Path, vllm: str | None = None) -> None:
         used = [name for name in colours if any(r["class"] == name for r in rows)]
         handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in used]
         figure.legend(handles, used, loc="outside upper right", ncols=5)
-        where = dict.fromkeys(
-            f"{row['gpu']}, vLLM {row['vllm']}, torch {row['torch']}, commit "
-            f"{row['commit']}"
-            for row in rows
-        )
-        names = "NxL: N images of L patches each."
-        figure.supxlabel("\n".join([names, *where]), fontsize=7)
+        say_where(figure, "NxL: N images of L patches each.", rows)
         write_svg(figure, target)
 
 
@@ -165,7 +159,7 @@ def _bar_name(row: Row) -> str:
 
 
 def _stack(axes: Any, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
-    from figures import text_colour
+    from figures import draw_part
 
     names = list(dict.fromkeys(_bar_name(row) for row in rows))
     ends = dict.fromkeys(names, 0.0)
@@ -175,19 +169,9 @@ def _stack(axes: Any, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
     )
     for row in rows:
         name = _bar_name(row)
-        width = float(row["ms"])
-        axes.barh(name, width, left=ends[name], color=colours[row["class"]])
-        if width > 0.04 * longest:
-            axes.text(
-                ends[name] + width / 2,
-                name,
-                f"{width:.3g}",
-                ha="center",
-                va="center",
-                color=text_colour(colours[row["class"]]),
-                fontsize=7,
-            )
-        ends[name] += width
+        length, colour = float(row["ms"]), colours[row["class"]]
+        draw_part(axes, name, ends[name], length, colour, 0.04 * longest)
+        ends[name] += length
     for name, end in ends.items():
         axes.text(end + 0.01 * longest, name, f"{end:.4g}", va="center", fontsize=8)
     axes.invert_yaxis()
