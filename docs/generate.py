@@ -32,7 +32,7 @@ import version_table  # noqa: E402
 
 import chosen_rows  # noqa: E402
 import table as results  # noqa: E402
-from table_text import table_line  # noqa: E402
+from table_text import table_head, table_line  # noqa: E402
 
 _BLOCK = re.compile(r"(<!-- python (\S+) (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -41,20 +41,19 @@ def kernels() -> str:
     """Write a line for each kernel of the catalog."""
     from vllm_flashinfer_vit.kernels.catalog import KERNELS
 
-    lines = ["| kernel | what it is | head dims | sequences |", "|---|---|---|---|"]
+    lines = table_head(["kernel", "what it is", "head dims", "sequences"])
     for name, kernel in sorted(KERNELS.items(), key=lambda item: item[1].is_fp8):
         dims = kernel.needs.head_dims
         shown = f"{dims[0]} to {dims[1]}" if dims else "any"
-        lines.append(f"| `{name}` | {kernel.summary} | {shown} | {kernel.sequences} |")
+        cells = f"`{name}`", kernel.summary, shown, kernel.sequences
+        lines.append(table_line(cells))
     return "\n".join(lines)
 
 
 def classes() -> str:
     """Write which kernel serves which lengths on measured GPUs, newest vLLM first."""
-    lines = [
-        "| GPU | vLLM | dtype | head dim | kernel by longest sequence |",
-        "|---|---|---|---|---|",
-    ]
+    heads = "GPU", "vLLM", "dtype", "head dim", "kernel by longest sequence"
+    lines = table_head(heads)
     for table in _bundled_tables():
         gpu = table.made_by["gpu"].removeprefix("NVIDIA ")
         vllm = table.made_by["vllm"]
@@ -66,7 +65,7 @@ def classes() -> str:
                 many = f" (many sequences: `{part.many}`)" if part.many else ""
                 texts.append(f"{upto} `{part.kernel}`{many}")
             cells = gpu, vllm, dtype, head_dim, "; ".join(texts)
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(table_line(cells))
     return "\n".join(lines)
 
 
@@ -98,12 +97,9 @@ def gemms() -> str:
             rows.setdefault(key, []).append(layer.size)
     if not rows:
         return "Not measured yet."
-    lines = [
-        "| GPU | vLLM | dtype | scales | inputs x outputs | GEMM |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = table_head(["GPU", "vLLM", "dtype", "scales", "inputs x outputs", "GEMM"])
     for (*start, text), sizes in rows.items():
-        lines.append(f"| {' | '.join((*start, ', '.join(sizes), text))} |")
+        lines.append(table_line([*start, ", ".join(sizes), text]))
     return "\n".join(lines)
 
 
@@ -111,9 +107,10 @@ def settings() -> str:
     """Write a line for each environment variable."""
     from vllm_flashinfer_vit.settings import VARIABLES
 
-    lines = ["| variable | values | default | what it does |", "|---|---|---|---|"]
+    lines = table_head(["variable", "values", "default", "what it does"])
     for one in VARIABLES:
-        lines.append(f"| `{one.name}` | {one.values} | {one.default} | {one.summary} |")
+        cells = f"`{one.name}`", one.values, one.default, one.summary
+        lines.append(table_line(cells))
     return "\n".join(lines)
 
 
@@ -126,7 +123,7 @@ def patches() -> str:
         target = patch.target.partition(":")[2]
         same = by_reason.setdefault((patch.why, patch.remove_when), [])
         same.append(f"{patch.name}: `{target}`")
-    lines = ["| patches: targets | why | remove when |", "|---|---|---|"]
+    lines = table_head(["patches: targets", "why", "remove when"])
     for reason, named in by_reason.items():
         lines.append(table_line(["<br>".join(named), *reason]))
     return "\n".join(lines)
@@ -136,19 +133,19 @@ def optimisations() -> str:
     """Write a line for each optimisation of blocks, as `doctor` lists them."""
     from vllm_flashinfer_vit.blocks.spec import OPTIMISATIONS
 
-    lines = ["| name | what it does |", "|---|---|"]
-    lines += [f"| {name} | {what} |" for name, what in OPTIMISATIONS.items()]
-    return "\n".join(lines)
+    return "\n".join(
+        [*table_head(["name", "what it does"]), *map(table_line, OPTIMISATIONS.items())]
+    )
 
 
 def counters() -> str:
     """Write a line for each counter, as /metrics has them."""
     from vllm_flashinfer_vit.engine.metrics import SERIES
 
-    lines = ["| counter | labels | what it counts |", "|---|---|---|"]
+    lines = table_head(["counter", "labels", "what it counts"])
     for one in SERIES:
         labels = ", ".join(one.labels) or "-"
-        lines.append(f"| `{one.exported}` | {labels} | {one.summary} |")
+        lines.append(table_line([f"`{one.exported}`", labels, one.summary]))
     return "\n".join(lines)
 
 

@@ -33,6 +33,7 @@ for folder in ("benchmarks", "tests/integration"):
     sys.path.append(str(ROOT / folder))
 
 import chosen_rows  # noqa: E402
+from table_text import table_head, table_line  # noqa: E402
 
 FACTS = Path(__file__).with_name("models.toml")
 RESULTS = ROOT / "benchmarks" / "results"
@@ -148,11 +149,11 @@ def measured() -> dict[str, str]:
 
 
 def _table(heads: Sequence[str], kind: str) -> str:
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = table_head(heads)
     known = _Known()
     for tower in read()[kind]:
         cells = _cells(tower, known)
-        lines.append(f"| {' | '.join(cells[head] or '-' for head in heads)} |")
+        lines.append(table_line(cells[head] or "-" for head in heads))
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ for folder in ("benchmarks", "tools"):
 
 import canary  # noqa: E402
 import chosen_rows  # noqa: E402
+from table_text import table_head, table_line  # noqa: E402
 
 # Packages of a column, in the order of its head.
 _REQUIRED = ("torch", "flashinfer-python", "quack-kernels")
@@ -32,7 +33,7 @@ def compatibility() -> str:
 
     measured = _measured()
     runs = canary.recorded()
-    lines = [f"| {' | '.join(_HEADS)} |", "|---" * len(_HEADS) + "|"]
+    lines = table_head(_HEADS)
     for version, release in known().releases.items():
         run = runs.get(version)
         wanted = {name: text.strip("=") for name, text in release.libraries.items()}
@@ -44,7 +45,7 @@ def compatibility() -> str:
             ", ".join(wanted.get(name, "-") for name in _REQUIRED),
             _state(measured.get(version, set()), run),
         )
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_line(cells))
     return "\n".join(lines)
 
 
