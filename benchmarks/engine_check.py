@@ -18,6 +18,7 @@ This is a check, not a benchmark: processes may run side by side.
 import argparse
 import importlib.metadata
 import json
+import os
 import tempfile
 import time
 import traceback
@@ -51,8 +52,8 @@ from engines import (
     Job,
     compiles_blocks,
     fill_tower,
+    runner_with_graphs,
     start,
-    use_runner_with_graphs,
 )
 from environment import ENVIRONMENT_COLUMNS, Environment
 from failures import Failures
@@ -141,7 +142,7 @@ def run_engine(job: Job, folder: Path) -> None:
     """Start one engine, ask it everything, and leave a JSON and a safetensors file."""
     has_graphs = job.config == "graphs"
     if has_graphs:
-        use_runner_with_graphs()
+        os.environ.update(runner_with_graphs())
     from vllm import LLM, SamplingParams
 
     checkpoint = folder / f"{job.stem}.checkpoint"

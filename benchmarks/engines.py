@@ -184,10 +184,12 @@ def random_pixels(
     return torch.randn(shape, **where).to(weight.dtype)
 
 
-def use_runner_with_graphs() -> None:
-    """Have this process's engines run on vLLM's default runner, if that has graphs."""
-    if runner_note(version("vllm"), os.environ):
-        os.environ[ENV_V2_RUNNER] = "0"
+def runner_with_graphs() -> dict[str, str]:
+    """Return the variable without which this vLLM would ignore encoder graphs, if any.
+
+    Its engines run on vLLM's default runner where that has graphs.
+    """
+    return {ENV_V2_RUNNER: "0"} if runner_note(version("vllm"), os.environ) else {}
 
 
 def manager_of(runner: Any) -> Any:

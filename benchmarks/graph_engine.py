@@ -3,6 +3,7 @@
 
 import fcntl
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from packaging.version import Version
 
 from csv_log import percentiles
-from engines import BACKENDS, Job, fill_tower, manager_of, use_runner_with_graphs
+from engines import BACKENDS, Job, fill_tower, manager_of, runner_with_graphs
 from graph_encoder import Encoder, Found, compare
 from graph_requests import CASES, MAX_TOKENS, Request, mixtures, patches, prefixes
 
@@ -202,7 +203,7 @@ def _reserved(device: torch.device) -> int:
 
 def run_engine(job: Job, options: Mapping[str, Any], folder: Path) -> None:
     """Start one engine, measure it, and leave a JSON file."""
-    use_runner_with_graphs()
+    os.environ.update(runner_with_graphs())
     from vllm import LLM
 
     from make_checkpoint import make_checkpoint

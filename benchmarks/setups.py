@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contenders import Contender
-from engines import ENTRY_POINT, compiles_blocks
+from engines import ENTRY_POINT, compiles_blocks, runner_with_graphs
 from vllm_flashinfer_vit.settings import ENV_DISABLE_PATCHES
 
 # As many as one GPU of 80 GB holds with a language model of 8B.
@@ -101,6 +101,7 @@ class Setup:
         Args:
             arguments: All of vLLM's, which may need some.
         """
+        runner = runner_with_graphs() if self.mode == "graph" else {}
         needed = {}
         # vLLM refuses tensors in shared memory unless its processes are spawned.
         if any(part.rpartition("=")[2] == "torch_shm" for part in arguments):
@@ -108,6 +109,7 @@ class Setup:
         return {
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
             "VLLM_PLUGINS": "" if self.contender.is_stock else ENTRY_POINT,
+            **runner,
             **self.contender.environment,
             **noted(),
             **needed,

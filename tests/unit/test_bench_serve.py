@@ -422,7 +422,7 @@ def test_commands_are_printed_without_a_gpu(monkeypatch, capsys) -> None:
 def test_printed_commands_start_what_their_setups_are(monkeypatch, capsys) -> None:
     for name in ("HF_HUB_OFFLINE", *NOTED):
         monkeypatch.delenv(name, raising=False)
-    setups = ["plugin:graph", "plugin-triton:graph", "stock-flash_attn:eager"]
+    setups = ["plugin:eager", "plugin-triton:eager", "stock-flash_attn:eager"]
     given = ["--models", MODEL, "--setups", *setups]
     own, forced, stock = map(shlex.split, printed(monkeypatch, capsys, *given))
     assert own[:4] == ["env", "HF_HUB_OFFLINE=1", "VLLM_PLUGINS=flashinfer_vit", "vllm"]

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from _benchmarks import BENCHMARKS  # noqa: F401
 
+import engines
 from bench_serve import Server
 from setups import NOTED, Setup, with_variables
+from vllm_flashinfer_vit.machine.versions import ENV_V2_RUNNER
 
 SPAWN = "VLLM_WORKER_MULTIPROC_METHOD"
 
@@ -52,3 +54,17 @@ def test_tensors_in_shared_memory_have_spawned_processes(
 def test_an_unknown_setup_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="PROVIDER:graph|use stock-<backend>"):
         Setup.of(text)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "mode", "runner"),
+    [("0.25.1", "graph", "0"), ("0.25.1", "eager", None), ("0.28.0", "graph", None)],
+)
+def test_rows_with_graphs_are_of_a_runner_that_has_them(
+    monkeypatch: pytest.MonkeyPatch, vllm: str, mode: str, runner: str | None
+) -> None:
+    monkeypatch.setattr(engines, "version", lambda _: vllm)
+    monkeypatch.delenv(ENV_V2_RUNNER, raising=False)
+    for provider in ("stock-flash_attn", "plugin"):
+        variables = Setup.of(f"{provider}:{mode}").variables([])
+        assert variables.get(ENV_V2_RUNNER) == runner
