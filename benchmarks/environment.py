@@ -42,8 +42,8 @@ class Environment:
     command: str
 
     @classmethod
-    def probe(cls, argv: Sequence[str] | None = None) -> "Environment":
-        """Ask this machine; `argv` stands for `sys.argv`."""
+    def probe(cls) -> "Environment":
+        """Ask this machine."""
         from vllm_flashinfer_vit.machine.probe import probe
         from vllm_flashinfer_vit.machine.versions import format_cudnn
 
@@ -57,7 +57,7 @@ class Environment:
             quack=stack.quack or "none",
             cudnn=format_cudnn(stack.cudnn_backend),
             commit=commit(),
-            command=command_line(sys.argv if argv is None else argv),
+            command=command_line(sys.argv),
         )
 
 

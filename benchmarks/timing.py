@@ -2,11 +2,12 @@
 """How the benchmarks take times.
 
 A time is taken on an idle device with a cold L2 cache, by CUDA events around one call:
-in the modes `eager` and `compiled` from the moment when the host begins to launch, in
-`graph` and `compiled_graph` around the replay of a CUDA graph. `new` and `compiled_new`
-are `eager` and `compiled` with an image size that is new in each call, the same sizes
-for all, after a second or two of others; in all other modes each call is the same.
-Providers take turns, so that clocks and heat hit all alike.
+in the modes `eager`, `fused` and `compiled` from the moment when the host begins to
+launch, in `graph`, `fused_graph` and `compiled_graph` around the replay of a CUDA
+graph. `new`, `fused_new` and `compiled_new` are the first three with an image size that
+is new in each call, the same sizes for all, after a second or two of others; in all
+other modes each call is the same. Providers take turns, so that clocks and heat hit all
+alike.
 """
 
 import time

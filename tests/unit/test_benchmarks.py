@@ -266,7 +266,7 @@ def test_cpu_times_do_not_become_results():
 def test_rows_name_the_stack_that_is_installed():
     from importlib.metadata import version
 
-    found = Environment.probe(["bench_encoder.py"])
+    found = Environment.probe()
     packages = {"vllm": "vllm", "triton": "triton", "quack": "quack-kernels"}
     packages["flashinfer"] = "flashinfer-python"
     for name, package in packages.items():
