@@ -14,10 +14,11 @@ from matplotlib.patches import Patch
 from chosen_rows import Row, of_servers, setups_of
 from figures import GREY, colour_of, draw_by_options, say_where
 
-# Column, label, and whether a row is of one request at a time.
+# Column, label, and whether a row is of one request at a time; else it is of as many at
+# once as servers were ever asked.
 PANELS = (
     ("ttft_p50_ms", "one request at a time: time to the first token, ms", True),
-    ("req_s", "many requests at once: requests a second", False),
+    ("req_s", "{} requests at once: requests a second", False),
 )
 NAMES = (
     "Hatched: without encoder CUDA graphs. Thin lines: the 99th percentile. Requests "
@@ -39,6 +40,7 @@ def draw_serve(rows: Sequence[Row]) -> Any:
     runs = list(dict.fromkeys((row["model"], row["command"]) for row in rows))
     setups = setups_of(rows)
     workloads = sorted({row["workload"] for row in rows})
+    most = max((row["concurrency"] for row in rows), key=int)
     figure, all_axes = plt.subplots(
         len(runs),
         len(PANELS),
@@ -48,9 +50,11 @@ def draw_serve(rows: Sequence[Row]) -> Any:
     )
     for line, run in enumerate(runs):
         mine = [row for row in rows if (row["model"], row["command"]) == run]
-        for axes, panel in zip(all_axes[line], PANELS, strict=True):
-            _bars(axes, mine, panel, workloads)
-            axes.set_title(panel[1], loc="left")
+        for axes, (column, label, is_alone) in zip(all_axes[line], PANELS, strict=True):
+            at_once = "1" if is_alone else most
+            shown = [row for row in mine if row["concurrency"] == at_once]
+            _bars(axes, shown, column, setups_of(mine), workloads)
+            axes.set_title(label.format(most), loc="left")
         all_axes[line, 0].set_ylabel(run[0].rpartition("/")[2])
     handles = [
         Patch(
@@ -71,14 +75,12 @@ def draw_serve(rows: Sequence[Row]) -> Any:
 def _bars(
     axes: Any,
     rows: Sequence[Row],
-    panel: tuple[str, str, bool],
+    column: str,
+    setups: Sequence[tuple[str, str]],
     workloads: Sequence[str],
 ) -> None:
-    column, _, is_alone = panel
-    mine = [row for row in rows if (row["concurrency"] == "1") == is_alone]
-    setups = setups_of(rows)
     width = 0.8 / len(setups)
-    for row in mine:
+    for row in rows:
         index = setups.index((row["provider"], row["mode"]))
         where = workloads.index(row["workload"]) - 0.4 + width * (index + 0.5)
         value = float(row[column])
@@ -90,7 +92,7 @@ def _bars(
             hatch=HATCH if row["mode"] == "eager" else None,
             edgecolor="white",
         )
-        top = float(row["ttft_p99_ms"]) if is_alone else value
+        top = float(row["ttft_p99_ms"]) if column == "ttft_p50_ms" else value
         axes.plot([where, where], [value, top], color=GREY, linewidth=0.8)
         axes.text(where, top, f"{value:.3g}", ha="center", va="bottom", fontsize=6)
     axes.set_xticks(range(len(workloads)), workloads)

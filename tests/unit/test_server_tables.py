@@ -118,6 +118,21 @@ def test_a_figure_is_of_answers_of_one_length(
         plot_serve.main()
 
 
+def test_a_figure_has_one_bar_for_a_server_and_workload() -> None:
+    pytest.importorskip("matplotlib")
+    import plot_serve
+
+    own = dataclasses.asdict(ENVIRONMENT)
+    rows = [
+        {**own, **serve_row("plugin:graph", at_once, req_s, 60)}
+        for at_once, req_s in ((1, 4), (16, 12), (64, 15))
+    ]
+    alone, busy = plot_serve.draw_serve(rows).axes
+    assert [len(axes.patches) for axes in (alone, busy)] == [1, 1]
+    assert busy.patches[0].get_height() == 15
+    assert busy.get_title(loc="left").startswith("64 requests at once")
+
+
 def test_servers_of_two_commits_are_not_compared() -> None:
     rows = [
         serve_row("stock-flash_attn:graph", 1, 4, 90, commit="0000000"),
