@@ -3,8 +3,8 @@
 
 `measurements.toml` lists the steps. Each has a GPU, or as many as it asks for, and its
 share of the host's cores, to itself. A step is begun only if its time still fits. What
-ended well is not run again with the same commit, vLLM and kind of GPU: a call goes on
-where another ended.
+ended well is not run again with the same commit, versions and kind of GPU: a call goes
+on where another ended.
 
     python benchmarks/measure.py --print                  # the steps; no GPU
     python benchmarks/measure.py --minutes 25
@@ -24,10 +24,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from csv_log import results_path
-from environment import ROOT, commit, gpus_to_use, is_clean
+from environment import ROOT, STACK_COLUMNS, Environment, gpus_to_use, is_clean
 from server_process import GroupProcess, stop_as_by_ctrl_c
 from vllm_flashinfer_vit.machine import files
-from vllm_flashinfer_vit.machine.versions import vllm_version
 
 PLAN = ROOT / "benchmarks" / "measurements.toml"
 LOGS = ROOT / "out" / "measure"
@@ -127,13 +126,19 @@ class Runner:
     """Runs steps beside each other, as many as the GPUs allow."""
 
     def __init__(
-        self, gpus: Sequence[str], results: Path, logs: Path, until: float
+        self,
+        gpus: Sequence[str],
+        results: Path,
+        environment: Environment,
+        logs: Path,
+        until: float,
     ) -> None:
         """Run nothing yet.
 
         Args:
             gpus: Their names in CUDA_VISIBLE_DEVICES, at least one.
             results: The folder for this GPU's rows.
+            environment: What is measured.
             logs: Folder for what the steps print, and for what has ended well.
             until: When all ends, by `time.monotonic`.
         """
@@ -146,9 +151,10 @@ class Runner:
         self._until = until
         self._running: list[_Running] = []
         self._done = logs / "done.json"
-        self._commit = commit()
+        self._commit = environment.commit
         # What a step that ended well has measured.
-        self._measured = f"{self._commit}, vLLM {vllm_version()}, {results.name}"
+        stack = (f"{name} {getattr(environment, name)}" for name in STACK_COLUMNS)
+        self._measured = ", ".join([self._commit, *stack])
         logs.mkdir(parents=True, exist_ok=True)
 
     def run(self, steps: Sequence[Step]) -> dict[str, Outcome]:
@@ -288,8 +294,10 @@ def main() -> None:
     if not gpus:
         raise SystemExit("no GPU here: only --print runs without one")
     stop_as_by_ctrl_c()
-    results = results_path("", torch.cuda.get_device_name(0), None).parent
-    runner = Runner(gpus, results, args.logs, time.monotonic() + 60 * args.minutes)
+    environment = Environment.probe()
+    results = results_path("", environment.gpu, None).parent
+    until = time.monotonic() + 60 * args.minutes
+    runner = Runner(gpus, results, environment, args.logs, until)
     outcomes = runner.run(steps)
     print_outcomes(outcomes)
     print(f"logs in {args.logs}")

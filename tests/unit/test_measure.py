@@ -4,11 +4,12 @@
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from _benchmarks import BENCHMARKS
+from _benchmarks import BENCHMARKS, ENVIRONMENT
 
 import measure
 from measure import PLAN, Runner, Step, read_plan
@@ -48,7 +49,6 @@ time.sleep(60)
 def folder(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.setattr(measure, "_POLL_S", 0.02)
-    monkeypatch.setenv("BENCH_COMMIT", "abc1234")
     return tmp_path
 
 
@@ -59,8 +59,10 @@ def step(folder, name, *, seconds=0.0, status=0, beside=None, **others):
     return Step(name, "A question?", command, **{"minutes": 1.0, **others})
 
 
-def run(folder, steps, *, gpus=("0",), seconds=100.0):
-    runner = Runner(gpus, folder, folder / "logs", time.monotonic() + seconds)
+def run(folder, steps, *, gpus=("0",), seconds=100.0, **measured):
+    environment = replace(ENVIRONMENT, **measured)
+    until = time.monotonic() + seconds
+    runner = Runner(gpus, folder, environment, folder / "logs", until)
     outcomes = runner.run(steps)
     for name, outcome in outcomes.items():
         assert outcome.failed == outcome.text.startswith(("ended with", "stopped"))
@@ -132,7 +134,7 @@ def test_a_step_that_fails_or_takes_too_long_is_said(folder):
     assert not (folder / "b").exists()
 
 
-def test_what_ended_well_with_this_commit_is_not_run_again(folder, monkeypatch):
+def test_what_ended_well_with_this_commit_is_not_run_again(folder):
     steps = [step(folder, "a"), step(folder, "b", status=1)]
     run(folder, steps)
     (folder / "a").unlink()
@@ -140,18 +142,14 @@ def test_what_ended_well_with_this_commit_is_not_run_again(folder, monkeypatch):
     assert outcomes["a"] == "had ended well with abc1234"
     assert outcomes["b"].startswith("ended with 1")
     assert not (folder / "a").exists()
-    monkeypatch.setenv("BENCH_COMMIT", "def5678")
-    assert run(folder, steps)["a"].startswith("ended well")
+    assert run(folder, steps, commit="def5678")["a"].startswith("ended well")
 
 
-def test_what_ended_well_with_another_vllm_or_gpu_is_run(folder, monkeypatch):
+def test_what_ended_well_with_another_stack_is_run(folder):
     steps = [step(folder, "a")]
     run(folder, steps)
-    monkeypatch.setattr(measure, "vllm_version", lambda: "0.0.1")
-    assert run(folder, steps)["a"].startswith("ended well")
-    until = time.monotonic() + 100
-    other = Runner(("0",), folder / "another-gpu", folder / "logs", until)
-    assert other.run(steps)["a"].text.startswith("ended well")
+    for other in ({"vllm": "0.0.1"}, {"quack": "0.0.1"}, {"gpu": "NVIDIA H100"}):
+        assert run(folder, steps, **other)["a"].startswith("ended well")
     # Nor is any of them forgotten.
     assert run(folder, steps)["a"].startswith("had ended well")
 
@@ -177,10 +175,10 @@ def is_running(pid):
         return False
 
 
-def test_with_changes_in_the_tree_all_runs_again(folder, monkeypatch):
-    monkeypatch.setenv("BENCH_COMMIT", "abc1234+dirty")
+def test_with_changes_in_the_tree_all_runs_again(folder):
     for _ in range(2):
-        assert run(folder, [step(folder, "a")])["a"].startswith("ended well")
+        outcomes = run(folder, [step(folder, "a")], commit="abc1234+dirty")
+        assert outcomes["a"].startswith("ended well")
 
 
 @pytest.mark.parametrize(
