@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from chosen_rows import QUANTIZATIONS, quantized_end, what_is_timed
+from vllm_flashinfer_vit.settings import ENV_KERNEL
 
 # How the blocks run: vLLM's default, its fused ops on as by `enforce_eager`, compiled.
 BLOCKS = ("eager", "fused", "compiled")
@@ -74,8 +75,7 @@ class Contender:
             )
         if origin == "plugin":
             attn_dtype = "fp8" if kernel.endswith("fp8") else None
-            is_forced = kernel not in ("", "fp8")
-            env = {"VLLM_FLASHINFER_VIT_KERNEL": kernel} if is_forced else {}
+            forced = kernel if kernel not in ("", "fp8") else "auto"
             return cls(
                 provider,
                 "FLASHINFER",
@@ -84,7 +84,8 @@ class Contender:
                 blocks,
                 attn_dtype=attn_dtype,
                 quantization=quantization,
-                environment=env,
+                # Whatever the user's own environment forces.
+                environment={ENV_KERNEL: forced},
             )
         raise ValueError(
             f"provider {provider!r}: use stock-<backend>, stock-flash_attn4, plugin, "

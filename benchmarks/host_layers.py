@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from unittest import mock
 
+from contenders import Contender
 from correctness import check_error, relative_error
 from csv_log import DTYPES
 from environment import device
@@ -13,9 +14,8 @@ from failures import Failures
 from op_problems import Problem, reference
 from op_providers import gate
 from timing import Run
-from vllm_flashinfer_vit.kernels.catalog import KERNELS, fp8_names
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
 from vllm_flashinfer_vit.ops.batch import Batch
-from vllm_flashinfer_vit.settings import ENV_KERNEL
 from vllm_flashinfer_vit.towers.spec import resolve_spec
 from vllm_flashinfer_vit.towers.tower import build_tower
 
@@ -31,22 +31,21 @@ class Layer:
 
     def __init__(self, provider: str, model: str) -> None:
         """Build a tower of one block."""
-        origin, _, name = provider.partition("-")
-        is_stock = origin == "stock"
-        kernel = "auto" if is_stock or not name else name
-        with mock.patch.dict(os.environ, {ENV_KERNEL: kernel}):
+        contender = Contender.of(provider, DTYPE)
+        with mock.patch.dict(os.environ, contender.environment):
             tower = build_tower(
                 resolve_spec(model, random_weights=True, depth=1),
-                backend=name.upper() if is_stock else "FLASHINFER",
-                attn_dtype="fp8" if name in fp8_names() else None,
+                backend=contender.backend,
+                attn_dtype=contender.attn_dtype,
+                flash_attn_version=contender.flash_attn_version,
                 dtype=DTYPES[DTYPE],
                 device=device(),
-                plugin=not is_stock,
+                plugin=not contender.is_stock,
             )
         self._module = tower.visual.get_submodule("blocks.0.attn")
         # Kept now: the plugin patches the class when it builds its first layer.
         self._forward = type(self._module).forward
-        self._is_stock = is_stock
+        self._is_stock = contender.is_stock
         del self._module.qkv, self._module.proj
         self._module.proj = lambda context: (context, None)
 

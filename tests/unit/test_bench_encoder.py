@@ -172,10 +172,12 @@ def test_stock_runs_without_plugins_and_forced_kernels_by_setting():
     forced = of("plugin-cudnn", "bf16", "compiled")
     assert (forced.backend, forced.is_stock) == ("FLASHINFER", False)
     assert forced.environment == {"VLLM_FLASHINFER_VIT_KERNEL": "cudnn"}
-    assert of("plugin", "bf16").environment == {}
+    # A kernel that the user's environment forces is none of a row's that names none.
+    own_choice = {"VLLM_FLASHINFER_VIT_KERNEL": "auto"}
+    assert of("plugin", "bf16").environment == own_choice
     assert of("plugin", "bf16").attn_dtype is None
     fp8 = of("plugin-fp8", "bf16")
-    assert (fp8.attn_dtype, fp8.environment) == ("fp8", {})
+    assert (fp8.attn_dtype, fp8.environment) == ("fp8", own_choice)
     forced = of("plugin-triton_fp8", "bf16")
     assert forced.attn_dtype == "fp8"
     assert forced.environment == {"VLLM_FLASHINFER_VIT_KERNEL": "triton_fp8"}

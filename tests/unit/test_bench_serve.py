@@ -425,10 +425,11 @@ def test_printed_commands_start_what_their_setups_are(monkeypatch, capsys) -> No
     setups = ["plugin:eager", "plugin-triton:eager", "stock-flash_attn:eager"]
     given = ["--models", MODEL, "--setups", *setups]
     own, forced, stock = map(shlex.split, printed(monkeypatch, capsys, *given))
-    assert own[:4] == ["env", "HF_HUB_OFFLINE=1", "VLLM_PLUGINS=flashinfer_vit", "vllm"]
+    assert own[:3] == ["env", "HF_HUB_OFFLINE=1", "VLLM_PLUGINS=flashinfer_vit"]
+    assert own[3] == "VLLM_FLASHINFER_VIT_KERNEL=auto"
     assert forced[3] == "VLLM_FLASHINFER_VIT_KERNEL=triton"
     # The port is another one.
-    assert forced[4:7] == own[3:6] == ["vllm", "serve", "CHECKPOINT"]
+    assert forced[4:7] == own[4:7] == ["vllm", "serve", "CHECKPOINT"]
     assert stock[2:4] == ["VLLM_PLUGINS=", "vllm"]
 
 
