@@ -31,6 +31,7 @@ COLOURS = {
     "stock-flashinfer-q8": "#CCCCCC",
     "plugin-q8": "#1B5E20",
     "plugin-fp8-q8": "#880E4F",
+    "plugin-hopper_bf16": "#8C564B",
     "plugin-hopper_fp8": "#E69F00",
     "plugin-triton_fp8": "#CC79A7",
     "plugin-triton": "#56B4E9",

@@ -11,6 +11,7 @@ import chosen_rows
 import waterfall
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS
+from vllm_flashinfer_vit.kernels.catalog import KERNELS
 
 
 @pytest.mark.parametrize(
@@ -276,6 +277,7 @@ def test_a_profile_is_of_the_vllm_that_runs(monkeypatch, capsys):
 def test_each_contender_has_one_colour_of_its_own(figures):
     assert len(set(figures.COLOURS.values())) == len(figures.COLOURS)
     assert not set(figures.COLOURS.values()) & set(figures.CLASS_COLOURS)
+    assert {f"plugin-{kernel}" for kernel in KERNELS} <= set(figures.COLOURS)
     with pytest.raises(ValueError, match="plugin-odd"):
         figures.colour_of("plugin-odd")
 
