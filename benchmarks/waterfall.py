@@ -34,10 +34,11 @@ from tower_worker import RemoteTower, build_towers, title_of
 CLASSES: Mapping[str, re.Pattern[str]] = {
     name: re.compile(pattern, re.IGNORECASE)
     for name, pattern in {
-        "quantizer": r"quantize",
+        "quantizer": r"quantize|_absmax_kernel|_update_kernel|_factors_kernel",
         "rotary": r"rotary|_rope_kernel|_turn_kernel",
         "attention": r"flash(?!infer_?vit)|fmha|sdpa|attention|hopper|_window_kernel"
-        r"|mask_padding|_clear_kernel",
+        r"|mask_padding|_clear_kernel|_redo_kernel|_seqlens_kernel|_constants_kernel"
+        r"|_finish_kernel",
         "GEMM": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|mm\b|::linear",
         "norm": r"layer_?norm|rms_?norm|rsqrt|pow_tensor|meanops|sum_norm|norm_add",
         "activation": r"gelu|silu|sigmoid|act_and_mul",

@@ -3,6 +3,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 from _benchmarks import BENCHMARKS, ENVIRONMENT, host_rows, make_row, write_rows
@@ -11,7 +12,7 @@ import chosen_rows
 import waterfall
 from csv_log import CsvLog, results_path
 from environment import ENVIRONMENT_COLUMNS
-from vllm_flashinfer_vit.kernels.catalog import KERNELS
+from vllm_flashinfer_vit.kernels import catalog
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,16 @@ from vllm_flashinfer_vit.kernels.catalog import KERNELS
 )
 def test_kernels_are_told_apart(kernel, name):
     assert waterfall.class_of(kernel) == name
+
+
+def test_a_kernel_of_this_package_has_a_class():
+    texts = (path.read_text() for path in Path(catalog.__file__).parent.glob("*.py"))
+    found = [
+        re.findall(r"^def (_\w+_kernel)\(", text, flags=re.MULTILINE) for text in texts
+    ]
+    names = {name for each in found for name in each}
+    assert {"_redo_kernel", "_hopper_bf16_kernel"} < names
+    assert {n for n in names if waterfall.class_of(n) == waterfall.OTHER} == set()
 
 
 def test_class_times_are_sums():
@@ -277,7 +288,7 @@ def test_a_profile_is_of_the_vllm_that_runs(monkeypatch, capsys):
 def test_each_contender_has_one_colour_of_its_own(figures):
     assert len(set(figures.COLOURS.values())) == len(figures.COLOURS)
     assert not set(figures.COLOURS.values()) & set(figures.CLASS_COLOURS)
-    assert {f"plugin-{kernel}" for kernel in KERNELS} <= set(figures.COLOURS)
+    assert {f"plugin-{kernel}" for kernel in catalog.KERNELS} <= set(figures.COLOURS)
     with pytest.raises(ValueError, match="plugin-odd"):
         figures.colour_of("plugin-odd")
 
