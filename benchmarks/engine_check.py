@@ -47,7 +47,6 @@ from engine_models import (
     write_checkpoint,
 )
 from engines import (
-    BACKENDS,
     ENTRY_POINT,
     Job,
     compiles_blocks,
@@ -156,7 +155,7 @@ def run_engine(job: Job, folder: Path) -> None:
         max_model_len=8192,
         max_num_seqs=4,
         limit_mm_per_prompt={"image": 3, "video": int("video" in asked)},
-        mm_encoder_attn_backend=BACKENDS[job.provider],
+        mm_encoder_attn_backend=job.contender.backend,
         # A fixed cache, since several engines may share a GPU.
         gpu_memory_utilization=0.2,
         kv_cache_memory_bytes=2**30,

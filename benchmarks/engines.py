@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from contenders import Contender
 from vllm_flashinfer_vit.machine.versions import ENV_V2_RUNNER, runner_note
 
-BACKENDS = {"stock-flash_attn": "FLASH_ATTN", "plugin": "FLASHINFER"}
 ENTRY_POINT = "flashinfer_vit"
 
 
@@ -41,6 +41,11 @@ class Job:
     model: str
     config: str
     provider: str
+
+    @property
+    def contender(self) -> Contender:
+        """What serves attention."""
+        return Contender.of(self.provider, "bf16")
 
     @property
     def stem(self) -> str:
@@ -77,7 +82,8 @@ def start(
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "HF_HUB_OFFLINE": "1",
         **os.environ,
-        "VLLM_PLUGINS": ENTRY_POINT if job.provider == "plugin" else "",
+        "VLLM_PLUGINS": ENTRY_POINT,
+        **job.contender.environment,
         **(variables or {}),
     }
     log = folder / f"{job.stem}.log"

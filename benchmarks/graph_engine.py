@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 
 from csv_log import percentiles
-from engines import BACKENDS, Job, fill_tower, manager_of, runner_with_graphs
+from engines import Job, fill_tower, manager_of, runner_with_graphs
 from graph_encoder import Encoder, Found, compare
 from graph_requests import CASES, MAX_TOKENS, Request, mixtures, patches, prefixes
 
@@ -222,7 +222,7 @@ def run_engine(job: Job, options: Mapping[str, Any], folder: Path) -> None:
             max_num_batched_tokens=MAX_TOKENS,
             max_num_seqs=4,
             limit_mm_per_prompt={"image": 8, "video": 1},
-            mm_encoder_attn_backend=BACKENDS[job.provider],
+            mm_encoder_attn_backend=job.contender.backend,
             # A fixed cache, since several engines may share a GPU.
             gpu_memory_utilization=0.2,
             kv_cache_memory_bytes=2**30,

@@ -108,7 +108,7 @@ class Setup:
             needed["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         return {
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
-            "VLLM_PLUGINS": "" if self.contender.is_stock else ENTRY_POINT,
+            "VLLM_PLUGINS": ENTRY_POINT,
             **runner,
             **self.contender.environment,
             **noted(),
