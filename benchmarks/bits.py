@@ -202,9 +202,10 @@ def parse_args() -> argparse.Namespace:
         metavar=("A", "B"),
         help="run nothing; print which cases differ between the rows of two commits",
     )
-    parser.add_argument("--gpu", default="h200", help="whose rows --compare reads")
     parser.add_argument("--vllm", help="with --compare: rows of this version")
-    parser.add_argument("--output", help="CSV file to append to, or to compare in")
+    parser.add_argument(
+        "--output", help="CSV file to append to, or to compare in (the H200's)"
+    )
     args = parser.parse_args()
     if args.vllm and not args.compare:
         parser.error("--vllm picks rows that are there: it needs --compare")
@@ -216,7 +217,7 @@ def main() -> None:
     args = parse_args()
     if args.compare:
         before, after = args.compare
-        path = results_path("bits", args.gpu, args.output)
+        path = results_path("bits", "h200", args.output)
         lines = compare(path, before, after, args.vllm)
         if lines:
             print("\n".join(lines))

@@ -290,7 +290,6 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--levels", nargs="+", choices=LEVELS)
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS))
-    parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--models", nargs="+", type=named_model, default=MODELS)
     parser.add_argument("--smoke", action="store_true", help="small, any machine")
@@ -318,7 +317,7 @@ def measure(
 
     levels = args.levels or (LEVELS if device().type == "cuda" else LEVELS[:2])
     if "attention" in levels:
-        for head_dim in args.head_dims:
+        for head_dim in HEAD_DIMS:
             kernels = fp8_kernels(head_dim)
             for name in args.inputs:
                 for seed in args.seeds:

@@ -36,6 +36,7 @@ from vllm_flashinfer_vit.patches.source import fingerprint, parameters
 from vllm_flashinfer_vit.plugin import all_patches
 
 ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "out" / "vllm"
 # What kernels run on, of what vLLM requires.
 LIBRARIES = ("torch", "flashinfer-python", "quack-kernels")
 
@@ -122,11 +123,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("versions", nargs="*", help="releases to add")
-    parser.add_argument("--sources", type=Path, default=ROOT / "out" / "vllm")
     args = parser.parse_args()
     before = known() if FILE.exists() else Fingerprints({}, {})
     versions = sorted({*before.releases, *args.versions}, key=Version)
-    folders = {version: unpacked(version, args.sources) for version in versions}
+    folders = {version: unpacked(version, SOURCES) for version in versions}
     found = read(folders, all_patches())
     FILE.write_text(dumps(found), encoding="utf-8")
     for method, marks in found.methods.items():
