@@ -48,7 +48,7 @@ def _values(x: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 class _Pointer:
-    """Elements of a tensor, by their offsets; None of the offsets is the first one."""
+    """Elements of a tensor, by their offsets from its first one."""
 
     def __init__(self, tensor: torch.Tensor, offsets: Any = 0) -> None:
         self._flat = tensor.view(-1)
@@ -209,7 +209,6 @@ def _language(
         **{name: getattr(torch, name) for name in ("int32", "int64", "uint8")},
         **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")},
         float8e4nv=torch.float8_e4m3fn,
-        constexpr=lambda x: x,
         program_id=lambda axis: program,
         num_programs=lambda axis: programs,
         num_warps=lambda: 4,
@@ -244,19 +243,25 @@ def _language(
     )
 
 
+_STAND_INS: Mapping[str, Any] = {
+    "mbarrier": SimpleNamespace(
+        MBarrierLayout=lambda: None,
+        init=lambda barrier, arrivals: barrier.init(arrivals),
+        expect=lambda barrier, count: barrier.arrive(count),
+        arrive=lambda barrier: barrier.arrive(),
+        wait=lambda barrier, parity: barrier.wait(parity),
+    ),
+    "tma": SimpleNamespace(async_copy_global_to_shared=_copy),
+    "warpgroup_mma": _multiply,
+    "warpgroup_mma_wait": _wait,
+    "fence_async_shared": lambda: None,
+}
+
+
 @contextmanager
-def language(
-    modules: Sequence[ModuleType], gl: Any, mbarrier: Any, tma: Any
-) -> Iterator[None]:
+def _as_python(modules: Sequence[ModuleType], gl: Any) -> Iterator[None]:
     """Have functions of modules run as Python, on a stand-in for Gluon's language."""
-    stand_ins = {
-        "gl": gl,
-        "mbarrier": mbarrier,
-        "tma": tma,
-        "warpgroup_mma": _multiply,
-        "warpgroup_mma_wait": _wait,
-        "fence_async_shared": lambda: None,
-    }
+    stand_ins = {**_STAND_INS, "gl": gl}
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
             for name, value in list(vars(module).items()):
@@ -288,15 +293,6 @@ def run(
         assembly: What computes the same, by the text of `gl.inline_asm_elementwise`.
     """
     given = [_Pointer(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-    mbarrier = SimpleNamespace(
-        MBarrierLayout=lambda: None,
-        init=lambda barrier, arrivals: barrier.init(arrivals),
-        expect=lambda barrier, count: barrier.arrive(count),
-        arrive=lambda barrier: barrier.arrive(),
-        wait=lambda barrier, parity: barrier.wait(parity),
-    )
-    tma = SimpleNamespace(async_copy_global_to_shared=_copy)
     for program in range(programs):
-        gl = _language(program, programs, assembly)
-        with language(modules, gl, mbarrier, tma):
+        with _as_python(modules, _language(program, programs, assembly)):
             getattr(modules[0], name)(*given, **constants)

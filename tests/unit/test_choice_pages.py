@@ -5,20 +5,20 @@ import itertools
 import json
 from functools import cache
 
+import numpy as np
 import pytest
 from _pages import ROOT, rows, text_of
 
 import chosen_rows
 import tower_cases
 from vllm_flashinfer_vit.choices.arrival import quantized_by_projection
-from vllm_flashinfer_vit.choices.lookup import choices_for, fp8_choices_for
+from vllm_flashinfer_vit.choices.lookup import choices_for, fp8_choices_for, plan_of
 from vllm_flashinfer_vit.graphs.sizes import (
     fine_budgets,
     max_sequences,
     usual_frames,
 )
 from vllm_flashinfer_vit.machine.stack import Gpu, Stack
-from vllm_flashinfer_vit.ops.plan import Class, Plan
 
 TABLE = ROOT / "src/vllm_flashinfer_vit/choices/data/0.33.0/h200.json"
 NEWEST = "884af39"
@@ -54,12 +54,7 @@ def passes(head_dim: int) -> dict[int, float]:
 
 def pass_us(head_dim: int, tokens: int) -> float:
     known = passes(head_dim)
-    if tokens in known:
-        return known[tokens]
-    below = max(n for n in known if n < tokens)
-    above = min(n for n in known if n > tokens)
-    part = (tokens - below) / (above - below)
-    return known[below] + part * (known[above] - known[below])
+    return float(np.interp(tokens, list(known), list(known.values())))
 
 
 @pytest.mark.parametrize("head_dim", [72, 80])
@@ -144,12 +139,7 @@ def test_the_page_of_kernels_says_what_hopper_bf16_gains_alone() -> None:
 
 def kernel_of(head_dim: int, case: str) -> str:
     """Return what attends in bf16 over a case's images and frames."""
-    plan = Plan(
-        tuple(
-            Class(c.max_len, c.kernel, c.many)
-            for c in choices_for(H200, BF16, head_dim)
-        )
-    )
+    plan = plan_of(choices_for(H200, BF16, head_dim))
     lengths = [
         rows * columns
         for frames, rows, columns in tower_cases.CASES[case]
